@@ -1,0 +1,133 @@
+"""The deal: a global batch's rows to ranks, so that all carry equal work, and on to micro-batches.
+
+Numbers in, numbers out. What is in a batch is never changed for the sake of balance.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkModel:
+    """Work of one sample of s tokens: linear * s + quadratic * s^2, in whole FLOPs of one layer.
+
+    Integers, so that sums are exact and equal on every machine.
+    """
+
+    linear: int
+    quadratic: int
+
+    def __call__(self, lengths: npt.ArrayLike) -> Ints:
+        s = np.asarray(lengths, dtype=np.int64)
+        return s * (self.linear + self.quadratic * s)
+
+
+@dataclass(frozen=True)
+class Hand:
+    """What one rank was dealt: its rows of the batch, longest first, cut into micro-batches."""
+
+    rows: Ints
+    """Indices into the global batch."""
+    cuts: Ints
+    """Shape [num_micro_batches + 1]: micro-batch m is rows[cuts[m]:cuts[m + 1]], maybe empty."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A dealt global batch. Every rank has the same number of micro-batches."""
+
+    hands: tuple[Hand, ...]
+    imbalance: float
+    """Largest work of a rank over the mean work."""
+
+
+def deal(
+    lengths: npt.ArrayLike, *, num_ranks: int, work: WorkModel, tokens_per_micro_batch: int
+) -> Deal:
+    """Deals a global batch to ranks: longest first, each row to the rank with the least work so far.
+
+    This is Graham's LPT rule (SIAM J. Appl. Math. 17, 1969): the largest work is at most the mean
+    plus the work of one row, and at most 4/3 - 1/(3 num_ranks) of the best possible.
+
+    Args:
+        lengths: tokens of each row of the batch, shape [B].
+        num_ranks: number of data-parallel ranks.
+        work: the cost of a row.
+        tokens_per_micro_batch: no micro-batch holds more tokens.
+
+    Raises:
+        ValueError: a row alone exceeds the token budget.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if lengths.size and int(lengths.max()) > tokens_per_micro_batch:
+        raise ValueError(
+            f"a sample of {int(lengths.max())} tokens exceeds {tokens_per_micro_batch} tokens per micro-batch"
+        )
+    by_length = np.argsort(-lengths, kind="stable")
+    costs = work(lengths[by_length])
+    ranks = least_loaded(costs, num_ranks)
+    rows = _split(by_length, ranks, num_ranks)
+    num_micro_batches = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
+    hands = tuple(
+        Hand(rows=r, cuts=cut(lengths[r], num_micro_batches, tokens_per_micro_batch)) for r in rows
+    )
+    loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
+    mean = loads.mean()
+    return Deal(hands=hands, imbalance=float(loads.max() / mean) if mean else 1.0)
+
+
+def least_loaded(costs: Ints, num_ranks: int) -> Ints:
+    """The rank of each row: rows in the given order, each to the rank with the least cost so far.
+
+    Ties go to the lowest rank.
+    """
+    heap = list(range(num_ranks))  # load * num_ranks + rank: one integer orders by load, then rank
+    ranks = []
+    for cost in costs.tolist():
+        rank = heap[0] % num_ranks
+        ranks.append(rank)
+        heapq.heapreplace(heap, heap[0] + cost * num_ranks)
+    return np.array(ranks, dtype=np.int64)
+
+
+def _split(rows: Ints, ranks: Ints, num_ranks: int) -> list[Ints]:
+    grouped = rows[np.argsort(ranks, kind="stable")]
+    return np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
+
+
+def greedy_count(lengths: Ints, budget: int) -> int:
+    """Micro-batches needed when rows are taken in order while they fit the token budget; at least 1."""
+    count, filled = 1, 0
+    for length in lengths.tolist():
+        if filled + length > budget:
+            count, filled = count + 1, 0
+        filled += length
+    return count
+
+
+def cut(lengths: Ints, num_micro_batches: int, budget: int) -> Ints:
+    """Cuts rows, in order, into `num_micro_batches` parts of about equal tokens, none over `budget`.
+
+    Returns the cuts, shape [num_micro_batches + 1]. Where equal parts would burst the budget, rows
+    are taken greedily instead, and the last parts may be empty.
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    targets = ends[-1] * np.arange(num_micro_batches + 1) / num_micro_batches
+    cuts = np.searchsorted(ends, targets, side="left").astype(np.int64)
+    cuts[0], cuts[-1] = 0, len(lengths)
+    if np.all(np.diff(ends[cuts]) <= budget):
+        return cuts
+    greedy, filled = [0], 0
+    for row, length in enumerate(lengths.tolist()):
+        if filled + length > budget:
+            greedy.append(row)
+            filled = 0
+        filled += length
+    return np.array(greedy + [len(lengths)] * (num_micro_batches + 1 - len(greedy)), dtype=np.int64)

@@ -1,0 +1,29 @@
+"""What a user's mistake looks like: one line per problem, all problems at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Input that cannot work, told in one line per problem.
+
+    Commands print each line to standard error and exit with 2; nothing has been written by then.
+
+    Args:
+        problems: one complete line each: what is wrong, where (file, key, value), what was expected.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
+        return type(self), self.problems
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` where none is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{found[0]}'?)" if found else ""

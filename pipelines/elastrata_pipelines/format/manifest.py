@@ -1,0 +1,140 @@
+"""The manifest: the one file that makes a folder of shards a data set. Written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.vocabulary import Vocabulary
+from elastrata_pipelines.storage import Storage
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+LENGTHS = "lengths.npy"
+"""Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
+TOKENIZER_DIR = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of the data set. `samples` and `stripes` are 0 for files that hold no samples."""
+
+    path: str
+    bytes: int
+    sha256: str
+    samples: int = 0
+    stripes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that training, `inspect` and a resume need to know before opening a shard."""
+
+    samples: int
+    tokens: int
+    stripes: int
+    stripe_size: int
+    """Samples per stripe; the last stripe may be short."""
+    seq_len: int
+    """No sample is longer."""
+    seed: int
+    packing: str
+    pairs: bool
+    """Whether samples are sentence pairs for next-sentence prediction."""
+    token_dtype: str
+    """NumPy name of the tokens' integer type, little-endian: `uint16` or `uint32`."""
+    length_histogram: tuple[int, ...]
+    """`length_histogram[s]`: number of samples of length s, for s from 0 to seq_len."""
+    vocabulary: Vocabulary
+    tokenizer_fingerprint: str
+    sources: tuple[dict[str, Any], ...]
+    """Per source: name, documents, bytes of text, samples, weight."""
+    files: tuple[FileEntry, ...]
+    """Shards in order, then lengths and tokenizer files."""
+    version: int = FORMAT_VERSION
+    format: str = "elastrata-shards"
+
+    @property
+    def shards(self) -> tuple[FileEntry, ...]:
+        return tuple(entry for entry in self.files if entry.stripes)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the manifest's canonical JSON: equal for byte-identical data sets only."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    def write(self, storage: Storage) -> None:
+        storage.write(self.to_json().encode(), MANIFEST)
+
+    @staticmethod
+    def read(storage: Storage) -> Manifest:
+        """Reads a data set's manifest.
+
+        Raises:
+            UserError: no manifest there, not one of ours, or of another format version.
+        """
+        where = storage.uri(MANIFEST)
+        try:
+            raw = json.loads(storage.read(MANIFEST))
+        except FileNotFoundError:
+            raise UserError(
+                f"{storage.uri()}: no data set here ({MANIFEST} is missing); "
+                "make one with `elastrata prepare`"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{where}: not valid JSON ({error}); prepare the data set again") from None
+        if not isinstance(raw, dict) or raw.get("format") != "elastrata-shards":
+            raise UserError(f"{where}: not the manifest of an Elastrata data set")
+        if raw.get("version") != FORMAT_VERSION:
+            raise UserError(
+                f"{where}: format version {raw.get('version')}, this Elastrata reads version "
+                f"{FORMAT_VERSION}; prepare the data set again"
+            )
+        try:
+            return Manifest(
+                **{
+                    **raw,
+                    "length_histogram": tuple(raw["length_histogram"]),
+                    "vocabulary": Vocabulary(
+                        **{
+                            **raw["vocabulary"],
+                            "special_ids": tuple(raw["vocabulary"]["special_ids"]),
+                            "continuation_ids": tuple(raw["vocabulary"]["continuation_ids"]),
+                        }
+                    ),
+                    "sources": tuple(raw["sources"]),
+                    "files": tuple(FileEntry(**entry) for entry in raw["files"]),
+                }
+            )
+        except (TypeError, KeyError) as error:
+            raise UserError(f"{where}: damaged manifest ({error}); prepare the data set again") from None
+
+    def read_lengths(self, storage: Storage) -> npt.NDArray[np.int32]:
+        """Lengths of all samples in stored order, shape [samples], int32.
+
+        Raises:
+            UserError: the file is missing or does not match the manifest.
+        """
+        where = storage.uri(LENGTHS)
+        try:
+            with storage.open(LENGTHS) as stream:
+                lengths = np.load(stream, allow_pickle=False)
+        except FileNotFoundError:
+            raise UserError(f"{where}: missing; prepare the data set again") from None
+        except ValueError as error:
+            raise UserError(f"{where}: unreadable ({error}); prepare the data set again") from None
+        if lengths.shape != (self.samples,) or int(lengths.sum(dtype=np.int64)) != self.tokens:
+            raise UserError(
+                f"{where}: {lengths.size} samples, {int(lengths.sum(dtype=np.int64))} tokens, but the manifest says "
+                f"{self.samples} and {self.tokens}: the index does not match; prepare the data set again"
+            )
+        return np.asarray(lengths, dtype=np.int32)

@@ -1,0 +1,70 @@
+"""Stable 64-bit hashes: the only source of randomness in order, split, masks and digests.
+
+Everything here is arithmetic on unsigned 64-bit integers, so the results do not depend on the
+platform, on NumPy's version or on the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+
+
+def text_hash(*parts: str | bytes) -> int:
+    """A 64-bit hash of `parts`, whose boundaries count: ("ab", "c") differs from ("a", "bc")."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def mix(values: npt.ArrayLike) -> U64:
+    """SplitMix64's output function (Steele, Lea and Flood, 2014), element by element."""
+    z = np.asarray(values, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = z + _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * _M1
+        z = (z ^ (z >> np.uint64(27))) * _M2
+        return z ^ (z >> np.uint64(31))
+
+
+def key(*parts: int) -> int:
+    """One 64-bit key from several integers, for example (seed, epoch, window)."""
+    value = np.uint64(0)
+    for part in parts:
+        value = mix(mix(value) ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))[()]
+    return int(value)
+
+
+def combine(keys: npt.ArrayLike, values: npt.ArrayLike) -> U64:
+    """Hash of each pair (key, value); the arguments broadcast against each other."""
+    return mix(mix(keys) ^ np.asarray(values, dtype=np.uint64))
+
+
+def uniform(hashes: U64) -> npt.NDArray[np.float64]:
+    """Maps 64-bit hashes to [0, 1) by their upper 53 bits."""
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(n: int, seed_key: int) -> npt.NDArray[np.int64]:
+    """A permutation of 0..n-1 that depends on `n` and `seed_key` alone."""
+    return np.argsort(combine(seed_key, np.arange(n, dtype=np.uint64)), kind="stable")
+
+
+def digest(sample_ids: U64) -> int:
+    """An order-free 64-bit digest: the sum of the samples' hashes modulo 2^64.
+
+    The digests of a step's parts add up (modulo 2^64) to the digest of the step, so ranks can
+    compute it each for themselves and reduce.
+    """
+    return int(np.sum(mix(sample_ids), dtype=np.uint64))

@@ -1,0 +1,102 @@
+"""The order: which stored sample stands at which position. Numbers in, numbers out.
+
+The stream of positions runs on from epoch to epoch: position p lies in epoch p // N at place
+p % N. Epoch e reads the stripes in a permutation keyed by (seed, e) and shuffles samples uniformly
+inside each window of `window_stripes` consecutive stripes of that permutation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from elastrata_pipelines.hashing import key, permutation
+
+Ints = npt.NDArray[np.int64]
+
+_STRIPES, _WINDOW = 1, 2
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where samples are stored: three arrays of equal length, one entry per position asked for."""
+
+    epochs: Ints
+    stripes: Ints
+    rows: Ints
+    """Row inside the stripe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of a data set of `num_samples` samples in stripes of `stripe_size`.
+
+    The last stripe is short where `stripe_size` does not divide `num_samples`.
+    """
+
+    num_samples: int
+    stripe_size: int
+    window_stripes: int
+    """Stripes shuffled together: more makes batches more random and reading costlier."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_samples, self.stripe_size, self.window_stripes) < 1:
+            raise ValueError("num_samples, stripe_size and window_stripes must be at least 1")
+
+    def places(self, first: int, count: int) -> Places:
+        """The samples at positions first .. first + count - 1."""
+        parts: list[tuple[int, Ints, Ints]] = []
+        position, stop = first, first + count
+        while position < stop:
+            epoch, offset = divmod(position, self.num_samples)
+            _, starts = _epoch_stripes(self, epoch)
+            window = int(np.searchsorted(starts, offset, side="right")) - 1
+            begin, end = int(starts[window]), int(starts[window + 1])
+            take = slice(offset - begin, min(end - begin, offset - begin + stop - position))
+            stripe, row = _window(self, epoch, window)
+            parts.append((epoch, stripe[take], row[take]))
+            position += take.stop - take.start
+        return Places(
+            epochs=np.repeat(
+                np.array([epoch for epoch, _, _ in parts], dtype=np.int64),
+                np.array([len(row) for _, _, row in parts], dtype=np.int64),
+            ),
+            stripes=np.concatenate([stripe for _, stripe, _ in parts] or [np.empty(0, np.int64)]),
+            rows=np.concatenate([row for _, _, row in parts] or [np.empty(0, np.int64)]),
+        )
+
+    @property
+    def num_stripes(self) -> int:
+        return -(-self.num_samples // self.stripe_size)
+
+    def stripe_sizes(self, stripes: Ints) -> Ints:
+        """Number of samples in each of `stripes`."""
+        last = self.num_samples - (self.num_stripes - 1) * self.stripe_size
+        return np.where(stripes == self.num_stripes - 1, last, self.stripe_size)
+
+
+@lru_cache(maxsize=8)
+def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
+    """The stripes in the order epoch reads them, and the place at which each window starts (and N)."""
+    stripes = permutation(order.num_stripes, key(order.seed, epoch, _STRIPES))
+    ends = np.cumsum(order.stripe_sizes(stripes))
+    starts = np.concatenate([[0], ends])[:: order.window_stripes]
+    if starts[-1] != order.num_samples:
+        starts = np.append(starts, order.num_samples)
+    return stripes, starts
+
+
+@lru_cache(maxsize=64)
+def _window(order: Order, epoch: int, window: int) -> tuple[Ints, Ints]:
+    """Stripe and row of each sample of one window, shuffled."""
+    stripes, _ = _epoch_stripes(order, epoch)
+    inside = stripes[window * order.window_stripes : (window + 1) * order.window_stripes]
+    sizes = order.stripe_sizes(inside)
+    stripe = np.repeat(inside, sizes)
+    row = np.concatenate([np.arange(size) for size in sizes])
+    shuffled = permutation(len(row), key(order.seed, epoch, _WINDOW, window))
+    return stripe[shuffled], row[shuffled]

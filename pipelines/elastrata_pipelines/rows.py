@@ -1,0 +1,51 @@
+"""Rows: samples laid end to end without padding, as zero-copy views of one buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """n samples of T tokens in all. A slice `rows[a:b]` copies nothing."""
+
+    sample_ids: npt.NDArray[np.uint64]
+    """Shape [n]."""
+    epochs: npt.NDArray[np.int64]
+    """Shape [n]: the epoch each sample is read in; part of the key of its randomness."""
+    lengths: npt.NDArray[np.int64]
+    """Shape [n]; sums to T."""
+    tokens: npt.NDArray[Any]
+    """Shape [T], uint16 or uint32: the samples' ids end to end."""
+    boundaries: tuple[npt.NDArray[np.int32], ...] | None = None
+    """Packed data only: per sample the offsets at which further documents start."""
+    second_starts: npt.NDArray[np.int64] | None = None
+    """Pairs only, shape [n]: offset of the second sentence in each sample."""
+    is_next: npt.NDArray[np.bool_] | None = None
+    """Pairs only, shape [n]: whether the second sentence really followed the first."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __getitem__(self, part: slice) -> Rows:
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError("Rows are sliced in steps of 1")
+        first = int(self.lengths[:start].sum())
+        return Rows(
+            sample_ids=self.sample_ids[start:stop],
+            epochs=self.epochs[start:stop],
+            lengths=self.lengths[start:stop],
+            tokens=self.tokens[first : first + int(self.lengths[start:stop].sum())],
+            boundaries=None if self.boundaries is None else self.boundaries[start:stop],
+            second_starts=None if self.second_starts is None else self.second_starts[start:stop],
+            is_next=None if self.is_next is None else self.is_next[start:stop],
+        )
+
+    def split(self, cuts: npt.NDArray[np.int64]) -> list[Rows]:
+        """The parts between consecutive `cuts`, for example a rank's micro-batches."""
+        return [self[int(a) : int(b)] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]

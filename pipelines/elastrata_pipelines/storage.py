@@ -1,0 +1,117 @@
+"""Files under one root, local or remote (`s3://`, `gs://`, ... by fsspec), read and written whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import IO, Any, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder named by a path or URL. Paths given to its methods are relative to it."""
+
+    url: str
+
+    @cached_property
+    def _located(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        fs, root = url_to_fs(os.fspath(self.url))
+        return fs, root.rstrip("/")
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        return self._located[0]
+
+    @property
+    def is_local(self) -> bool:
+        protocol = self.fs.protocol
+        return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def path(self, *parts: str) -> str:
+        """The path of `parts` below the root, as the file system itself names it."""
+        return "/".join((self._located[1], *parts))
+
+    def uri(self, *parts: str) -> str:
+        """The full URL of `parts` below the root; a plain absolute path where it is local."""
+        return self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
+
+    def sub(self, *parts: str) -> Storage:
+        return Storage(self.uri(*parts))
+
+    def exists(self, *parts: str) -> bool:
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(self.path(*parts)))
+
+    def names(self, *parts: str) -> list[str]:
+        """The names directly below `parts`, sorted; empty where there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.ls(self.path(*parts), detail=False)
+        except FileNotFoundError:
+            return []
+        names = {str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found}
+        return sorted(names - {self.path(*parts).rsplit("/", 1)[-1]} if not self.is_local else names)
+
+    def size(self, *parts: str) -> int:
+        return int(self.fs.size(self.path(*parts)))
+
+    def read(self, *parts: str) -> bytes:
+        return cast(bytes, self.fs.cat_file(self.path(*parts)))
+
+    def write(self, data: bytes, *parts: str) -> None:
+        """Writes a file whole or not at all: a reader never sees half of it."""
+        with self.create(*parts) as stream:
+            stream.write(data)
+
+    @contextmanager
+    def create(self, *parts: str) -> Iterator[IO[bytes]]:
+        """Opens a new file for writing that appears, whole, when the block ends without error."""
+        target = self.path(*parts)
+        if not self.is_local:
+            with self.fs.open(target, "wb") as stream:
+                try:
+                    yield stream
+                except BaseException:
+                    discard = getattr(stream, "discard", None)
+                    if discard:
+                        discard()
+                    raise
+            return
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        temporary = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        finally:
+            if os.path.exists(temporary):
+                os.remove(temporary)
+
+    def open(self, *parts: str) -> Any:
+        """Opens a file for reading, seekable."""
+        return self.fs.open(self.path(*parts), "rb")
+
+    def delete(self, *parts: str) -> None:
+        """Deletes a file, or a folder with all that is in it; nothing happens where it is gone."""
+        if self.exists(*parts):
+            self.fs.rm(self.path(*parts), recursive=True)
+
+    def sha256(self, *parts: str) -> str:
+        """The SHA-256 of a file, as `sha256sum` prints it."""
+        digest = hashlib.sha256()
+        with self.open(*parts) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""The recipe: everything about *what* is trained. Where it runs is said elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
+
+from elastrata.checkpoint import CheckpointConfig
+from elastrata.clip import ClipConfig
+from elastrata.config import Config
+from elastrata.evaluate import EvaluationConfig
+from elastrata.optimizer import OptimizerConfig
+from elastrata.parallel import ParallelConfig
+from elastrata.schedule import ScheduleConfig
+from elastrata.tracking import TrackingConfig
+from elastrata.workload import Workload, workload_class
+from elastrata_pipelines.preparation import PrepareConfig
+
+
+def _read_workload(value: Any) -> Any:
+    if isinstance(value, dict):
+        name = value.get("name")
+        if not isinstance(name, str):
+            raise ValueError("needs a name, such as 'bert'")
+        return workload_class(name).model_validate(value)
+    return value
+
+
+class DataConfig(Config):
+    """The data set to train on."""
+
+    path: str
+    """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
+    prepare: PrepareConfig | None = None
+    """How `elastrata prepare` makes it. Training does not need this part."""
+    window_stripes: PositiveInt = 8
+    """Stripes shuffled together: more makes batches more random and reading costlier."""
+
+
+class WorkersConfig(Config):
+    """How many workers, and what each one takes of a machine."""
+
+    min: PositiveInt = 1
+    max: PositiveInt = 1
+    """The run starts at up to this many and goes on with fewer, down to `min`."""
+    cpus: Annotated[float, Field(gt=0)] = 0.5
+    """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
+    gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0."""
+    threads: PositiveInt | None = None
+    """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> WorkersConfig:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is larger than max ({self.max})")
+        return self
+
+
+class Recipe(Config):
+    """One training run, from text to model."""
+
+    name: str | None = None
+    """The run's name; the same name continues the same run. Default: the recipe file's name."""
+    workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
+    data: DataConfig
+    seed: int = 0
+    steps: PositiveInt
+    """Optimizer steps in all."""
+    batch_size: PositiveInt
+    """Samples per step, over all workers."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens that one worker runs through the model at once."""
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip: ClipConfig = ClipConfig()
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: every block recomputes its activations in the backward pass."""
+    compile: bool = False
+    """Compiles every block with torch.compile."""
+    parallel: ParallelConfig = ParallelConfig()
+    workers: WorkersConfig = WorkersConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    storage: str = "runs"
+    """Folder or URL under which every run has a folder of its own name."""
