@@ -88,6 +88,8 @@ def least_loaded(costs: Ints, num_ranks: int) -> Ints:
 
     Ties go to the lowest rank.
     """
+    if num_ranks == 1:
+        return np.zeros(len(costs), dtype=np.int64)
     heap = list(range(num_ranks))  # load * num_ranks + rank: one integer orders by load, then rank
     ranks = []
     for cost in costs.tolist():

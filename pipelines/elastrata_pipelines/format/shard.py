@@ -86,7 +86,7 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
 def _read_row_groups(storage: Storage, shard: FileEntry, groups: Sequence[int]) -> list[pa.Table]:
     try:
         with storage.open(shard.path) as stream:
-            reader = pq.ParquetFile(stream)
+            reader = pq.ParquetFile(stream, binary_type=pa.large_binary())
             if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
                 raise UserError(
                     f"{storage.uri(shard.path)}: {reader.metadata.num_rows} samples in "

@@ -1,0 +1,113 @@
+"""From stored stripes to each rank's rows of consecutive steps. Reads files; knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from elastrata_pipelines.deal import Deal, WorkModel, deal
+from elastrata_pipelines.format import Manifest, read_stripes
+from elastrata_pipelines.order import Order, Places
+from elastrata_pipelines.payload import StepLayout, encode
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a stream begins: the state of the run it continues."""
+
+    step: int = 0
+    """Steps done."""
+    samples: int = 0
+    """Samples seen: the position of the next one."""
+    tokens: int = 0
+    """Real tokens seen."""
+    commit: str | None = None
+    """Name of the checkpoint that holds this state; None: a new run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Consecutive steps that are read and dealt together."""
+
+    first_step: int
+    """Steps done before this group."""
+    first_position: int
+    num_steps: int
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The global batches of one data set, dealt. A value: it can be sent to any process."""
+
+    url: str
+    manifest: Manifest
+    order: Order
+    work: WorkModel
+    tokens_per_micro_batch: int
+
+    def payloads(self, group: Group, num_ranks: int) -> Iterator[pa.Buffer]:
+        """Each rank's rows of the group's steps, encoded; rank after rank.
+
+        Raises:
+            UserError: a shard is missing or damaged.
+        """
+        places = self.order.places(group.first_position, group.num_steps * group.batch_size)
+        table, index = self._read(places)
+        lengths = table["length"].to_numpy()[index]
+        deals = [
+            self._deal(lengths[k * group.batch_size : (k + 1) * group.batch_size], num_ranks)
+            for k in range(group.num_steps)
+        ]
+        for rank in range(num_ranks):
+            hands = [dealt.hands[rank] for dealt in deals]
+            rows = np.concatenate([hand.rows + k * group.batch_size for k, hand in enumerate(hands)])
+            steps = [
+                StepLayout(
+                    step=group.first_step + k + 1,
+                    cuts=hand.cuts.tolist(),
+                    imbalance=dealt.imbalance,
+                )
+                for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
+            ]
+            yield encode(table.take(index[rows]), places.epochs[rows], steps)
+
+    def groups(self, start: Start, *, steps: int, batch_size: int, max_tokens: int) -> list[Group]:
+        """The groups from `start` to step `steps`: a single step first, then doubling in size up
+        to about `max_tokens` tokens, so that the first batch comes soon and the rest in bulk."""
+        per_step = max(1, batch_size * self.manifest.tokens // self.manifest.samples)
+        most = max(1, max_tokens // per_step)
+        groups: list[Group] = []
+        step, size = start.step, 1
+        while step < steps:
+            num_steps = min(size, steps - step)
+            position = start.samples + (step - start.step) * batch_size
+            groups.append(
+                Group(
+                    first_step=step,
+                    first_position=position,
+                    num_steps=num_steps,
+                    batch_size=batch_size,
+                )
+            )
+            step, size = step + num_steps, min(2 * size, most)
+        return groups
+
+    def _deal(self, lengths: np.ndarray, num_ranks: int) -> Deal:
+        return deal(
+            lengths,
+            num_ranks=num_ranks,
+            work=self.work,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+        )
+
+    def _read(self, places: Places) -> tuple[pa.Table, np.ndarray]:
+        """The stripes that hold `places` as one table, and the places as indices into it."""
+        stripes, which = np.unique(places.stripes, return_inverse=True)
+        tables = read_stripes(Storage(self.url), self.manifest, stripes.tolist())
+        starts = np.cumsum([0] + [table.num_rows for table in tables])
+        return pa.concat_tables(tables).combine_chunks(), starts[which] + places.rows

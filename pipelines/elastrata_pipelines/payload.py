@@ -1,0 +1,106 @@
+"""A payload: one rank's rows of consecutive steps as one Arrow IPC stream, read without copying."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastrata_pipelines.rows import Rows
+
+_STEPS = b"steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """How the next rows of a payload form one step."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    cuts: list[int]
+    """Micro-batch m of the step is its rows cuts[m]:cuts[m + 1]."""
+    imbalance: float
+    """Largest work of a rank over the mean, in this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One rank's part of one step."""
+
+    step: int
+    rows: Rows
+    cuts: npt.NDArray[np.int64]
+    imbalance: float
+
+    @property
+    def micro_batches(self) -> list[Rows]:
+        return self.rows.split(self.cuts)
+
+
+def encode(table: pa.Table, epochs: npt.NDArray[np.int64], steps: Sequence[StepLayout]) -> pa.Buffer:
+    """Writes rows, in order, and how they form steps.
+
+    Args:
+        table: the rows with the columns of a shard.
+        epochs: the epoch each row is read in, shape [rows].
+        steps: layouts whose last cuts add up to the number of rows.
+    """
+    table = table.append_column("epoch", pa.array(epochs)).combine_chunks()
+    layout = json.dumps([vars(step) for step in steps]).encode()
+    table = table.replace_schema_metadata({_STEPS: layout})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
+    """The steps of a payload, in order; all arrays are views of the payload's memory."""
+    with pa.ipc.open_stream(payload) as reader:
+        layouts = json.loads(reader.schema.metadata[_STEPS])
+        batches = [batch for batch in reader if batch.num_rows]
+        schema = reader.schema
+    rows = _rows(batches[0] if batches else pa.RecordBatch.from_pylist([], schema), token_dtype)
+    counts = np.cumsum([0] + [layout["cuts"][-1] for layout in layouts])
+    for layout, part in zip(layouts, rows.split(counts), strict=True):
+        yield RankStep(
+            step=layout["step"],
+            rows=part,
+            cuts=np.array(layout["cuts"], dtype=np.int64),
+            imbalance=layout["imbalance"],
+        )
+
+
+def _rows(batch: pa.RecordBatch, token_dtype: str) -> Rows:
+    columns = set(batch.schema.names)
+    return Rows(
+        sample_ids=batch["sample_id"].to_numpy(),
+        epochs=batch["epoch"].to_numpy(),
+        lengths=batch["length"].to_numpy().astype(np.int64),
+        tokens=_values(batch["tokens"], token_dtype),
+        boundaries=_boundaries(batch["boundaries"]) if "boundaries" in columns else None,
+        second_starts=(
+            batch["second_start"].to_numpy().astype(np.int64) if "second_start" in columns else None
+        ),
+        is_next=(
+            batch["is_next"].to_numpy(zero_copy_only=False) if "is_next" in columns else None
+        ),
+    )
+
+
+def _values(column: pa.Array, dtype: str) -> npt.NDArray[Any]:
+    """The bytes of all rows of a binary column, end to end, as integers, uncopied."""
+    _, offsets, values = column.buffers()
+    if len(column) == 0:
+        return np.empty(0, dtype)
+    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+    return np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.dtype(dtype).newbyteorder("<"))
+
+
+def _boundaries(column: pa.Array) -> tuple[npt.NDArray[np.int32], ...]:
+    return tuple(np.frombuffer(value.as_buffer(), np.int32) for value in column)

@@ -1,0 +1,139 @@
+"""The stream: Ray Data reads and deals groups of steps; every Train worker gets its part in order.
+
+Descriptors of groups -> read the stripes, form and deal the batches, one row per rank with all its
+rows of the group as one binary payload -> `streaming_split`. With `preserve_order`, blocks of one
+row and equal splits, block i goes to rank i mod W: rank r gets exactly its payloads, in order, at
+any world size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+import ray.train
+from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources, TaskPoolStrategy
+
+from elastrata_pipelines.batches import Batches, Group, Start
+from elastrata_pipelines.payload import RankStep, decode
+
+READER_CPUS = 0.25
+"""Logical CPUs of a reading task. Small, because readers mostly wait for the trainers."""
+CONCURRENT_READERS = 2
+MAX_GROUP_TOKENS = 4 * 2**20
+MAX_DESCRIPTORS = 256
+PREFETCHED_PAYLOADS = 2
+READ_AHEAD_BYTES = 512 * 2**20
+"""Most memory of Ray's object store that payloads read ahead may take, over all ranks."""
+
+
+def descriptors(batches: Batches, start: Start, *, steps: int, batch_size: int) -> Dataset:
+    """The data set of descriptors from `start` to step `steps`, in order.
+
+    A descriptor names consecutive groups and is one block. Ray Data spends about a millisecond on
+    each block before it starts, so a long run has many groups in each descriptor.
+    """
+    groups = batches.groups(start, steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS)
+    share = -(-len(groups) // MAX_DESCRIPTORS)
+    rows = [
+        {
+            "start": json.dumps(asdict(start)),
+            "groups": json.dumps([asdict(group) for group in groups[i : i + share]]),
+        }
+        for i in range(0, len(groups), share)
+    ]
+    return ray.data.from_items(rows, override_num_blocks=len(rows))
+
+
+class StreamConfig(ray.train.DataConfig):
+    """Deals the descriptors' groups to whatever world size the worker group has."""
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def configure(
+        self,
+        datasets: dict[str, Dataset],
+        world_size: int,
+        worker_handles: Any = None,
+        worker_node_ids: Any = None,
+        **kwargs: Any,
+    ) -> list[dict[str, DataIterator]]:
+        """One iterator per rank and data set name."""
+        parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            for rank, split in enumerate(dealt(dataset, self._batches, world_size)):
+                parts[rank][name] = split
+        return parts
+
+
+def dealt(dataset: Dataset, batches: Batches, world_size: int) -> list[DataIterator]:
+    """Splits the groups of `dataset` into one iterator of payloads per rank."""
+    reader = _Reader(batches, world_size)
+    payloads = dataset.map_batches(
+        reader,
+        batch_size=None,
+        batch_format="pyarrow",
+        num_cpus=READER_CPUS,
+        compute=TaskPoolStrategy(size=CONCURRENT_READERS),
+    )
+    payloads.context.enable_progress_bars = False
+    payloads.context.target_max_block_size = 1
+    payloads.context.execution_options = ExecutionOptions(
+        preserve_order=True,
+        resource_limits=ExecutionResources(object_store_memory=READ_AHEAD_BYTES),
+    )
+    return payloads.streaming_split(world_size, equal=True)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    batches: Batches
+    num_ranks: int
+
+    def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
+        for row in descriptor.to_pylist():
+            for group in json.loads(row["groups"]):
+                for payload in self.batches.payloads(Group(**group), self.num_ranks):
+                    yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+
+
+def _one_value(payload: pa.Buffer) -> pa.LargeBinaryArray:
+    """A column of one row around `payload`, uncopied."""
+    offsets = pa.py_buffer(np.array([0, payload.size], np.int64))
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, payload])
+
+
+class RankStream:
+    """One rank's side of the stream.
+
+    Args:
+        iterator: this rank's split.
+        token_dtype: the manifest's.
+    """
+
+    def __init__(self, iterator: DataIterator, token_dtype: str) -> None:
+        self._tables = iter(
+            iterator.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=PREFETCHED_PAYLOADS
+            )
+        )
+        self._token_dtype = token_dtype
+        self._first: pa.Table | None = next(self._tables, None)
+
+    @property
+    def start(self) -> Start | None:
+        """The state this stream continues from; None where no step is left."""
+        return None if self._first is None else Start(**json.loads(self._first["start"][0].as_py()))
+
+    def __iter__(self) -> Iterator[RankStep]:
+        table, self._first = self._first, None
+        while table is not None:
+            yield from decode(table["payload"].chunk(0)[0].as_buffer(), self._token_dtype)
+            table = next(self._tables, None)

@@ -1,0 +1,80 @@
+"""The step record: what one optimizer step did. Observers get this value, never the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One finished optimizer step, over all ranks."""
+
+    step: int
+    """Steps done, this one included."""
+    samples: int
+    """Samples seen since the run began."""
+    tokens: int
+    """Real tokens seen since the run began."""
+    loss: float
+    terms: Mapping[str, float]
+    """The loss by term: `mlm`..."""
+    metrics: Mapping[str, float]
+    """The workload's metrics on this batch: `mlm_accuracy`..."""
+    lr: float
+    gradient_norm: float
+    """Before clipping."""
+    digest: str
+    """Order-free digest of the batch's sample ids, 16 hex digits."""
+    world_size: int
+    micro_batches: int
+    batch_samples: int
+    batch_tokens: int
+    seconds: float
+    """From the end of the step before to the end of this one, on rank 0."""
+    seconds_waiting_for_data: float
+    seconds_collating: float
+    seconds_in_model: float
+    """Forward and backward, with the communication inside."""
+    seconds_in_optimizer: float
+    """Clipping and update."""
+    padding: float
+    """Share of the computed token positions that is padding."""
+    imbalance: float
+    """Largest work of a rank over the mean."""
+    memory_bytes: int
+    """Peak of rank 0: of the device where there is one, else of the process."""
+    flops: int
+    """Forward and backward over all ranks, by the workload's formula."""
+    mfu: float | None
+    """Share of the devices' dense bf16 peak; None where the peak is not known."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens per second, over all ranks."""
+        return self.batch_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        tracked = {
+            "train/loss": self.loss,
+            **{f"train/{name}_loss": value for name, value in self.terms.items()},
+            **{f"train/{name}": value for name, value in self.metrics.items()},
+            "train/lr": self.lr,
+            "train/gradient_norm": self.gradient_norm,
+            "progress/samples": self.samples,
+            "progress/tokens": self.tokens,
+            "perf/tokens_per_second": self.tokens_per_second,
+            "perf/seconds_per_step": self.seconds,
+            "perf/seconds_waiting_for_data": self.seconds_waiting_for_data,
+            "perf/padding": self.padding,
+            "perf/imbalance": self.imbalance,
+            "perf/memory_bytes": self.memory_bytes,
+            "perf/world_size": self.world_size,
+        }
+        return tracked if self.mfu is None else {**tracked, "perf/mfu": self.mfu}
