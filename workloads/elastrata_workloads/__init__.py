@@ -1,0 +1,1 @@
+"""Model families for Elastrata, found by the engine through entry points."""

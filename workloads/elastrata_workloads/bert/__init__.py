@@ -1,0 +1,6 @@
+"""BERT: masked-language-model pre-training, with optional next-sentence prediction."""
+
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.workload import Bert
+
+__all__ = ["Bert", "BertBatch"]

@@ -1,0 +1,67 @@
+"""Bidirectional attention over segments laid end to end, without padding.
+
+T: tokens of the micro-batch; H: heads; D: size of a head; G: segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where attention stops: a segment is a sample, or one document of a packed sample."""
+
+    offsets: Tensor
+    """Shape [G + 1], int32, on the model's device: starts of the segments, then T."""
+    lengths: tuple[int, ...]
+    """The same as G lengths, known to the host without asking the device."""
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Scaled dot-product attention of every token to all tokens of its own segment.
+
+    Vaswani et al. 2017, equation 1, once per segment and head.
+
+    Args:
+        query: shape [T, H, D]; so are key and value.
+        segments: cover all T tokens.
+
+    Returns:
+        Shape [T, H, D].
+    """
+    if _has_kernel(query):
+        longest = max(segments.lengths)
+        out = varlen_attn(query, key, value, segments.offsets, segments.offsets, longest, longest)
+        assert isinstance(out, Tensor)
+        return out
+    return _by_runs(query, key, value, segments)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Flash attention takes half-precision tensors, on devices from compute capability 8.0 on."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+@torch.compiler.disable
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """One dense attention call per run of equally long neighbours; rows come sorted by length."""
+    runs = [(len(list(run)), length) for length, run in groupby(segments.lengths)]
+    sizes = [count * length for count, length in runs]
+    parts = []
+    for (count, length), *qkv in zip(
+        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in qkv)
+        parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)

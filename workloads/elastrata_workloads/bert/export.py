@@ -1,0 +1,62 @@
+"""A trained BERT as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from elastrata_workloads.bert.model import BertShape
+
+_ROWS_PER_ID = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+
+
+def export(
+    shape: BertShape, state: Mapping[str, Tensor], tokenizer: Path | None, path: Path
+) -> None:
+    """Writes config.json, model.safetensors and the tokenizer's files.
+
+    The decoder's weight and bias are not in the file: transformers ties them to the word embedding
+    and to `cls.predictions.bias`, as this model does.
+
+    Args:
+        shape: the model's shape.
+        state: the model's full state dict.
+        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+        path: the folder to write; made where it is missing.
+    """
+    # Imported here: it takes seconds, and workers never export.
+    from transformers import BertConfig
+
+    path.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, path, dirs_exist_ok=True)
+    BertConfig(
+        architectures=["BertForPreTraining" if shape.next_sentence else "BertForMaskedLM"],
+        vocab_size=shape.num_ids,
+        pad_token_id=shape.pad_id,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=shape.max_positions,
+        layer_norm_eps=shape.layer_norm_eps,
+        hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=shape.initializer_range,
+        hidden_act="gelu",
+        type_vocab_size=2,
+        tie_word_embeddings=True,
+        dtype="float32",
+    ).save_pretrained(path)
+    weights = {
+        name: (value[: shape.num_ids] if name in _ROWS_PER_ID else value)
+        .detach()
+        .float()
+        .contiguous()
+        for name, value in state.items()
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,262 @@
+"""BERT (Devlin et al. 2019) on samples laid end to end, without padding.
+
+Modules and parameters have the names of transformers' BertForPreTraining, so weights move over
+one to one. The decoder of the masked-language-model head is the word embedding itself.
+
+Shapes: T tokens of the micro-batch, P predicted tokens, N samples, H heads, D = E / H,
+E hidden size, F feed-forward size, V ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastrata_workloads.bert.attention import Segments, attention
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.dropout import HiddenDropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertShape:
+    """Everything that fixes the model's parameters and how they are applied."""
+
+    num_ids: int
+    """Real ids; the model gives a logit for each."""
+    num_embeddings: int
+    """Rows of the embedding table, at least `num_ids`."""
+    pad_id: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+    layer_norm_eps: float
+    dropout: float
+    initializer_range: float
+    next_sentence: bool
+
+
+class BertModel(nn.Module):
+    """Trunk and heads."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.bert = Trunk(shape)
+        self.cls = Heads(shape)
+        self.initialize()
+
+    def forward(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
+        """Logits of the predicted tokens, and of next-sentence prediction where the model has it.
+
+        Returns:
+            Shapes [P, V] and [N, 2].
+        """
+        hidden = self.bert(batch)
+        words = self.bert.embeddings.word_embeddings.weight
+        logits = self.cls.predictions(hidden[batch.predicted], words)[:, : self.shape.num_ids]
+        if self.bert.pooler is None or self.cls.seq_relationship is None:
+            return logits, None
+        if batch.sample_starts is None:
+            raise ValueError("next-sentence prediction needs a batch of sentence pairs")
+        return logits, self.cls.seq_relationship(self.bert.pooler(hidden[batch.sample_starts]))
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draws all parameters anew from torch's current generator, as transformers does."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.shape.initializer_range)
+            if isinstance(module, nn.LayerNorm):
+                module.weight.fill_(1.0)
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.bias.zero_()
+        self.bert.embeddings.word_embeddings.weight[self.shape.pad_id].zero_()
+        self.cls.predictions.bias.zero_()
+
+
+class Trunk(nn.Module):
+    """Embeddings, blocks, and the pooler that next-sentence prediction needs."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(shape)
+        self.encoder = Encoder(shape)
+        self.pooler = Pooler(shape.hidden_size) if shape.next_sentence else None
+
+    def forward(self, batch: BertBatch) -> Tensor:
+        """The last block's output, shape [T, E]."""
+        hidden: Tensor = self.embeddings(
+            batch.input_ids, batch.positions, batch.token_types, batch.dropout_keys
+        )
+        segments = batch.segments
+        for block in self.encoder.layer:
+            hidden = block(hidden, segments, batch.dropout_keys)
+        return hidden
+
+
+class Embeddings(nn.Module):
+    """Word, position and sentence embeddings, normalised."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(shape.num_embeddings, shape.hidden_size)
+        self.position_embeddings = nn.Embedding(shape.max_positions, shape.hidden_size)
+        self.token_type_embeddings = nn.Embedding(2, shape.hidden_size)
+        self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_eps)
+        self.dropout = HiddenDropout(shape.dropout, site=0)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None,
+        dropout_keys: Tensor | None,
+    ) -> Tensor:
+        """Shape [T, E] from ids of shape [T]; without token types all tokens are of type 0."""
+        if token_types is None:
+            sentences = self.token_type_embeddings.weight[0]
+        else:
+            sentences = self.token_type_embeddings(token_types)
+        words = self.word_embeddings(input_ids) + sentences
+        hidden = self.LayerNorm(words + self.position_embeddings(positions))
+        out: Tensor = self.dropout(hidden, dropout_keys)
+        return out
+
+
+class Encoder(nn.Module):
+    """The stack of blocks."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each with a residual connection and a norm after it."""
+
+    def __init__(self, shape: BertShape, index: int) -> None:
+        super().__init__()
+        self.attention = Attention(shape, site=1 + 2 * index)
+        self.intermediate = Intermediate(shape)
+        self.output = AddNorm(shape, shape.intermediate_size, site=2 + 2 * index)
+
+    def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        hidden = self.attention(hidden, segments, dropout_keys)
+        out: Tensor = self.output(self.intermediate(hidden), hidden, dropout_keys)
+        return out
+
+
+class Attention(nn.Module):
+    """Self-attention with its output projection."""
+
+    def __init__(self, shape: BertShape, site: int) -> None:
+        super().__init__()
+        self.self = SelfAttention(shape)
+        self.output = AddNorm(shape, shape.hidden_size, site)
+
+    def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        out: Tensor = self.output(self.self(hidden, segments), hidden, dropout_keys)
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Projections to query, key and value, and the attention between them."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.head_size = shape.hidden_size // shape.num_heads
+        self.query = nn.Linear(shape.hidden_size, shape.hidden_size)
+        self.key = nn.Linear(shape.hidden_size, shape.hidden_size)
+        self.value = nn.Linear(shape.hidden_size, shape.hidden_size)
+
+    def forward(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        # -1: under tensor parallelism a rank holds some of the heads only.
+        heads = (-1, self.head_size)
+        query = self.query(hidden).unflatten(-1, heads)
+        key = self.key(hidden).unflatten(-1, heads)
+        value = self.value(hidden).unflatten(-1, heads)
+        return attention(query, key, value, segments).flatten(-2)
+
+
+class Intermediate(nn.Module):
+    """The widening half of the feed-forward."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.hidden_size, shape.intermediate_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shape [T, E] to [T, F]."""
+        return F.gelu(self.dense(hidden))
+
+
+class AddNorm(nn.Module):
+    """A projection added to the residual, normalised."""
+
+    def __init__(self, shape: BertShape, num_inputs: int, site: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(num_inputs, shape.hidden_size)
+        self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_eps)
+        self.dropout = HiddenDropout(shape.dropout, site)
+
+    def forward(self, inputs: Tensor, residual: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        """Shapes [T, num_inputs] and [T, E] to [T, E]."""
+        added = self.dropout(self.dense(inputs), dropout_keys) + residual
+        out: Tensor = self.LayerNorm(added)
+        return out
+
+
+class Pooler(nn.Module):
+    """The first token of a sample, made to speak for all of it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """Shape [N, E] to [N, E]."""
+        return torch.tanh(self.dense(first))
+
+
+class Heads(nn.Module):
+    """What turns hidden states into logits."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.predictions = PredictionHead(shape)
+        self.seq_relationship = nn.Linear(shape.hidden_size, 2) if shape.next_sentence else None
+
+
+class PredictionHead(nn.Module):
+    """The masked-language-model head, whose decoder is the word embedding."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.transform = Transform(shape)
+        self.bias = nn.Parameter(torch.zeros(shape.num_embeddings))
+
+    def forward(self, hidden: Tensor, words: Tensor) -> Tensor:
+        """Logits of shape [P, num_embeddings] from [P, E] and the table [num_embeddings, E]."""
+        return F.linear(self.transform(hidden), words, self.bias)
+
+
+class Transform(nn.Module):
+    """The dense layer in front of the decoder."""
+
+    def __init__(self, shape: BertShape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.hidden_size, shape.hidden_size)
+        self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shape [P, E] to [P, E]."""
+        out: Tensor = self.LayerNorm(F.gelu(self.dense(hidden)))
+        return out

@@ -1,0 +1,133 @@
+"""BERT's objective: masked language modelling, and next-sentence prediction where wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastrata.workload import Loss, Metric
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.sample_rng import SampleRng
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.masking import Ints, MaskingRule, choose, replace, tables
+
+_DROPOUT = 3
+_FILLER_TOKENS = 2
+"""Not 1: torch.compile would compile every block once more for a dimension of size 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is asked of the model."""
+
+    masking: MaskingRule
+    next_sentence: bool
+    dropout: bool
+    """Whether batches carry dropout keys."""
+
+    def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
+        """The micro-batch of these samples; the same sample always gets the same masks.
+
+        Raises:
+            ValueError: no mask token, or next-sentence prediction without pairs.
+        """
+        if vocabulary.mask_id is None:
+            raise ValueError("the vocabulary has no mask token")
+        if not len(rows):
+            return self._filler(vocabulary.pad_id)
+        rng = SampleRng(seed, rows)
+        starts = segment_starts(rows)
+        lengths = np.diff(np.append(starts, len(rows.tokens)))
+        table = tables(vocabulary)
+        predicted = choose(rows, starts, table, self.masking, rng)
+        tokens = rows.tokens.astype(np.int64)
+        targets = tokens[predicted]
+        replace(tokens, predicted, vocabulary.mask_id, table, rng)
+        sample_starts = np.cumsum(rows.lengths) - rows.lengths
+        not_next = _not_next(rows) if self.next_sentence else None
+        weights = {"mlm": float(len(predicted))}
+        return BertBatch(
+            weights={**weights, "nsp": float(len(rows))} if self.next_sentence else weights,
+            num_positions=len(tokens),
+            input_ids=torch.from_numpy(tokens),
+            positions=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts, lengths)),
+            token_types=_token_types(rows, sample_starts),
+            offsets=torch.from_numpy(np.append(starts, len(tokens)).astype(np.int32)),
+            segment_lengths=tuple(lengths.tolist()),
+            predicted=torch.from_numpy(predicted),
+            targets=torch.from_numpy(targets),
+            sample_starts=torch.from_numpy(sample_starts) if self.next_sentence else None,
+            not_next=not_next,
+            dropout_keys=(
+                torch.from_numpy(rng.hashes(_DROPOUT).view(np.int64)) if self.dropout else None
+            ),
+        )
+
+    def _filler(self, pad_id: int) -> BertBatch:
+        """The micro-batch without samples."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        pairs = nothing if self.next_sentence else None
+        return BertBatch(
+            weights={"mlm": 0.0, "nsp": 0.0} if self.next_sentence else {"mlm": 0.0},
+            num_positions=_FILLER_TOKENS,
+            input_ids=torch.full((_FILLER_TOKENS,), pad_id),
+            positions=torch.arange(_FILLER_TOKENS),
+            token_types=torch.zeros(_FILLER_TOKENS, dtype=torch.int64)
+            if self.next_sentence
+            else None,
+            offsets=torch.tensor([0, _FILLER_TOKENS], dtype=torch.int32),
+            segment_lengths=(_FILLER_TOKENS,),
+            predicted=nothing,
+            targets=nothing,
+            sample_starts=pairs,
+            not_next=pairs,
+            dropout_keys=torch.zeros(_FILLER_TOKENS, dtype=torch.int64) if self.dropout else None,
+        )
+
+
+def segment_starts(rows: Rows) -> Ints:
+    """First tokens of samples and of packed documents, ascending, shape [G]."""
+    starts: Ints = np.cumsum(rows.lengths) - rows.lengths
+    if rows.boundaries is None:
+        return starts
+    inner = [start + offsets for start, offsets in zip(starts, rows.boundaries, strict=True)]
+    return np.unique(np.concatenate([starts, *inner]))
+
+
+def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch) -> Loss:
+    """Cross-entropy sums, in fp32 whatever the model computes in, and counts of right answers.
+
+    Args:
+        logits: shape [P, V].
+        next_logits: shape [N, 2], or None without next-sentence prediction.
+        batch: what `logits` were computed from.
+    """
+    terms = {"mlm": F.cross_entropy(logits.float(), batch.targets, reduction="sum")}
+    metrics = {"mlm_accuracy": Metric(_num_right(logits, batch.targets), per="mlm")}
+    if next_logits is not None and batch.not_next is not None:
+        terms["nsp"] = F.cross_entropy(next_logits.float(), batch.not_next, reduction="sum")
+        metrics["nsp_accuracy"] = Metric(_num_right(next_logits, batch.not_next), per="nsp")
+    return Loss(terms, metrics)
+
+
+def _num_right(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.detach().argmax(dim=-1) == targets).sum().float()
+
+
+def _token_types(rows: Rows, sample_starts: Ints) -> Tensor | None:
+    if rows.second_starts is None:
+        return None
+    places = np.arange(len(rows.tokens)) - np.repeat(sample_starts, rows.lengths)
+    second = places >= np.repeat(rows.second_starts, rows.lengths)
+    return torch.from_numpy(second.astype(np.int64))
+
+
+def _not_next(rows: Rows) -> Tensor:
+    if rows.is_next is None:
+        raise ValueError("next-sentence prediction needs sentence pairs")
+    return torch.from_numpy((~rows.is_next).astype(np.int64))

@@ -1,0 +1,160 @@
+"""BERT as the engine and its recipes know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from elastrata.workload import Batch, Loss, Workload
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.rows import Rows
+from elastrata_workloads.bert import cost, parallel
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.export import export
+from elastrata_workloads.bert.masking import MaskingRule
+from elastrata_workloads.bert.model import BertModel, BertShape
+from elastrata_workloads.bert.objective import Objective, loss
+
+
+class Bert(Workload):
+    """Bidirectional encoder with masked-language-model pre-training (Devlin et al. 2019).
+
+    The defaults are BERT-base.
+    """
+
+    name: Literal["bert"] = "bert"
+    """This workload."""
+    hidden_size: PositiveInt = 768
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 12
+    """Number of transformer blocks."""
+    num_heads: PositiveInt = 12
+    """Attention heads per block; must divide `hidden_size`."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the feed-forward; default: 4 times `hidden_size`."""
+    max_positions: PositiveInt = 512
+    """Longest sample the model can take, in tokens: rows of the position table."""
+    layer_norm_eps: PositiveFloat = 1e-12
+    """Added to variances before the square root."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of zeroing a hidden activation (embeddings and residual branches; never
+    attention weights). 0 by default: one pass over much text does not overfit."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    embedding_multiple: PositiveInt = 1
+    """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
+    common). The added rows are no ids: they take no part in the loss and are not exported."""
+    mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of each sample's maskable tokens to predict; at least one token."""
+    max_predictions: PositiveInt | None = None
+    """Most predictions per sample; default: no limit."""
+    whole_word: bool = False
+    """Whether all pieces of a word are masked together."""
+    next_sentence: bool = False
+    """Whether to predict, too, if the second sentence followed the first; needs sentence pairs."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Bert:
+        if self.hidden_size % self.num_heads:
+            fitting = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            closest = min(fitting, key=lambda n: abs(n - self.num_heads))
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}); "
+                f"the nearest that does is {closest}"
+            )
+        return self
+
+    def problems(self, manifest: Manifest) -> list[str]:
+        """One line per reason why BERT cannot train on that data set; empty if it can."""
+        vocabulary = manifest.vocabulary
+        found = []
+        if vocabulary.mask_id is None:
+            found.append(
+                "workload: bert needs a tokenizer with a mask token; this data set's has none"
+            )
+        if vocabulary.size <= len(set(vocabulary.special_ids)):
+            found.append("workload: bert needs tokens to mask; this data set has special ids only")
+        if manifest.seq_len > self.max_positions:
+            found.append(
+                f"workload.max_positions: {self.max_positions}, but this data set has samples "
+                f"of up to {manifest.seq_len} tokens"
+            )
+        if self.next_sentence and not manifest.pairs:
+            found.append(
+                "workload.next_sentence: true, but this data set has no sentence pairs; "
+                "prepare it with pairs or set next_sentence to false"
+            )
+        return found
+
+    def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
+        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        return BertModel(self.shape(vocabulary))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The transformer blocks, first to last."""
+        return parallel.blocks(model)
+
+    def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
+        """A micro-batch with its masks, which depend on seed, epoch and sample alone."""
+        objective = Objective(
+            masking=MaskingRule(
+                probability=self.mask_probability,
+                whole_word=self.whole_word,
+                max_predictions=self.max_predictions,
+            ),
+            next_sentence=self.next_sentence,
+            dropout=self.dropout > 0,
+        )
+        return objective.collate(rows, vocabulary, seed)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Sums over predictions: `mlm`, and `nsp` where the model predicts next sentences."""
+        if not isinstance(batch, BertBatch):
+            raise TypeError(f"expected a BertBatch, got {type(batch).__name__}")
+        logits, next_logits = model(batch)
+        return loss(logits, next_logits, batch)
+
+    def work(self, vocabulary: Vocabulary) -> WorkModel:
+        """Cost of a sample by its length: FLOPs of the forward pass."""
+        return cost.work(self.shape(vocabulary), self.mask_probability)
+
+    def flops(self, lengths: Sequence[int], num_predictions: int, vocabulary: Vocabulary) -> int:
+        """FLOPs of forward and backward for samples of these lengths.
+
+        Documents packed into one sample attend to themselves only: give their lengths instead.
+        """
+        return cost.training_flops(self.shape(vocabulary), lengths, num_predictions)
+
+    def export(
+        self,
+        state: Mapping[str, Tensor],
+        vocabulary: Vocabulary,
+        seq_len: int,
+        tokenizer: Path | None,
+        path: Path,
+    ) -> None:
+        """Writes a folder that transformers' `AutoModelForMaskedLM.from_pretrained` loads."""
+        export(self.shape(vocabulary), state, tokenizer, path)
+
+    def shape(self, vocabulary: Vocabulary) -> BertShape:
+        """The model's shape with that vocabulary."""
+        rows_missing = -vocabulary.size % self.embedding_multiple
+        return BertShape(
+            num_ids=vocabulary.size,
+            num_embeddings=vocabulary.size + rows_missing,
+            pad_id=vocabulary.pad_id,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            intermediate_size=self.intermediate_size or 4 * self.hidden_size,
+            max_positions=self.max_positions,
+            layer_norm_eps=self.layer_norm_eps,
+            dropout=self.dropout,
+            initializer_range=self.initializer_range,
+            next_sentence=self.next_sentence,
+        )
