@@ -1,0 +1,247 @@
+"""Durable checkpoints: saved in the background, committed last, loadable at any world size."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from pydantic import PositiveInt
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from elastrata.commit import MARKER, Commit, FileRecord, FolderName, folders, size_problems
+from elastrata.config import Config
+from elastrata.dcp import CommitWriter
+from elastrata.retention import prune, remove
+from elastrata.training_state import load, load_full_model_state, restore, training_state
+from elastrata_pipelines.storage import Storage
+
+__all__ = [
+    "CheckpointConfig",
+    "DurableSaver",
+    "load",
+    "load_full_model_state",
+    "restore",
+    "training_state",
+]
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long the fastest rank waits for the slowest one to write its part."""
+
+
+class CheckpointConfig(Config):
+    """When a checkpoint is taken and which ones are kept."""
+
+    every: PositiveInt = 500
+    """Steps from one checkpoint to the next."""
+    keep_last: PositiveInt = 2
+    """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
+    keep_best: bool = True
+    """Keeps the checkpoint with the smallest evaluation loss too, however old it is."""
+
+
+class DurableSaver:
+    """Saves the state of a run without stopping it; one per group of workers, on every rank.
+
+    A save copies the state into main memory, returns, and goes on in the background, over a gloo
+    process group of its own so that its collectives never meet those of the training. One save is
+    in flight at most. A save that fails leaves no commit and does not stop the training.
+
+    The callbacks are called on rank 0, in the background thread.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        keep_last: number of the newest commits that stay.
+        keep_best: whether the commit with the smallest evaluation loss stays beside them.
+        warn: called with one line when a save, or the cleaning up after it, has failed.
+        on_commit: called with every new commit.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or rank 0 cannot list the storage.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        keep_last: int,
+        keep_best: bool,
+        warn: Callable[[str], None],
+        on_commit: Callable[[Commit], None] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("saving needs torch.distributed, also with one process")
+        self._storage = storage
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._warn = warn
+        self._on_commit = on_commit
+        self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+        self._attempt, self._token = _agree_on_attempt(storage, self._group)
+        self._stager = _ReusingStager()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._saved_step: int | None = None
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        samples: int,
+        tokens: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Saves `state` as it is now. All ranks call it, with parts of the same state.
+
+        Waits for the previous save first. A step that this saver has committed is not saved again.
+
+        Args:
+            state: nested dicts of tensors and plain values; sharded where they are DTensors.
+            step: optimizer steps done.
+            samples: samples seen, over all workers.
+            tokens: tokens seen, over all workers.
+            extra: JSON that goes into the marker; `EVALUATION_LOSS` decides which commit is best.
+
+        Returns:
+            Seconds that the caller was kept waiting.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if step == self._saved_step:
+            return time.perf_counter() - started
+        folder = str(FolderName(self._attempt, step, self._token))
+
+        def commit(files: dict[str, FileRecord]) -> None:
+            self._commit(
+                Commit(
+                    folder=folder,
+                    step=step,
+                    samples=samples,
+                    tokens=tokens,
+                    extra=dict(extra or {}),
+                    files=files,
+                )
+            )
+
+        future = dcp.async_save(
+            state,
+            storage_writer=CommitWriter(self._storage, folder, commit),
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+        self._idle.clear()
+        cast("Future[Any]", future).add_done_callback(
+            lambda done: self._settle(done.exception(), step, folder)
+        )
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Returns when no save is in flight any more, whether it succeeded or failed."""
+        self._idle.wait()
+
+    def close(self) -> None:
+        """Waits for the save in flight and gives the process group back. All ranks call it."""
+        self.wait()
+        dist.destroy_process_group(self._group)
+
+    def _commit(self, commit: Commit) -> None:
+        if wrong := size_problems(self._storage, commit):
+            raise OSError(f"not all was written: {wrong[0]}")
+        self._storage.write(commit.to_json(), commit.folder, MARKER)
+        try:
+            if self._on_commit:
+                self._on_commit(commit)
+            prune(self._storage, self._keep_last, self._keep_best)
+        except Exception as error:
+            self._warn(f"checkpoint of step {commit.step} is saved, but after it: {_text(error)}")
+
+    def _settle(self, error: BaseException | None, step: int, folder: str) -> None:
+        try:
+            if error is None:
+                self._saved_step = step
+            elif dist.get_rank(self._group) == 0:
+                self._clean_up(error, folder)
+                self._warn(f"checkpoint of step {step} failed, training goes on: {_reason(error)}")
+        finally:
+            self._idle.set()
+
+    def _clean_up(self, error: BaseException, folder: str) -> None:
+        # A CheckpointException means that every rank has stopped writing, and said so. After any
+        # other error one may still write; a later prune removes what it leaves.
+        if isinstance(error, dcp.CheckpointException):
+            with suppress(Exception):
+                remove(self._storage, folder)
+
+
+class _ReusingStager(AsyncStager):
+    """Copies a state into main memory that it keeps: fresh pages would cost more than the copy."""
+
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._copy: Any = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._copy = _copied(state_dict, self._copy)
+        return cast(dict[str, Any], self._copy)
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of nested dicts of tensors in main memory, in the tensors of `into` where they fit."""
+    if isinstance(value, dict):
+        reusable = into if isinstance(into, dict) else {}
+        return {key: _copied(item, reusable.get(key)) for key, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(into, Tensor) or into.shape != value.shape or into.dtype != value.dtype:
+        return value.detach().to("cpu", copy=True)
+    _local(into).copy_(_local(value))
+    return into
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, str]:
+    """The number of this attempt to save into `storage`, and its random token; equal on all ranks.
+
+    Raises:
+        RuntimeError: rank 0 cannot list the storage.
+    """
+    agreed: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            past = [FolderName.parse(name) for name in folders(storage)]
+            attempt = 1 + max((name.attempt for name in past if name), default=0)
+            agreed = [(attempt, uuid.uuid4().hex[:6])]
+        except Exception as error:
+            agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
+    dist.broadcast_object_list(agreed, src=0, group=group)
+    if isinstance(agreed[0], str):
+        raise RuntimeError(agreed[0])
+    return cast(tuple[int, str], agreed[0])
+
+
+def _reason(error: BaseException) -> str:
+    """One line: what went wrong, on which rank."""
+    if not isinstance(error, dcp.CheckpointException):
+        return _text(error)
+    rank, (cause, _) = next(iter(error.failures.items()))
+    more = f" (and {len(error.failures) - 1} more ranks)" if len(error.failures) > 1 else ""
+    return f"rank {rank}: {_text(cause)}{more}"
+
+
+def _text(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
