@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ class Segments:
     """Shape [G + 1], int32, on the model's device: starts of the segments, then T."""
     lengths: tuple[int, ...]
     """The same as G lengths, known to the host without asking the device."""
+    longest: int
+    """No segment is longer. Rounded up, so that compiled blocks see few different numbers."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
@@ -36,12 +39,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> 
     Returns:
         Shape [T, H, D].
     """
-    if _has_kernel(query):
-        longest = max(segments.lengths)
-        out = varlen_attn(query, key, value, segments.offsets, segments.offsets, longest, longest)
-        assert isinstance(out, Tensor)
+    if not _has_kernel(query):
+        out: Tensor = _by_runs(query, key, value, segments)
         return out
-    return _by_runs(query, key, value, segments)
+    offsets, longest = segments.offsets, segments.longest
+    return cast(Tensor, varlen_attn(query, key, value, offsets, offsets, longest, longest))
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -53,14 +55,19 @@ def _has_kernel(query: Tensor) -> bool:
     )
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """One dense attention call per run of equally long neighbours; rows come sorted by length."""
+    """One dense attention call per run of equally long neighbours; rows come sorted by length.
+
+    Padding neighbours of nearly equal length to share a call is slower, as
+    `benchmarks/bert_attention.py` shows. Kept out of compiled graphs, which would be made anew for
+    every list of lengths.
+    """
     runs = [(len(list(run)), length) for length, run in groupby(segments.lengths)]
     sizes = [count * length for count, length in runs]
     parts = []
     for (count, length), *qkv in zip(
-        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+        runs, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
     ):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in qkv)
         parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))

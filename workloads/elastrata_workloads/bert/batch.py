@@ -42,4 +42,5 @@ class BertBatch(Batch):
     @property
     def segments(self) -> Segments:
         """What attention needs to know."""
-        return Segments(self.offsets, self.segment_lengths)
+        longest = max(self.segment_lengths)
+        return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())

@@ -19,7 +19,7 @@ class HiddenDropout(nn.Module):
 
     Args:
         rate: probability of a zero, in [0, 1).
-        site: a number of its own for every place of the model that drops.
+        site: a number of its own for every place of a block that drops; keys tell blocks apart.
     """
 
     def __init__(self, rate: float, site: int) -> None:
@@ -39,6 +39,11 @@ class HiddenDropout(nn.Module):
         drawn = token_feature_hash(keys, self.site, hidden.shape[-1])
         kept = drawn >= int(self.rate * 2**_BITS)
         return hidden * kept * (1.0 / (1.0 - self.rate))
+
+
+def layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
+    """The token keys of one block, made outside of it: blocks stay alike and compile only once."""
+    return None if keys is None else keys + layer
 
 
 def token_feature_hash(keys: Tensor, site: int, num_features: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elastrata_workloads.bert.attention import Segments, attention
 from elastrata_workloads.bert.batch import BertBatch
-from elastrata_workloads.bert.dropout import HiddenDropout
+from elastrata_workloads.bert.dropout import HiddenDropout, layer_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class Trunk(nn.Module):
             batch.input_ids, batch.positions, batch.token_types, batch.dropout_keys
         )
         segments = batch.segments
-        for block in self.encoder.layer:
-            hidden = block(hidden, segments, batch.dropout_keys)
+        for index, block in enumerate(self.encoder.layer):
+            hidden = block(hidden, segments, layer_keys(batch.dropout_keys, index))
         return hidden
 
 
@@ -133,17 +133,17 @@ class Encoder(nn.Module):
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
+        self.layer = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
 
 
 class Block(nn.Module):
     """Attention, then feed-forward, each with a residual connection and a norm after it."""
 
-    def __init__(self, shape: BertShape, index: int) -> None:
+    def __init__(self, shape: BertShape) -> None:
         super().__init__()
-        self.attention = Attention(shape, site=1 + 2 * index)
+        self.attention = Attention(shape)
         self.intermediate = Intermediate(shape)
-        self.output = AddNorm(shape, shape.intermediate_size, site=2 + 2 * index)
+        self.output = AddNorm(shape, shape.intermediate_size, site=2)
 
     def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
         """Shape [T, E] to [T, E]."""
@@ -155,10 +155,10 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Self-attention with its output projection."""
 
-    def __init__(self, shape: BertShape, site: int) -> None:
+    def __init__(self, shape: BertShape) -> None:
         super().__init__()
         self.self = SelfAttention(shape)
-        self.output = AddNorm(shape, shape.hidden_size, site)
+        self.output = AddNorm(shape, shape.hidden_size, site=1)
 
     def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
         """Shape [T, E] to [T, E]."""
