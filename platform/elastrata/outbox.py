@@ -36,7 +36,7 @@ class Outbox:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> int:
-        """Ends when all is done, after `seconds` at the latest; returns how many actions are left."""
+        """Ends when all is done or `seconds` are over; returns how many actions are left."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
