@@ -78,13 +78,13 @@ def choose(rows: Rows, starts: Ints, table: Tables, rule: MaskingRule, rng: Samp
     samples = np.repeat(np.arange(len(rows)), rows.lengths)[candidates]
     counts = np.bincount(samples, minlength=len(rows))
     targets = np.maximum(1, np.rint(rule.probability * counts).astype(np.int64))
-    caps = targets if rule.max_predictions is None else np.minimum(targets, rule.max_predictions)
+    cap = len(candidates) if rule.max_predictions is None else rule.max_predictions
     scores = rng.hashes(_CHOICE)
     if not rule.whole_word:
         order = _by_score(samples, scores[candidates])
-        return np.sort(candidates[order[_place(counts) < caps[samples]]])
+        return np.sort(candidates[order[_place(counts) < np.minimum(targets, cap)[samples]]])
     firsts = _word_firsts(rows, starts, candidates, table)
-    return _choose_words(candidates, samples, firsts, scores[candidates[firsts]], targets, caps)
+    return _choose_words(candidates, samples, firsts, scores[candidates[firsts]], targets, cap)
 
 
 def replace(tokens: Ints, predicted: Ints, mask_id: int, table: Tables, rng: SampleRng) -> None:
@@ -123,7 +123,7 @@ def _choose_words(
     firsts: Ints,
     scores: npt.NDArray[np.uint64],
     targets: Ints,
-    caps: Ints,
+    cap: int,
 ) -> Ints:
     sizes = np.diff(np.append(firsts, len(candidates)))
     word_samples = samples[firsts]
@@ -136,5 +136,5 @@ def _choose_words(
     before, sizes, firsts = before[taken], sizes[taken], firsts[taken]
     within = _place(sizes)
     chosen = np.repeat(firsts, sizes) + within
-    fits = np.repeat(before, sizes) + within < caps[samples[chosen]]
+    fits = np.repeat(before, sizes) + within < cap
     return np.sort(candidates[chosen[fits]])
