@@ -47,6 +47,7 @@ def descriptors(batches: Batches, start: Start, *, steps: int, batch_size: int) 
         }
         for i in range(0, len(groups), share)
     ]
+    rows = rows or [{"start": json.dumps(asdict(start)), "groups": "[]"}]
     return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 

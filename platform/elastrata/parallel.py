@@ -45,7 +45,7 @@ def parallelize(
     precision: Precision,
     activation_checkpointing: Literal["none", "full"],
     compile: bool,
-) -> FSDPModule:
+) -> nn.Module:
     """Checkpointing, then compilation, then FSDP2 on every block and on what is left.
 
     Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
@@ -61,9 +61,15 @@ def parallelize(
     )
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in sharded.modules():
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return sharded
+    return model
+
+
+def synchronize_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass reduces gradients over ranks or adds them up locally."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)

@@ -48,6 +48,8 @@ class WorkersConfig(Config):
     """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
     gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0."""
+    max_failures: Annotated[int, Field(ge=-1)] = 8
+    """Losses of workers that the run survives before it gives up; -1: any number."""
     threads: PositiveInt | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
 

@@ -51,6 +51,7 @@ def write_shard(storage: Storage, path: str, stripes: Iterable[pa.Table]) -> Fil
                 use_dictionary=False,
                 write_statistics=False,
                 store_schema=False,
+                write_page_checksum=True,
             )
             writer.write_table(table, row_group_size=table.num_rows)
             samples += table.num_rows
@@ -86,7 +87,9 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
 def _read_row_groups(storage: Storage, shard: FileEntry, groups: Sequence[int]) -> list[pa.Table]:
     try:
         with storage.open(shard.path) as stream:
-            reader = pq.ParquetFile(stream, binary_type=pa.large_binary())
+            reader = pq.ParquetFile(
+                stream, binary_type=pa.large_binary(), page_checksum_verification=True
+            )
             if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
                 raise UserError(
                     f"{storage.uri(shard.path)}: {reader.metadata.num_rows} samples in "

@@ -1,0 +1,63 @@
+"""What workers tell the driver, beside step records: small values, sent as they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastrata.record import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A group of workers is ready to take its first step."""
+
+    attempt: int
+    world_size: int
+    step: int
+    """Steps done in the state it continues from."""
+    seconds: Mapping[str, float]
+    """What the time since the worker's function was called went to, by phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The held-out data was evaluated after `step` steps."""
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    seconds: float
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        return {
+            "eval/loss": self.loss,
+            **{f"eval/{name}": value for name, value in self.metrics.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """A checkpoint is complete."""
+
+    step: int
+    uri: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned:
+    """Something the user should know, in one line; the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The input cannot work: the run ends."""
+
+    problems: tuple[str, ...]
+
+
+Event = StepRecord | Started | Evaluated | Committed | Warned | Refused

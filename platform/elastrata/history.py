@@ -1,0 +1,71 @@
+"""The history of a run: what every step did, kept beside the checkpoints, through all restarts.
+
+Rank 0 writes it in parts, `<attempt>-<step>.jsonl`, a line an entry. What a commit contains is in
+the history before the commit is begun.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastrata_pipelines.storage import Storage
+
+PART_SECONDS = 15.0
+"""Entries that no commit waits for are written this often: each part is a file."""
+
+
+def next_attempt(storage: Storage) -> int:
+    """1 for a new run, then one more for every group of workers that wrote into the history."""
+    return max((int(name.split("-")[0]) for name in storage.names()), default=0) + 1
+
+
+def read(storage: Storage) -> list[dict[str, Any]]:
+    """All entries of all attempts, in the order they were written."""
+    entries: list[dict[str, Any]] = []
+    for name in storage.names():
+        entries += [json.loads(line) for line in storage.read(name).splitlines()]
+    return entries
+
+
+def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The steps that made the model what it is: those a later attempt rolled back are left out."""
+    steps: dict[int, Mapping[str, Any]] = {}
+    for entry in entries:
+        if entry["kind"] == "started":
+            steps = {step: record for step, record in steps.items() if step <= entry["step"]}
+        elif entry["kind"] == "step":
+            steps[entry["step"]] = entry
+    return [steps[step] for step in sorted(steps)]
+
+
+class HistoryWriter:
+    """Writes the history of one attempt.
+
+    Args:
+        storage: the run's folder of history.
+        attempt: from `next_attempt`.
+    """
+
+    def __init__(self, storage: Storage, attempt: int) -> None:
+        self._storage = storage
+        self._attempt = attempt
+        self._lines: list[bytes] = []
+        self._parts = 0
+        self._written = time.monotonic()
+
+    def add(self, kind: str, entry: Mapping[str, Any]) -> None:
+        """Adds an entry; it is on storage after the next `flush`, some seconds later at the most."""
+        line = {"kind": kind, "attempt": self._attempt, **entry}
+        self._lines.append(json.dumps(line).encode() + b"\n")
+        if time.monotonic() - self._written > PART_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has been added since the last time."""
+        if self._lines:
+            self._storage.write(b"".join(self._lines), f"{self._attempt:04d}-{self._parts:08d}.jsonl")
+            self._lines, self._parts = [], self._parts + 1
+        self._written = time.monotonic()

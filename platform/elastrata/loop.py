@@ -1,0 +1,153 @@
+"""The training loop: rows in, step records out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from elastrata.clip import ClipConfig
+from elastrata.device import peak_flops, peak_memory_bytes
+from elastrata.optimizer import set_learning_rate
+from elastrata.record import StepRecord
+from elastrata.schedule import ScheduleConfig, learning_rate
+from elastrata.step import StepResult, reduce_sums, train_step
+from elastrata.workload import Batch, Workload
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.hashing import digest
+from elastrata_pipelines.payload import RankStep
+
+_HALF = 2**32
+_WEIGHT = "weight/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What stays the same from step to step."""
+
+    workload: Workload
+    vocabulary: Vocabulary
+    seed: int
+    peak_lr: float
+    schedule: ScheduleConfig
+    steps: int
+    clip: ClipConfig
+    device: torch.device
+    world_size: int
+
+    def run(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stream: Iterable[RankStep],
+        start: Start,
+    ) -> Iterator[StepRecord]:
+        """Trains on every step of `stream` and yields its record, the same on every rank but for
+        the seconds and the memory."""
+        samples, tokens = start.samples, start.tokens
+        clock = _Clock()
+        for part in stream:
+            waited = clock.lap()
+            batches = [
+                self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+                for rows in part.micro_batches
+            ]
+            batch = reduce_sums(self._sums(part, batches), self.device)
+            collated = clock.lap()
+            lr = learning_rate(self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps)
+            set_learning_rate(optimizer, lr)
+            result = train_step(
+                model, optimizer, self.workload, batches, weights=_weights(batch), clip=self.clip
+            )
+            clock.lap()
+            samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
+            yield self._record(
+                part, batch, result, samples, tokens, lr, waited, collated, clock.total()
+            )
+
+    def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
+        """This rank's part of everything that is summed over the global batch before the forward
+        pass. The digest travels in halves, so that its sum is exact in float64."""
+        weights: dict[str, float] = {}
+        for batch in batches:
+            for term, weight in batch.weights.items():
+                weights[_WEIGHT + term] = weights.get(_WEIGHT + term, 0.0) + weight
+        upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
+        predictions = int(max(weights.values(), default=0))
+        lengths = part.rows.lengths.tolist()
+        return {
+            **weights,
+            "samples": len(part.rows),
+            "tokens": sum(lengths),
+            "positions": sum(batch.num_positions for batch in batches),
+            "flops": self.workload.flops(lengths, predictions, self.vocabulary),
+            "digest_upper": upper,
+            "digest_lower": lower,
+        }
+
+    def _record(
+        self,
+        part: RankStep,
+        batch: Mapping[str, float],
+        result: StepResult,
+        samples: int,
+        tokens: int,
+        lr: float,
+        waited: float,
+        collated: float,
+        seconds: float,
+    ) -> StepRecord:
+        peak = peak_flops(self.device)
+        whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
+        return StepRecord(
+            step=part.step,
+            samples=samples,
+            tokens=tokens,
+            loss=result.loss.total,
+            terms=result.loss.terms,
+            metrics=result.loss.metrics,
+            lr=lr,
+            gradient_norm=result.gradient_norm,
+            digest=f"{whole:016x}",
+            world_size=self.world_size,
+            micro_batches=len(part.cuts) - 1,
+            batch_samples=int(batch["samples"]),
+            batch_tokens=int(batch["tokens"]),
+            seconds=seconds,
+            seconds_waiting_for_data=waited,
+            seconds_collating=collated,
+            seconds_in_model=result.seconds_in_model,
+            seconds_in_optimizer=result.seconds_in_optimizer,
+            padding=1 - batch["tokens"] / batch["positions"],
+            imbalance=part.imbalance,
+            memory_bytes=peak_memory_bytes(self.device),
+            flops=int(batch["flops"]),
+            mfu=batch["flops"] / (seconds * peak * self.world_size) if peak else None,
+        )
+
+
+def _weights(batch: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix(_WEIGHT): value for name, value in batch.items() if name.startswith(_WEIGHT)
+    }
+
+
+class _Clock:
+    """Seconds since the last lap, and since the last total."""
+
+    def __init__(self) -> None:
+        self._lap = self._total = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._lap = now - self._lap, now
+        return seconds
+
+    def total(self) -> float:
+        now = time.perf_counter()
+        seconds, self._total = now - self._total, now
+        return seconds

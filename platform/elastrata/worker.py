@@ -1,0 +1,169 @@
+"""The worker: what every member of the group does, from the first import to the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastrata.commit import MARKER, Commit
+from elastrata.device import current_device
+from elastrata.evaluate import evaluate, held_out_rows
+from elastrata.events import Refused, Started
+from elastrata.history import next_attempt
+from elastrata.keeper import Keeper
+from elastrata.loop import Loop
+from elastrata.mailbox import Sender
+from elastrata.optimizer import build_optimizer
+from elastrata.parallel import data_mesh, parallelize
+from elastrata.recipe import Recipe
+from elastrata.training_state import restore
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stream import RankStream
+
+STREAM = "train"
+"""The name of the data set that Ray Train hands to the workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a worker is told. A value: it can be sent to any process."""
+
+    recipe: Recipe
+    run: Storage
+    batches: Batches
+    held_out: Batches | None
+    mailbox: Any
+    """Handle of the driver's mailbox."""
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """Ray Train's entry point: `config["job"]` is the `Job`."""
+    job: Job = config["job"]
+    sender = Sender(job.mailbox, rank=ray.train.get_context().get_world_rank())
+    try:
+        _train(job, sender)
+    except UserError as error:
+        sender.send(Refused(problems=error.problems))
+        raise
+    finally:
+        sender.close()
+
+
+class _Phases:
+    """Names what the seconds went to."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def passed(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
+
+
+def _train(job: Job, sender: Sender) -> None:
+    """Continues from the newest state to the last step."""
+    phases, context = _Phases(), ray.train.get_context()
+    recipe, manifest = job.recipe, job.batches.manifest
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
+    device = current_device()
+    stream = RankStream(ray.train.get_dataset_shard(STREAM), manifest.token_dtype)
+    phases.passed("data")
+    model = _build_model(recipe, manifest, device, world_size)
+    optimizer = build_optimizer(recipe.optimizer, model)
+    phases.passed("model")
+    start = stream.start
+    if start is None:  # another group had finished the last step before it was lost
+        return
+    attempt = _agree(next_attempt(job.run.sub("history")) if rank == 0 else None)
+    if start.commit is not None:
+        checkpoints = job.run.sub("checkpoints")
+        marker = checkpoints.read(start.commit, MARKER)
+        restore(checkpoints, Commit.from_json(marker, start.commit), model, optimizer)
+    phases.passed("state")
+    held_out = _held_out(job, rank, world_size)
+    phases.passed("held_out")
+    loop = Loop(
+        workload=recipe.workload,
+        vocabulary=manifest.vocabulary,
+        seed=recipe.seed,
+        peak_lr=recipe.optimizer.lr,
+        schedule=recipe.schedule,
+        steps=recipe.steps,
+        clip=recipe.clip,
+        device=device,
+        world_size=world_size,
+    )
+    with Keeper(
+        job.run,
+        attempt=attempt,
+        rank=rank,
+        checkpoint=recipe.checkpoint,
+        sender=sender,
+        model=model,
+        optimizer=optimizer,
+    ) as keeper:
+        keeper.started(
+            Started(
+                attempt=attempt, world_size=world_size, step=start.step, seconds=phases.seconds
+            )
+        )
+        for record in loop.run(model, optimizer, stream, start):
+            keeper.stepped(record)
+            if held_out and _due(record.step, recipe.evaluation.every, recipe.steps):
+                began = time.perf_counter()
+                loss = evaluate(model, recipe.workload, held_out, manifest.vocabulary, device)
+                keeper.evaluated(record, loss, time.perf_counter() - began)
+            if _due(record.step, recipe.checkpoint.every, recipe.steps):
+                keeper.save(record)
+    ray.train.report({"step": recipe.steps})
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return step % every == 0 or step == steps
+
+
+def _fair_threads(local_world_size: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def _agree(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    agreed = [value]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def _build_model(
+    recipe: Recipe, manifest: Manifest, device: torch.device, world_size: int
+) -> nn.Module:
+    torch.manual_seed(recipe.seed)
+    with device:
+        model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
+    return parallelize(
+        model,
+        recipe.workload.blocks(model),
+        data_mesh(device.type, world_size, recipe.parallel.replicate),
+        precision=recipe.precision,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+    )
+
+
+def _held_out(job: Job, rank: int, world_size: int) -> list[Rows]:
+    if job.held_out is None:
+        return []
+    samples = job.recipe.evaluation.samples
+    return held_out_rows(job.held_out, samples=samples, rank=rank, num_ranks=world_size)
