@@ -63,7 +63,9 @@ def test_every_sample_gets_its_predictions(make_bert, make_rows, vocabulary, len
     assert (per_sample[maskable > 0] >= 1).all()
     assert (per_sample <= (rule["max_predictions"] or 40)).all()
     if not rule["whole_word"] and rule["max_predictions"] is None:
-        expected = np.where(maskable, np.maximum(1, np.rint(rule["mask_probability"] * maskable)), 0)
+        expected = np.where(
+            maskable, np.maximum(1, np.rint(rule["mask_probability"] * maskable)), 0
+        )
         assert per_sample.tolist() == expected.tolist()
 
 
@@ -121,7 +123,9 @@ def test_whole_words_are_masked_whole(make_bert, make_rows, vocabulary) -> None:
 def test_words_end_where_documents_end(make_bert, make_rows, vocabulary) -> None:
     rows = make_rows([40] * 300)
     rows.tokens[:] = FIRST_CONTINUATION
-    packed = dataclasses.replace(rows, boundaries=tuple(np.array([20], np.int32) for _ in range(300)))
+    packed = dataclasses.replace(
+        rows, boundaries=tuple(np.array([20], np.int32) for _ in range(300))
+    )
     batch = make_bert(whole_word=True).collate(packed, vocabulary, seed=0)
     halves = np.bincount(batch.predicted.numpy() // 20, minlength=600)
     assert set(halves.tolist()) == {0, 20}

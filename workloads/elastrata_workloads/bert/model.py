@@ -58,7 +58,10 @@ class BertModel(nn.Module):
         """
         hidden = self.bert(batch)
         words = self.bert.embeddings.word_embeddings.weight
-        logits = self.cls.predictions(hidden[batch.predicted], words)[:, : self.shape.num_ids]
+        logits = self.cls.predictions(hidden[batch.predicted], words)
+        if self.shape.num_ids < self.shape.num_embeddings:
+            # A copy: FSDP2's backward hooks are lost on views.
+            logits = logits[:, : self.shape.num_ids].contiguous()
         if self.bert.pooler is None or self.cls.seq_relationship is None:
             return logits, None
         if batch.sample_starts is None:

@@ -1,0 +1,38 @@
+"""Counted FLOPs against PyTorch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 40, "embedding_multiple": 64}])
+def test_flops_are_those_pytorch_counts(make_bert, make_rows, vocabulary, pairs, sizes) -> None:
+    bert = make_bert(next_sentence=pairs, **sizes)
+    model = bert.build_model(vocabulary, 64)
+    lengths = [30, 17, 17, 4]
+    batch = bert.collate(make_rows(lengths, pairs=pairs), vocabulary, seed=0)
+    # The counter knows plain matrix products; CPU's fused attention it does not know.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        sum(bert.loss(model, batch).terms.values()).backward()
+    assert bert.flops(lengths, len(batch.predicted), vocabulary) == counter.get_total_flops()
+
+
+def test_work_is_the_forward_part_of_flops(make_bert, vocabulary) -> None:
+    bert = make_bert()
+    work = bert.work(vocabulary)
+    for length in (20, 40, 200):
+        flops = bert.flops([length], round(0.15 * length), vocabulary)
+        assert int(work(length)) == pytest.approx(flops / 3, rel=1e-4)
+
+
+def test_work_of_the_published_feed_forward_is_24_h2_s_and_4_h_s2_per_layer(
+    make_bert, vocabulary
+) -> None:
+    h, layers = 32, 3
+    work = make_bert(num_layers=layers).work(vocabulary)
+    head = round(0.15 * h * (h + vocabulary.size))
+    assert work.linear == layers * 24 * h**2 + 2 * head
+    assert work.quadratic == layers * 4 * h

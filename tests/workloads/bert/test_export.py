@@ -1,0 +1,80 @@
+"""Exported folders in the hands of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertForPreTraining,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path, vocabulary) -> Path:
+    words = [*SPECIAL, *(f"w{i}" for i in range(vocabulary.size - len(SPECIAL)))]
+    tokenizer = Tokenizer(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    folder = tmp_path / "tokenizer"
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **dict(zip(names, SPECIAL, strict=True))
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("auto", "changes"),
+    [
+        (AutoModelForMaskedLM, {}),
+        (AutoModelForMaskedLM, {"embedding_multiple": 64}),
+        (BertForPreTraining, {"next_sentence": True}),
+    ],
+)
+def test_export_loads_whole_and_gives_equal_logits(
+    make_bert, make_rows, vocabulary, tokenizer_folder, tmp_path, auto, changes
+) -> None:
+    bert = make_bert(**changes)
+    model = bert.build_model(vocabulary, 64)
+    bert.export(model.state_dict(), vocabulary, 64, tokenizer_folder, tmp_path / "model")
+    loaded, report = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values()), report
+
+    rows = make_rows([20], pairs=bert.next_sentence)
+    batch = bert.collate(rows, vocabulary, seed=0)
+    logits, next_logits = model.eval()(batch)
+    types = None if batch.token_types is None else batch.token_types[None]
+    output = loaded.eval()(batch.input_ids[None], token_type_ids=types)
+    theirs = output[0][0, batch.predicted]
+    # The same fp32 weights, but sums in another order: a few units in the last place.
+    torch.testing.assert_close(logits, theirs, rtol=1e-5, atol=1e-5)
+    if bert.next_sentence:
+        torch.testing.assert_close(
+            next_logits, output.seq_relationship_logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_fill_mask_finds_the_tokenizer(make_bert, vocabulary, tokenizer_folder, tmp_path) -> None:
+    bert = make_bert()
+    model = bert.build_model(vocabulary, 64)
+    bert.export(model.state_dict(), vocabulary, 64, tokenizer_folder, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer("w3 w4")["input_ids"] == [2, 8, 9, 3]
+    filled = pipeline("fill-mask", model=str(tmp_path / "model"))("w3 [MASK] w4")
+    assert len(filled) == 5
+    assert all(np.isfinite(guess["score"]) and guess["token_str"] for guess in filled)

@@ -1,0 +1,87 @@
+"""What the engine and its users are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from elastrata.workload import workload_class
+from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_workloads.bert import Bert
+
+
+def manifest(**changes) -> Manifest:
+    vocabulary = Vocabulary(
+        size=9, pad_id=0, mask_id=4, special_ids=(0, 1, 2, 3, 4), continuation_ids=()
+    )
+    values = {
+        "samples": 1,
+        "tokens": 2,
+        "stripes": 1,
+        "stripe_size": 1,
+        "seq_len": 512,
+        "seed": 0,
+        "packing": "none",
+        "pairs": False,
+        "token_dtype": "uint16",
+        "length_histogram": (0, 0, 1),
+        "vocabulary": vocabulary,
+        "tokenizer_fingerprint": "",
+        "sources": (),
+        "files": (),
+    }
+    return Manifest(**{**values, **changes})
+
+
+def test_the_entry_point_is_bert() -> None:
+    assert workload_class("bert") is Bert
+
+
+def test_the_defaults_are_bert_base() -> None:
+    model = Bert(name="bert")
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (12, 768, 12)
+    assert model.problems(manifest()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 128, "num_heads": 3}, "num_heads (3) must divide hidden_size (128)"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"mask_probability": 0}, "mask_probability"),
+        ({"hiden_size": 8}, "hiden_size"),
+    ],
+)
+def test_impossible_values_are_refused(values, message) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Bert(**values)
+    assert message in str(caught.value)
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("workload", "changes", "expected"),
+    [
+        ({}, {"seq_len": 1024}, "workload.max_positions: 512, but"),
+        ({"next_sentence": True}, {}, "workload.next_sentence: true, but"),
+        ({}, {"vocabulary": Vocabulary(
+            size=9, pad_id=0, mask_id=None, special_ids=(0,), continuation_ids=()
+        )}, "mask token"),
+        ({}, {"vocabulary": Vocabulary(
+            size=2, pad_id=0, mask_id=1, special_ids=(0, 1), continuation_ids=()
+        )}, "special ids only"),
+    ],
+)  # fmt: skip
+def test_unfit_data_sets_are_refused_in_one_line(workload, changes, expected) -> None:
+    (line,) = Bert(**workload).problems(manifest(**changes))
+    assert expected in line
+
+
+def test_workers_never_import_transformers() -> None:
+    code = "import sys, elastrata_workloads.bert; print('transformers' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
