@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 
 from elastrata.checkpoint import CheckpointConfig
 from elastrata.clip import ClipConfig
@@ -15,6 +23,7 @@ from elastrata.parallel import ParallelConfig
 from elastrata.schedule import ScheduleConfig
 from elastrata.tracking import TrackingConfig
 from elastrata.workload import Workload, workload_class
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation import PrepareConfig
 
 
@@ -23,7 +32,11 @@ def _read_workload(value: Any) -> Any:
         name = value.get("name")
         if not isinstance(name, str):
             raise ValueError("needs a name, such as 'bert'")
-        return workload_class(name).model_validate(value)
+        try:
+            found = workload_class(name)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+        return found.model_validate(value)
     return value
 
 
@@ -64,7 +77,8 @@ class Recipe(Config):
     """One training run, from text to model."""
 
     name: str | None = None
-    """The run's name; the same name continues the same run. Default: the recipe file's name."""
+    """The run's name and its folder's; the same name continues the same run. Default: the recipe
+    file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
     data: DataConfig
     seed: int = 0
@@ -90,3 +104,10 @@ class Recipe(Config):
     tracking: TrackingConfig = TrackingConfig()
     storage: str = "runs"
     """Folder or URL under which every run has a folder of its own name."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
+        return name

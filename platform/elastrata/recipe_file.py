@@ -1,0 +1,82 @@
+"""Recipes on disk: read with all mistakes told at once, written, compared, described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError, create_model
+
+from elastrata.recipe import Recipe
+from elastrata.recipe_problems import misread_booleans, recipe_problems
+from elastrata.recipe_rules import cross_field_problems
+from elastrata.recipe_yaml import RecipeText, read_recipe_text
+from elastrata.workload import workload_class
+from elastrata_pipelines.errors import UserError
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        name_or_path: a YAML file, or a name such as `bert/tiny`.
+        overrides: `dotted.path=value`, the value in YAML.
+
+    Raises:
+        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+    """
+    text = read_recipe_text(name_or_path, overrides)
+    text.values.setdefault("name", text.name)
+    problems = misread_booleans(_described(text), text)
+    try:
+        recipe = Recipe.model_validate(text.values)
+    except ValidationError as error:
+        problems = recipe_problems(error, _described(text), text) + problems
+        raise UserError(*dict.fromkeys(problems)) from None
+    problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
+    if problems:
+        raise UserError(*problems)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as a file that `load_recipe` reads back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def dotted(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values by dotted path, as MLflow's parameters name them."""
+    return dict(_flatten(recipe.model_dump(mode="json"), ""))
+
+
+def recipe_differences(a: Recipe, b: Recipe) -> list[str]:
+    """The dotted paths at which two recipes differ, sorted."""
+    left, right = dotted(a), dotted(b)
+    missing = object()
+    return sorted(
+        path
+        for path in left.keys() | right.keys()
+        if left.get(path, missing) != right.get(path, missing)
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat += _flatten(value, f"{prefix}{key}.")
+        else:
+            flat.append((f"{prefix}{key}", value))
+    return flat
+
+
+def _described(text: RecipeText) -> type[BaseModel]:
+    """The recipe's model with the class of its workload in it, so that its keys are known."""
+    section = text.values.get("workload")
+    name = section.get("name") if isinstance(section, dict) else None
+    try:
+        workload = workload_class(name) if isinstance(name, str) else None
+    except UserError:
+        workload = None
+    return create_model("Recipe", __base__=Recipe, workload=(workload, ...)) if workload else Recipe

@@ -1,0 +1,159 @@
+"""The types of a recipe's keys, in words and by place."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+Model = type[BaseModel]
+
+_PLAIN = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+}
+
+
+def field_type(field: FieldInfo) -> Any:
+    """The annotation of a field with its constraints."""
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An annotation without its constraints, and the constraints."""
+    constraints: list[Any] = []
+    while get_origin(annotation) is Annotated:
+        annotation, *added = get_args(annotation)
+        for item in added:
+            constraints += item.metadata if isinstance(item, FieldInfo) else [item]
+    return annotation, tuple(constraints)
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union without None; the annotation itself where it is none."""
+    bare, _ = split(annotation)
+    if get_origin(bare) not in (Union, types.UnionType):
+        return (annotation,)
+    return tuple(member for member in get_args(bare) if member is not type(None))
+
+
+def model_of(annotation: Any) -> Model | None:
+    """The section that an annotation stands for, if it stands for one."""
+    bare, _ = split(annotation)
+    return bare if isinstance(bare, type) and issubclass(bare, BaseModel) else None
+
+
+def item_type(annotation: Any, place: int) -> Any:
+    """The type of one item of a list or tuple, or of the values of a mapping."""
+    bare, _ = split(annotation)
+    inner = [argument for argument in get_args(bare) if argument is not Ellipsis]
+    if not inner:
+        return Any
+    if get_origin(bare) is tuple and get_args(bare)[-1] is not Ellipsis:
+        return inner[min(place, len(inner) - 1)]
+    return inner[-1]
+
+
+def best_member(annotation: Any, value: Any) -> Any:
+    """The member of a union that `value` means: the section most like it, or the list."""
+    fitting = members(annotation)
+    if isinstance(value, dict):
+        sections = [member for member in fitting if model_of(member)]
+        return max(sections, key=lambda member: _likeness(model_of(member), value), default=None)
+    if isinstance(value, list | tuple):
+        shapes = (list, tuple, Sequence)
+        return next((m for m in fitting if get_origin(split(m)[0]) in shapes), None)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _likeness(model: Model | None, value: Mapping[str, Any]) -> tuple[int, int]:
+    if model is None:
+        return (-1, 0)
+    fields = model.model_fields
+    missing = sum(field.is_required() and name not in value for name, field in fields.items())
+    return (len(fields.keys() & value.keys()), -missing)
+
+
+def choices(annotation: Any) -> list[str]:
+    """The texts that an annotation allows by name."""
+    return [
+        value
+        for member in members(annotation)
+        if get_origin(split(member)[0]) is Literal
+        for value in get_args(split(member)[0])
+        if isinstance(value, str)
+    ]
+
+
+def allows(annotation: Any, kind: type) -> bool:
+    """Whether plain values of this type are meant."""
+    bare = [split(member)[0] for member in members(annotation)]
+    return Any in bare or any(isinstance(item, type) and issubclass(item, kind) for item in bare)
+
+
+def expected(annotation: Any) -> str:
+    """An annotation in words: `a number above 0 or 'auto'`."""
+    bare, constraints = split(annotation)
+    if get_origin(bare) in (Union, types.UnionType):
+        words = [word for member in members(annotation) for word in _alternatives(member)]
+        if type(None) in get_args(bare):
+            words.append("null")
+        return _joined(words, "or")
+    if get_origin(bare) is Literal:
+        return _joined([repr(value) for value in get_args(bare)], "or")
+    if model := model_of(annotation):
+        return f"a section with {_joined(list(model.model_fields), 'and', most=4)}"
+    origin = get_origin(bare)
+    if origin is tuple and Ellipsis not in get_args(bare):
+        return (
+            f"a list of {len(get_args(bare))}: {_joined([*map(expected, get_args(bare))], 'and')}"
+        )
+    if origin in (list, tuple, Sequence):
+        return f"a list, each item {expected(item_type(bare, 0))}{_bounds(constraints)}"
+    if origin in (dict, Mapping):
+        return f"keys with values, each {expected(item_type(bare, 0))}"
+    return _PLAIN.get(bare, "a value") + _bounds(constraints)
+
+
+def _alternatives(member: Any) -> list[str]:
+    bare, _ = split(member)
+    return [*map(repr, get_args(bare))] if get_origin(bare) is Literal else [expected(member)]
+
+
+def _bounds(constraints: Sequence[Any]) -> str:
+    words = []
+    for item in constraints:
+        if isinstance(item, annotated_types.Gt):
+            words.append(f"above {item.gt}")
+        elif isinstance(item, annotated_types.Ge):
+            words.append(f"at least {item.ge}")
+        elif isinstance(item, annotated_types.Lt):
+            words.append(f"below {item.lt}")
+        elif isinstance(item, annotated_types.Le):
+            words.append(f"at most {item.le}")
+        elif isinstance(item, annotated_types.MinLen) and item.min_length:
+            words.append("(not empty)" if item.min_length == 1 else f"({item.min_length} or more)")
+    return f" {' and '.join(words)}" if words else ""
+
+
+def _joined(words: list[str], word: str, most: int = 12) -> str:
+    if len(words) > most:
+        return f"{', '.join(words[:most])}, ..."
+    return f" {word} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def known_paths(annotation: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every key below an annotation."""
+    for member in members(annotation):
+        if model := model_of(member):
+            for name, field in model.model_fields.items():
+                yield (*prefix, name)
+                yield from known_paths(field_type(field), (*prefix, name))
