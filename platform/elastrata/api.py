@@ -1,0 +1,72 @@
+"""The Python API of the commands: what `import elastrata` offers to notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastrata.events import Event
+from elastrata.launch import TrainResult
+from elastrata.launch import train as train_on_ray
+from elastrata.ray_session import ray_session
+from elastrata.recipe import Recipe
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.preparation import PrepareConfig
+from elastrata_pipelines.preparation import prepare as prepare_on_ray
+
+
+def run_name(recipe: Recipe) -> str:
+    """The name of a recipe's run.
+
+    Raises:
+        UserError: it has none, as a recipe made in Python may.
+    """
+    if recipe.name is None:
+        raise UserError("name: missing: expected the run's name; the same name continues it")
+    return recipe.name
+
+
+def train(
+    recipe: Recipe,
+    *,
+    address: str | None = None,
+    show: Callable[[Event], None] = lambda event: None,
+) -> TrainResult:
+    """Trains a recipe to its last step, or continues its run where it stopped.
+
+    Args:
+        recipe: what to train, with a name.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with every event of the run, from a thread of its own.
+
+    Raises:
+        UserError: the recipe, the data or the cluster cannot work; one line for each reason.
+        RuntimeError: training failed.
+    """
+    name = run_name(recipe)
+    with ray_session(address):
+        return train_on_ray(recipe, name=name, show=show)
+
+
+def prepare(
+    config: PrepareConfig,
+    out: str,
+    *,
+    overwrite: bool = False,
+    address: str | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Manifest:
+    """Turns text into a data set and returns its manifest.
+
+    Args:
+        config: which text, which tokenizer, how it becomes samples.
+        out: folder or URL of the data set.
+        overwrite: whether to replace a data set that is there.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        progress: called with a line about what is being done.
+
+    Raises:
+        UserError: text or configuration cannot work; one line for each reason.
+    """
+    with ray_session(address):
+        return prepare_on_ray(config, out, overwrite=overwrite, progress=progress)

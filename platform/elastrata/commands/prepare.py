@@ -1,0 +1,135 @@
+"""`elastrata prepare`: text to shards."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastrata.commands.options import Address, Json
+from elastrata.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata_pipelines.format import Manifest
+    from elastrata_pipelines.preparation import PrepareConfig
+
+
+def prepare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe with data.prepare, and changes to it. With --text: more paths.",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files, folders or globs of text, JSON Lines or Parquet; local or URLs."),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder or URL of the data set. Default: the recipe's.")
+    ] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="With --text: wordpiece or bpe to train one, a folder or a hub name."),
+    ] = "wordpiece",
+    vocab_size: Annotated[
+        int, typer.Option(help="With --text: ids of the trained tokenizer.")
+    ] = 8192,
+    seq_len: Annotated[int, typer.Option(help="With --text: most tokens in a sample.")] = 128,
+    packing: Annotated[str, typer.Option(help="With --text: none, concat or best_fit.")] = "none",
+    held_out: Annotated[
+        float, typer.Option(help="With --text: share of the documents kept for evaluation.")
+    ] = 0.01,
+    overwrite: Annotated[bool, typer.Option(help="Replace the data set that is there.")] = False,
+    address: Address = None,
+    json: Json = False,
+) -> None:
+    """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
+    if text:
+        config, target = _from_options(
+            out=out,
+            sources=[{"paths": [*text, *(arguments or [])]}],
+            tokenizer=(
+                {"train": tokenizer, "vocab_size": vocab_size}
+                if tokenizer in ("wordpiece", "bpe")
+                else {"load": tokenizer}
+            ),
+            seq_len=seq_len,
+            packing=packing,
+            held_out=held_out or None,
+        )
+    else:
+        config, target = _from_recipe(arguments or [], out)
+    from elastrata.api import prepare as prepare_data
+
+    console = open_console(as_json=json)
+    started = time.monotonic()
+    console.print(f"preparing {target}: starting Ray", markup=False)
+    manifest = prepare_data(
+        config, target, overwrite=overwrite, address=address,
+        progress=lambda line: console.print(line, markup=False),
+    )  # fmt: skip
+    result = _result(manifest, target, time.monotonic() - started)
+    _summarize(console, result)
+    if json:
+        print_json_line(result)
+
+
+def _from_options(*, out: str | None, **values: Any) -> tuple[PrepareConfig, str]:
+    from pydantic import ValidationError
+
+    from elastrata.recipe_problems import recipe_problems
+    from elastrata.recipe_yaml import COMMAND_LINE, RecipeText
+    from elastrata_pipelines.preparation import PrepareConfig
+
+    if out is None:
+        raise UserError("--out: missing: expected the folder or URL of the data set to write")
+    try:
+        return PrepareConfig.model_validate(values), out
+    except ValidationError as error:
+        text = RecipeText(file=COMMAND_LINE, name="", values=values)
+        raise UserError(*recipe_problems(error, PrepareConfig, text)) from None
+
+
+def _from_recipe(arguments: list[str], out: str | None) -> tuple[PrepareConfig, str]:
+    from elastrata.recipe_file import load_recipe
+
+    if not arguments:
+        raise UserError("expected a recipe, or --text PATH... --out DIR")
+    recipe = load_recipe(arguments[0], arguments[1:])
+    if recipe.data.prepare is None:
+        raise UserError(
+            f"{arguments[0]}: data.prepare: missing: expected how to make the data set from text"
+        )
+    return recipe.data.prepare, out or recipe.data.path
+
+
+def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
+    """The JSON of the command."""
+    is_local = "://" not in target
+    return {
+        "path": str(Path(target).resolve()) if is_local else target,
+        "samples": manifest.samples,
+        "tokens": manifest.tokens,
+        "stripes": manifest.stripes,
+        "shards": len(manifest.shards),
+        "vocabulary": manifest.vocabulary.size,
+        "fingerprint": manifest.fingerprint,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _summarize(console: Console, result: dict[str, Any]) -> None:
+    console.print(
+        f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
+        f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in {result['shards']:,} shards\n"
+        f"  data     {result['path']}\n"
+        f"  next     elastrata inspect {result['path']}",
+        markup=False,
+    )

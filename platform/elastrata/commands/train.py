@@ -1,0 +1,48 @@
+"""`elastrata train`: a recipe to a trained model, or an interrupted run to its end."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from elastrata.commands.options import Address, Json, Overrides, RecipeName
+from elastrata.console import open_console, print_json_line
+
+
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's name. The same name continues the same run.")
+    ] = None,
+    address: Address = None,
+    json: Json = False,
+) -> None:
+    """Train a recipe, or continue its run where it stopped."""
+    from elastrata.api import run_name
+    from elastrata.api import train as train_recipe
+    from elastrata.progress import Progress
+    from elastrata.recipe_file import load_recipe
+    from elastrata.tracking_uri import tracking_uri
+    from elastrata_pipelines.storage import Storage
+
+    console = open_console(as_json=json)
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    chosen = load_recipe(recipe, [*(overrides or []), *renamed])
+    console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
+    progress = Progress(chosen.steps, lambda line: console.print(line, markup=False))
+    result = train_recipe(chosen, address=address, show=progress)
+    uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
+    console.print(
+        f"done: {result.steps} steps, {result.samples_seen:,} samples, "
+        f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}\n"
+        f"  run      {result.run_dir}\n"
+        f"  record   mlflow ui --backend-store-uri {uri}\n"
+        f"  next     elastrata export {result.run_dir} --out MODEL_FOLDER",
+        markup=False,
+    )
+    if json:
+        print_json_line(asdict(result))

@@ -1,0 +1,27 @@
+"""The console: words for people on one stream, one JSON object for programs on the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+
+def open_console(*, as_json: bool) -> Console:
+    """Where a command writes for people: standard output, or standard error beside `--json`."""
+    return Console(stderr=as_json, highlight=False, soft_wrap=True)
+
+
+def print_json_line(result: Mapping[str, Any]) -> None:
+    """The last line of standard output of a command with `--json`."""
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+
+
+def print_error(*lines: str) -> None:
+    """Lines about a failure, as they are: no markup, no wrapping."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()

@@ -1,0 +1,96 @@
+"""The Ray session of a command: a cluster of its own on this machine, or the one it was sent to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastrata_pipelines.errors import UserError
+
+_NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
+
+
+@contextmanager
+def ray_session(
+    address: str | None = None, *, num_cpus: int | None = None, log_to_driver: bool = False
+) -> Iterator[None]:
+    """Runs its block with Ray, and ends what it started. A session that is open is used as it is.
+
+    Args:
+        address: `auto` or the address of a cluster to join. Default: the one that
+            `ray job submit` names, else a new cluster on this machine, never one that happens to
+            run here.
+        num_cpus: logical CPUs of a new cluster; default: those of the machine.
+        log_to_driver: whether to show what workers print.
+
+    Raises:
+        UserError: there is no cluster at the address.
+    """
+    _quiet_settings()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    if wanted == "local":
+        with _local_cluster(num_cpus, log_to_driver):
+            yield
+        return
+    try:
+        ray.init(address=wanted, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--address: {wanted}: no Ray cluster answers there ({reason})") from error
+    _quiet_loggers()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
+    """A cluster of one node. Its logs are kept only where the block fails unexpectedly."""
+    import ray
+
+    # Sockets lie below this folder, and their paths may have 107 characters at most.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=log_to_driver,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder),
+    )
+    _quiet_loggers()
+    keep = False
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        keep = True
+        error.add_note(f"Ray's logs: {folder / 'session_latest' / 'logs'}")
+        raise
+    finally:
+        ray.shutdown()
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _quiet_settings() -> None:
+    """Ray reads these when it is imported; what the user has set stays."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def _quiet_loggers() -> None:
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
