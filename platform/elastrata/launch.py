@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
-from ray.data import Dataset
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2.api.callback import UserCallback
-from ray.train.v2.api.context import TrainRunContext
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+
 
 from elastrata import history
-from elastrata.commit import commits, newest_verified
-from elastrata.events import Event, Warned
+from elastrata.commit import commits
+from elastrata.events import Event
 from elastrata.facts import start_tags
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer
@@ -31,12 +28,12 @@ from elastrata.run_folder import (
     read_identity,
     write_identity,
 )
+from elastrata.source import Source
 from elastrata.tracking import Tracker, open_tracker
 from elastrata.worker import STREAM, Job, train_worker
-from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import StreamConfig, descriptors
+from elastrata_pipelines.stream import StreamConfig
 
 CONTROLLER_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -141,6 +138,13 @@ def _fit(
     os.environ.update(CONTROLLER_SETTINGS)
     mailbox = open_mailbox()
     job = Job(recipe=recipe, run=run, batches=data.train, held_out=data.held_out, mailbox=mailbox)
+    source = Source(
+        run=run,
+        batches=data.train,
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        mailbox=mailbox,
+    )
     launches = history.next_attempt(run.sub("history"))
     trainer = ray.train.torch.TorchTrainer(
         train_worker,
@@ -155,7 +159,7 @@ def _fit(
             failure_config=FailureConfig(max_failures=recipe.workers.max_failures),
             callbacks=[_EndOnUserError()],
         ),
-        datasets={STREAM: partial(_stream_from_newest, job)},
+        datasets={STREAM: source},
         dataset_config=StreamConfig(data.train),
     )
     receiver = Receiver(mailbox, observer)
@@ -178,29 +182,11 @@ def _scaling(recipe: Recipe, gpus: float) -> ScalingConfig:
     )
 
 
-def _stream_from_newest(job: Job) -> Dataset:
-    """Called by Ray Train's controller for every new group of workers."""
-    checkpoints = job.run.sub("checkpoints")
-    commit = newest_verified(
-        checkpoints, lambda line: job.mailbox.post.remote([Warned(text=line)])
-    )
-    start = Start()
-    if commit:
-        start = Start(
-            step=commit.step,
-            samples=commit.samples,
-            tokens=commit.tokens,
-            commit=commit.folder,
-        )
-    recipe = job.recipe
-    return descriptors(job.batches, start, steps=recipe.steps, batch_size=recipe.batch_size)
-
-
 class _EndOnUserError(UserCallback):
     """Ends the run at once where trying again cannot help: an exception here does that."""
 
     def after_exception(
-        self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
     ) -> None:
         for error in worker_exceptions.values():
             if isinstance(error, UserError):

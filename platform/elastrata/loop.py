@@ -68,6 +68,7 @@ class Loop:
             yield self._record(
                 part, batch, result, samples, tokens, lr, waited, collated, clock.total()
             )
+            clock.restart()
 
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
@@ -137,10 +138,13 @@ def _weights(batch: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Clock:
-    """Seconds since the last lap, and since the last total."""
+    """Seconds since the last lap, and since the last restart."""
 
     def __init__(self) -> None:
-        self._lap = self._total = time.perf_counter()
+        self.restart()
+
+    def restart(self) -> None:
+        self._lap = self._start = time.perf_counter()
 
     def lap(self) -> float:
         now = time.perf_counter()
@@ -148,6 +152,4 @@ class _Clock:
         return seconds
 
     def total(self) -> float:
-        now = time.perf_counter()
-        seconds, self._total = now - self._total, now
-        return seconds
+        return time.perf_counter() - self._start

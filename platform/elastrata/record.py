@@ -32,7 +32,8 @@ class StepRecord:
     batch_samples: int
     batch_tokens: int
     seconds: float
-    """From the end of the step before to the end of this one, on rank 0."""
+    """From asking for the data to the end of the update, on rank 0; evaluations and checkpoints
+    lie between steps."""
     seconds_waiting_for_data: float
     seconds_collating: float
     seconds_in_model: float

@@ -1,0 +1,58 @@
+"""Trains on some ranks without Ray: the same loop that the workers run."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+
+from elastrata.loop import Loop
+from elastrata.optimizer import build_optimizer
+from elastrata.parallel import data_mesh, parallelize
+from elastrata.preflight import training_data
+from elastrata.recipe import Recipe
+from elastrata.record import StepRecord
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import decode
+
+
+def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[StepRecord]:
+    """The records of all the recipe's steps, as this rank saw them."""
+    return train_recipe(rank, world_size, Recipe.model_validate(recipe))
+
+
+def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
+    batches = training_data(recipe).train
+    manifest, workload = batches.manifest, recipe.workload
+    torch.manual_seed(recipe.seed)
+    model = workload.build_model(manifest.vocabulary, manifest.seq_len)
+    parallelize(
+        model,
+        workload.blocks(model),
+        data_mesh("cpu", world_size, recipe.parallel.replicate),
+        precision=recipe.precision,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+    )
+    loop = Loop(
+        workload=workload,
+        vocabulary=manifest.vocabulary,
+        seed=recipe.seed,
+        peak_lr=recipe.optimizer.lr,
+        schedule=recipe.schedule,
+        steps=recipe.steps,
+        clip=recipe.clip,
+        device=torch.device("cpu"),
+        world_size=world_size,
+    )
+    groups = batches.groups(
+        Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=4096
+    )
+    stream = (
+        step
+        for group in groups
+        for payload in islice(batches.payloads(group, world_size), rank, rank + 1)
+        for step in decode(payload, manifest.token_dtype)
+    )
+    return list(loop.run(model, build_optimizer(recipe.optimizer, model), stream, Start()))

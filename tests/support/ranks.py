@@ -1,0 +1,56 @@
+"""Runs a function on several gloo ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MAX_RANKS = 4
+_PATIENCE = timedelta(seconds=100)
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    """Kept from test to test: importing torch takes a process seconds."""
+    return ProcessPoolExecutor(MAX_RANKS, mp_context=multiprocessing.get_context("spawn"))
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(rank, world_size, *args)` on every rank; its results by rank.
+
+    The function must live in a module that other processes can import.
+    """
+    assert world_size <= MAX_RANKS
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        futures = [
+            _pool().submit(_on_rank, store, rank, world_size, function, args)
+            for rank in range(world_size)
+        ]
+        return [future.result(timeout=_PATIENCE.seconds) for future in futures]
+
+
+def _on_rank(
+    store: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_PATIENCE,
+    )
+    try:
+        return function(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()

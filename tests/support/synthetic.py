@@ -1,0 +1,90 @@
+"""A data set of random tokens, written without a tokenizer; and a tiny recipe that trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard
+from elastrata_pipelines.format.manifest import LENGTHS
+from elastrata_pipelines.hashing import mix
+from elastrata_pipelines.storage import Storage
+
+SEQ_LEN, VOCABULARY, STRIPE, STRIPES_PER_SHARD = 48, 97, 32, 2
+
+
+def write_data_set(folder: Path, samples: int, seed: int = 0) -> Manifest:
+    """Writes `samples` samples of uneven lengths, whose tokens follow one another predictably."""
+    rng = np.random.default_rng(seed)
+    storage = Storage(str(folder))
+    lengths = np.minimum(SEQ_LEN, 4 + rng.geometric(0.08, samples)).astype(np.int32)
+    for stripe in range(0, samples, STRIPE):
+        lengths[stripe : stripe + STRIPE] = -np.sort(-lengths[stripe : stripe + STRIPE])
+    stripes = list(_stripes(lengths, rng, seed))
+    files = [
+        write_shard(storage, f"shards/{i:05d}.parquet", stripes[i : i + STRIPES_PER_SHARD])
+        for i in range(0, len(stripes), STRIPES_PER_SHARD)
+    ]
+    with storage.create(LENGTHS) as stream:
+        np.save(stream, lengths, allow_pickle=False)
+    files.append(
+        FileEntry(path=LENGTHS, bytes=storage.size(LENGTHS), sha256=storage.sha256(LENGTHS))
+    )
+    manifest = Manifest(
+        samples=samples,
+        tokens=int(lengths.sum()),
+        stripes=len(stripes),
+        stripe_size=STRIPE,
+        seq_len=SEQ_LEN,
+        seed=seed,
+        packing="none",
+        pairs=False,
+        token_dtype="uint16",
+        length_histogram=tuple(np.bincount(lengths, minlength=SEQ_LEN + 1).tolist()),
+        vocabulary=Vocabulary(
+            size=VOCABULARY, pad_id=0, mask_id=4, special_ids=(0, 1, 2, 3, 4), continuation_ids=()
+        ),
+        tokenizer_fingerprint="synthetic",
+        sources=(),
+        files=tuple(files),
+    )
+    manifest.write(storage)
+    return manifest
+
+
+def _stripes(lengths: np.ndarray, rng: np.random.Generator, seed: int) -> Iterator[pa.Table]:
+    for first in range(0, len(lengths), STRIPE):
+        part = lengths[first : first + STRIPE]
+        starts = rng.integers(5, VOCABULARY, len(part))
+        tokens = np.concatenate(
+            [5 + (start + 7 * np.arange(n)) % (VOCABULARY - 5) for start, n in zip(starts, part)]
+        ).astype("<u2")
+        offsets = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * 2
+        ids = mix(np.arange(first, first + len(part)) + seed * 1_000_003)
+        column = pa.LargeBinaryArray.from_buffers(
+            pa.large_binary(), len(part), [None, pa.py_buffer(offsets), pa.py_buffer(tokens)]
+        )
+        yield pa.table(
+            [pa.array(ids), pa.array(part), column], schema=shard_schema(packed=False, pairs=False)
+        )
+
+
+def tiny_recipe(data: Path, storage: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe as a dict: BERT of two layers, two steps; `changes` replace top-level keys."""
+    return {
+        "workload": {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2},
+        "data": {"path": str(data), "window_stripes": 4},
+        "steps": 2,
+        "batch_size": 21,
+        "micro_batch_tokens": 128,
+        "optimizer": {"lr": 1e-3},
+        "workers": {"min": 1, "max": 1, "cpus": 0.4, "threads": 1},
+        "evaluation": {"every": 1000},
+        "checkpoint": {"every": 1000},
+        "storage": str(storage),
+        **changes,
+    }
