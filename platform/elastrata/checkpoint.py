@@ -11,12 +11,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from pydantic import PositiveInt
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from elastrata.commit import MARKER, Commit, FileRecord, FolderName, folders, size_problems
 from elastrata.config import Config
@@ -64,6 +67,7 @@ class DurableSaver:
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
         warn: called with one line when a save, or the cleaning up after it, has failed.
         on_commit: called with every new commit.
+        on_remove: called with every commit that was removed to keep no more than was asked for.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or rank 0 cannot list the storage.
@@ -76,7 +80,8 @@ class DurableSaver:
         keep_last: int,
         keep_best: bool,
         warn: Callable[[str], None],
-        on_commit: Callable[[Commit], None] | None = None,
+        on_commit: Callable[[Commit], None] = lambda _: None,
+        on_remove: Callable[[Commit], None] = lambda _: None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("saving needs torch.distributed, also with one process")
@@ -85,6 +90,7 @@ class DurableSaver:
         self._keep_best = keep_best
         self._warn = warn
         self._on_commit = on_commit
+        self._on_remove = on_remove
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         self._attempt, self._token = _agree_on_attempt(storage, self._group)
         self._stager = _ReusingStager()
@@ -133,7 +139,7 @@ class DurableSaver:
                 )
             )
 
-        future = dcp.async_save(
+        future = async_save(
             state,
             storage_writer=CommitWriter(self._storage, folder, commit),
             process_group=self._group,
@@ -159,9 +165,10 @@ class DurableSaver:
             raise OSError(f"not all was written: {wrong[0]}")
         self._storage.write(commit.to_json(), commit.folder, MARKER)
         try:
-            if self._on_commit:
-                self._on_commit(commit)
-            prune(self._storage, self._keep_last, self._keep_best)
+            self._on_commit(commit)
+            removed = prune(self._storage, keep_last=self._keep_last, keep_best=self._keep_best)
+            for commit in removed:
+                self._on_remove(commit)
         except Exception as error:
             self._warn(f"checkpoint of step {commit.step} is saved, but after it: {_text(error)}")
 
@@ -178,19 +185,20 @@ class DurableSaver:
     def _clean_up(self, error: BaseException, folder: str) -> None:
         # A CheckpointException means that every rank has stopped writing, and said so. After any
         # other error one may still write; a later prune removes what it leaves.
-        if isinstance(error, dcp.CheckpointException):
+        if isinstance(error, CheckpointException):
             with suppress(Exception):
                 remove(self._storage, folder)
 
 
-class _ReusingStager(AsyncStager):
+class _ReusingStager(BlockingAsyncStager):
     """Copies a state into main memory that it keeps: fresh pages would cost more than the copy."""
 
-    _synchronize_after_execute = False
-
     def __init__(self) -> None:
+        super().__init__()
         self._copy: Any = None
 
+    @override
+    @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._copy = _copied(state_dict, self._copy)
         return cast(dict[str, Any], self._copy)
@@ -210,7 +218,7 @@ def _copied(value: Any, into: Any) -> Any:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, str]:
@@ -222,8 +230,7 @@ def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, 
     agreed: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            past = [FolderName.parse(name) for name in folders(storage)]
-            attempt = 1 + max((name.attempt for name in past if name), default=0)
+            attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
             agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
@@ -235,7 +242,7 @@ def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, 
 
 def _reason(error: BaseException) -> str:
     """One line: what went wrong, on which rank."""
-    if not isinstance(error, dcp.CheckpointException):
+    if not isinstance(error, CheckpointException):
         return _text(error)
     rank, (cause, _) = next(iter(error.failures.items()))
     more = f" (and {len(error.failures) - 1} more ranks)" if len(error.failures) > 1 else ""

@@ -24,7 +24,7 @@ MARKER = "commit.json"
 EVALUATION_LOSS = "evaluation_loss"
 """The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
 
-_FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4,})-(?P<token>[0-9a-f]{6})")
+_FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4}|[1-9]\d{4,})-(?P<token>[0-9a-f]{6})")
 _VERIFY_THREADS = 8
 
 
@@ -126,10 +126,10 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def folders(storage: Storage) -> list[str]:
-    """Names of the folders of all commits, complete or not, the newest first."""
-    named = ((FolderName.parse(name), name) for name in storage.names())
-    return [name for _, name in sorted(((key, name) for key, name in named if key), reverse=True)]
+def folders(storage: Storage) -> list[FolderName]:
+    """The folders of all commits, complete or not, the newest first."""
+    named = (FolderName.parse(name) for name in storage.names())
+    return sorted((name for name in named if name), reverse=True)
 
 
 def commits(storage: Storage) -> list[Commit]:
@@ -138,7 +138,7 @@ def commits(storage: Storage) -> list[Commit]:
     Args:
         storage: the run's folder of checkpoints.
     """
-    found = (_read(storage, folder) for folder in folders(storage))
+    found = (_read(storage, str(folder)) for folder in folders(storage))
     return [commit for commit in found if isinstance(commit, Commit)]
 
 
@@ -156,7 +156,7 @@ def newest_verified(storage: Storage, warn: Callable[[str], None]) -> Commit | N
         UserError: there are commits, but none is whole; one line for each.
     """
     bad: list[str] = []
-    for folder in folders(storage):
+    for folder in map(str, folders(storage)):
         found = _read(storage, folder)
         if found is None:
             continue
@@ -172,7 +172,7 @@ def newest_verified(storage: Storage, warn: Callable[[str], None]) -> Commit | N
 
 
 def problems(storage: Storage, commit: Commit) -> list[str]:
-    """One line per file that is not what the marker says: missing, truncated, altered, unreadable."""
+    """One line per file that is missing, truncated, altered or unreadable."""
     if wrong := size_problems(storage, commit):
         return wrong
     with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
@@ -187,7 +187,9 @@ def size_problems(storage: Storage, commit: Commit) -> list[str]:
     except OSError as error:
         return [f"cannot be listed ({error})"]
     found = ((name, sizes.get(name), record.size) for name, record in commit.files.items())
-    return [_size_problem(name, size, expected) for name, size, expected in found if size != expected]
+    return [
+        _size_problem(name, size, expected) for name, size, expected in found if size != expected
+    ]
 
 
 def _read(storage: Storage, folder: str) -> Commit | str | None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import override
 
 from elastrata.commit import Commit, FileRecord
 from elastrata_pipelines.storage import Storage
@@ -46,9 +47,11 @@ class HashingStream(io.RawIOBase):
         self._digest = hashlib.sha256()
         self._size = 0
 
+    @override
     def writable(self) -> bool:
         return True
 
+    @override
     def write(self, data: Any) -> int:
         """Writes all of `data`, an object with the buffer protocol; returns its bytes."""
         view = memoryview(data).cast("B")
@@ -57,6 +60,7 @@ class HashingStream(io.RawIOBase):
         self._size += view.nbytes
         return view.nbytes
 
+    @override
     def tell(self) -> int:
         return self._size
 
@@ -74,6 +78,7 @@ class StorageFiles(FileSystemBase):
         self.records: dict[str, FileRecord] = {}
         """What was written completely, by path."""
 
+    @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         path = os.fspath(path)
@@ -86,24 +91,31 @@ class StorageFiles(FileSystemBase):
             yield hashing
         self.records[path] = hashing.record
 
+    @override
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return f"{os.fspath(path)}/{suffix}"
 
+    @override
     def init_path(self, path: str | os.PathLike[str]) -> str:
         return os.fspath(path)
 
+    @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Folders appear with their first file."""
 
+    @override
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return self._storage.exists(os.fspath(path))
 
+    @override
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         raise NotImplementedError("object stores cannot rename")
 
+    @override
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         self._storage.delete(os.fspath(path))
 
+    @override
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
@@ -137,9 +149,11 @@ class CommitWriter(FileSystemWriter):
         self.fs = self._files
         self.path = folder
 
+    @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         hashed: Future[list[WriteResult]] = Future()
         results = super().write_data(plan, planner).wait() if plan.items else []
@@ -150,6 +164,7 @@ class CommitWriter(FileSystemWriter):
         record = self._files.records[f"{self._folder}/{result.storage_data.relative_path}"]
         return HashedResult(result.index, result.size_in_bytes, result.storage_data, record)
 
+    @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [cast(HashedResult, result) for of_rank in results for result in of_rank]
         metadata = dataclasses.replace(
@@ -163,6 +178,7 @@ class CommitWriter(FileSystemWriter):
         files = {result.storage_data.relative_path: result.file for result in written}
         self._finished({**files, METADATA: self._files.records[path]})
 
+    @override
     def storage_meta(self) -> StorageMeta | None:
         """Nothing: a checkpoint may be moved, so it does not say where it lies."""
         return None
@@ -178,6 +194,7 @@ class CommitReader(FileSystemReader):
         self.fs = StorageFiles(storage)
         self.path = commit.folder
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_metadata(self._storage, self._commit)
 
@@ -185,6 +202,7 @@ class CommitReader(FileSystemReader):
 class SafeLoadPlanner(DefaultLoadPlanner):
     """Reads values other than tensors as weights-only: plain Python data, never code."""
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
@@ -193,6 +211,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes that DCP's metadata consists of, and no others."""
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch":

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import math
 
-from elastrata.commit import MARKER, Commit, FolderName, commits, folders
+from elastrata.commit import MARKER, Commit, commits, folders
 from elastrata_pipelines.storage import Storage
 
 
-def prune(storage: Storage, keep_last: int, keep_best: bool) -> None:
+def prune(storage: Storage, *, keep_last: int, keep_best: bool) -> list[Commit]:
     """Removes old commits, and unfinished folders that are older than the newest commit.
 
     A folder that is being written now is safe: its attempt or its step is newer than that of any
-    commit, and folder names order by attempt, then step.
+    commit, and folders order by attempt, then step.
 
     Args:
         storage: the run's folder of checkpoints.
         keep_last: number of the newest commits that stay.
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
+
+    Returns:
+        The commits that are gone.
     """
     found = commits(storage)
     if not found:
-        return
-    keep = {commit.folder for commit in found[:keep_last]}
+        return []
+    kept = found[:keep_last]
     if keep_best and (best := best_commit(found)):
-        keep.add(best.folder)
-    newest = FolderName.parse(found[0].folder)
-    for folder in folders(storage):
-        if folder not in keep and FolderName.parse(folder) < newest:
-            remove(storage, folder)
+        kept.append(best)
+    names = [str(name) for name in folders(storage)]
+    for name in names[names.index(found[0].folder) :]:
+        if name not in {commit.folder for commit in kept}:
+            remove(storage, name)
+    return [commit for commit in found if commit not in kept]
 
 
 def best_commit(found: list[Commit]) -> Commit | None:

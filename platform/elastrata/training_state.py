@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from elastrata.commit import Commit
@@ -156,15 +157,17 @@ def _flat(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _read(storage: Storage, commit: Commit, state: dict[str, Any], *, alone: bool) -> None:
     try:
         with _no_warning_that_it_is_alone():
-            dcp.load(
+            dcp_load(
                 state,
                 storage_reader=CommitReader(storage, commit),
                 planner=SafeLoadPlanner(),
                 no_dist=alone,
             )
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"checkpoint {storage.uri(commit.folder)}: rank {rank}: {cause}") from error
+        raise RuntimeError(
+            f"checkpoint {storage.uri(commit.folder)}: rank {rank}: {cause}"
+        ) from error
 
 
 @contextmanager
