@@ -1,6 +1,5 @@
 """BERT: masked-language-model pre-training, with optional next-sentence prediction."""
 
-from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.workload import Bert
 
-__all__ = ["Bert", "BertBatch"]
+__all__ = ["Bert"]

@@ -5,7 +5,6 @@ T: tokens of the micro-batch; H: heads; D: size of a head; G: segments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import cast
 
@@ -14,17 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """Where attention stops: a segment is a sample, or one document of a packed sample."""
-
-    offsets: Tensor
-    """Shape [G + 1], int32, on the model's device: starts of the segments, then T."""
-    lengths: tuple[int, ...]
-    """The same as G lengths, known to the host without asking the device."""
-    longest: int
-    """No segment is longer. Rounded up, so that compiled blocks see few different numbers."""
+from elastrata_workloads.bert.batch import Segments
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:

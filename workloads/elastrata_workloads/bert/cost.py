@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastrata_pipelines.deal import WorkModel
-from elastrata_workloads.bert.model import BertShape
+from elastrata_workloads.bert.shape import BertShape
 
 _FORWARD = 2
 _FORWARD_AND_BACKWARD = 6

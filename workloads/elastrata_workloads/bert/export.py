@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastrata_workloads.bert.model import BertShape
+from elastrata_workloads.bert.shape import BertShape
 
 _ROWS_PER_ID = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 

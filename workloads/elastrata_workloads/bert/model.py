@@ -9,35 +9,14 @@ E hidden size, F feed-forward size, V ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastrata_workloads.bert.attention import Segments, attention
-from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.attention import attention
+from elastrata_workloads.bert.batch import BertBatch, Segments
 from elastrata_workloads.bert.dropout import HiddenDropout, layer_keys
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertShape:
-    """Everything that fixes the model's parameters and how they are applied."""
-
-    num_ids: int
-    """Real ids; the model gives a logit for each."""
-    num_embeddings: int
-    """Rows of the embedding table, at least `num_ids`."""
-    pad_id: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    max_positions: int
-    layer_norm_eps: float
-    dropout: float
-    initializer_range: float
-    next_sentence: bool
+from elastrata_workloads.bert.shape import BertShape
 
 
 class BertModel(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
@@ -13,12 +13,15 @@ from elastrata.workload import Batch, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.bert import cost, parallel
+from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.export import export
 from elastrata_workloads.bert.masking import MaskingRule
-from elastrata_workloads.bert.model import BertModel, BertShape
 from elastrata_workloads.bert.objective import Objective, loss
+from elastrata_workloads.bert.shape import BertShape
+
+if TYPE_CHECKING:
+    from elastrata_workloads.bert.model import BertModel
 
 
 class Bert(Workload):
@@ -93,10 +96,15 @@ class Bert(Workload):
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        from elastrata_workloads.bert.model import BertModel
+
         return BertModel(self.shape(vocabulary))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The transformer blocks, first to last."""
+        from elastrata_workloads.bert import parallel
+
         return parallel.blocks(model)
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
