@@ -54,9 +54,11 @@ class Manifest:
     vocabulary: Vocabulary
     tokenizer_fingerprint: str
     sources: tuple[dict[str, Any], ...]
-    """Per source: name, documents, bytes of text, samples, weight."""
+    """Per source: name, weight, documents, documents_skipped, bytes_read, samples, tokens."""
     files: tuple[FileEntry, ...]
     """Shards in order, then lengths and tokenizer files."""
+    preparation: str = ""
+    """SHA-256 of the configuration and the source files that the data set was made from."""
     version: int = FORMAT_VERSION
     format: str = "elastrata-shards"
 

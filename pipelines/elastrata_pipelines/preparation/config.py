@@ -1,0 +1,137 @@
+"""The configuration of `prepare`: which text, which tokenizer, how it becomes samples."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+
+class _Part(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class SourceConfig(_Part):
+    """Text of one origin, with its share in the data set."""
+
+    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Files, folders (every file below them that is not hidden) or globs; local or URLs such as
+    `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
+    name: str | None = None
+    """Part of every sample's identity; default: `source-<number>`. Must be unique."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """auto: by the file's ending; what is neither .jsonl, .ndjson, .json nor .parquet is text."""
+    text_field: str = "text"
+    """Field (JSON Lines) or column (Parquet) that holds the text."""
+    documents: Literal["file", "line", "paragraph"] = "file"
+    """What a document is in a text file: all of it, a line, or what stands between blank lines."""
+    document_start: str | None = None
+    """Text files: a line in which this regular expression matches at the start begins a new
+    document. Replaces `documents`."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Times each document appears: whole copies, and the fraction as a share of the documents."""
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path(cls, value: object) -> object:
+        return (str(value),) if isinstance(value, str | Path) else value
+
+    @field_validator("document_start")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return value
+
+
+class TokenizerConfig(_Part):
+    """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
+
+    load: str | None = None
+    """Folder (or tokenizer.json file) as transformers saves it, local or URL, or a hub name."""
+    train: Literal["wordpiece", "bpe"] | None = None
+    """wordpiece: BERT's, with [CLS] and [SEP] around samples; bpe: GPT-2's, on bytes. Trained on
+    the corpus without its held-out documents."""
+    vocab_size: Annotated[int, Field(ge=300)] = 8192
+    """train: number of ids, special tokens included. Short texts may yield fewer."""
+    lowercase: bool = False
+    """train, wordpiece only: lower-case the text and strip accents."""
+    max_bytes: PositiveInt = 64 * 2**20
+    """train: use at most this much text, chosen by hash."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.load is None) == (self.train is None):
+            raise ValueError("needs either load (a folder or name) or train (wordpiece or bpe)")
+        given = self.model_fields_set - {"load", "train"}
+        if self.load is not None and given:
+            raise ValueError(f"{', '.join(sorted(given))}: only with train")
+        if self.lowercase and self.train == "bpe":
+            raise ValueError("lowercase: only with train: wordpiece")
+        return self
+
+
+class PrepareConfig(_Part):
+    """How a corpus becomes a data set."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    """The corpus."""
+    tokenizer: TokenizerConfig
+    """The tokenizer, loaded or trained."""
+    seq_len: Annotated[int, Field(ge=8, le=2**20)]
+    """No sample has more tokens, special tokens included."""
+    packing: Literal["none", "concat", "best_fit"] = "none"
+    """none: a sample is (a part of) one document. concat: documents end to end, cut every seq_len
+    tokens. best_fit: documents are cut only where longer than seq_len, then packed best-fit
+    decreasing. Boundaries are stored, so that attention can respect them."""
+    pairs: bool = False
+    """Sentence pairs for next-sentence prediction, half of them random. Needs `packing: none`."""
+    min_tokens: PositiveInt = 1
+    """Samples (packed: pieces of documents) with fewer tokens, special ones not counted, are
+    dropped."""
+    stripe_size: PositiveInt = 1024
+    """Samples per stripe: the unit of reading and shuffling. A smaller corpus is one stripe."""
+    stripes_per_shard: PositiveInt = 64
+    """Stripes per file."""
+    seed: int = 0
+    """Seed of the stored order."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] | tuple[SourceConfig, ...] | None = None
+    """Evaluation data, a data set of its own in `held_out/`: a fraction of the documents, chosen
+    by a hash of their text, so that equal documents stay on one side; or sources."""
+    bad_documents: Literal["fail", "skip"] = "fail"
+    """fail: name all documents that cannot be read and stop. skip: leave them out and count them."""
+    max_document_bytes: PositiveInt = 64 * 2**20
+    """A longer document is an error: every worker holds at least one document in memory."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.pairs and self.packing != "none":
+            raise ValueError(f"pairs: needs packing: none, not {self.packing}")
+        if self.held_out == ():
+            raise ValueError("held_out: an empty list; leave it out or name sources")
+        names = [source.name for source in self.all_sources]
+        for name in {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"sources: two have the name {name!r}")
+        return self
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources, then those held out; every one has a name."""
+        held_out = self.held_out if isinstance(self.held_out, tuple) else ()
+        return tuple(
+            source if source.name else source.model_copy(update={"name": f"source-{number}"})
+            for number, source in enumerate((*self.sources, *held_out))
+        )
+
+    @property
+    def held_out_fraction(self) -> float:
+        """0 where nothing is held out by hash."""
+        return self.held_out if isinstance(self.held_out, float) else 0.0

@@ -1,0 +1,168 @@
+"""The corpus: all source files, read by many processes."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.config import PrepareConfig
+from elastrata_pipelines.preparation.pipeline import split_in_parallel
+from elastrata_pipelines.preparation.portions import group_files, portion_bytes
+from elastrata_pipelines.preparation.sources import SourceFile, find_files
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
+from elastrata_pipelines.preparation.training import train_tokenizer
+from elastrata_pipelines.preparation.work import (
+    ChooseTrainingText,
+    Group,
+    NumberedPortion,
+    ReadWork,
+    Tokenized,
+    TokenizeWork,
+    TrainingText,
+)
+from elastrata_pipelines.storage import Storage
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with a stage's name, how much of it is done, how much there is, and the unit."""
+
+_MAX_PROBLEMS = 100
+_TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
+
+Result = TypeVar("Result", Tokenized, TrainingText)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of all sources in order."""
+
+    config: PrepareConfig
+    files: tuple[SourceFile, ...]
+    report: Progress
+
+    @staticmethod
+    def find(config: PrepareConfig, report: Progress) -> Corpus:
+        """Finds all files.
+
+        Raises:
+            UserError: paths that are missing, unreadable or empty.
+        """
+        files: list[SourceFile] = []
+        problems: list[str] = []
+        for number, source in enumerate(config.all_sources):
+            found, missing = find_files(number, source)
+            files += found
+            problems += missing
+        if problems:
+            raise UserError(*_at_most(problems))
+        return Corpus(config, tuple(files), report)
+
+    def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
+        """A hash of the configuration and the files, wherever they lie."""
+        config = self.config.model_dump(mode="json")
+        for source in (*config["sources"], *(h for h in _listed(config["held_out"]))):
+            del source["paths"]
+        if tokenizer:
+            config["tokenizer"] = tokenizer.fingerprint
+        files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
+        return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
+
+    def train_tokenizer(self) -> TokenizerFiles:
+        """Trains the configured tokenizer on text chosen by hash.
+
+        Raises:
+            UserError: the corpus cannot be read, or has no text.
+        """
+        settings = self.config.tokenizer
+        work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
+        chosen: list[tuple[int, str]] = []
+        for result in self._process(work, "read text for the tokenizer"):
+            chosen += result.chosen
+        texts, size = [], 0
+        for _, text in heapq.merge(sorted(chosen)):
+            size += len(text.encode())
+            if texts and size > settings.max_bytes:
+                break
+            texts.append(text)
+        if not texts:
+            raise UserError("sources: no text to train a tokenizer on")
+        self.report("train the tokenizer", 0, 1, "tokenizers")
+        tokenizer = train_tokenizer(texts, settings, seq_len=self.config.seq_len)
+        self.report("train the tokenizer", 1, 1, "tokenizers")
+        return tokenizer
+
+    def tokenize(self, tokenizer: TokenizerFiles, runs: Storage) -> list[Tokenized]:
+        """Tokenises all portions into runs, and lists these in the order of the corpus.
+
+        Raises:
+            UserError: the corpus cannot be read, or `seq_len` leaves no room beside special tokens.
+        """
+        frame = tokenizer.frame()
+        pair_frame = tokenizer.pair_frame() if self.config.pairs else None
+        special = (pair_frame or frame).num_tokens
+        if self.config.seq_len < special + 2:
+            raise UserError(
+                f"seq_len: {self.config.seq_len} leaves no room for text: the tokenizer adds "
+                f"{special} special tokens to every sample"
+            )
+        work = TokenizeWork(
+            config=self.config,
+            tokenizer_json=tokenizer.tokenizer_json,
+            frame=frame,
+            pair_frame=pair_frame,
+            token_dtype=token_dtype(tokenizer),
+            runs=runs,
+        )
+        return self._process(work, "tokenize")
+
+    @property
+    def _text_bytes(self) -> int:
+        """The size of all text; a guess where files are compressed."""
+        return sum(
+            file.bytes * (_TEXT_PER_COMPRESSED_BYTE if file.compression else 1)
+            for file in self.files
+        )
+
+    def _process(self, work: Callable[[NumberedPortion], Result], stage: str) -> list[Result]:
+        """`work` of every portion, in the order of the corpus."""
+        size = portion_bytes(self._text_bytes)
+        groups = [Group(n, files) for n, files in enumerate(group_files(self.files, size))]
+        read = ReadWork(self.config, size)
+        results: list[Result] = []
+        done = num_problems = 0
+        for result in split_in_parallel(groups, read, work):
+            results.append(result)
+            done += result.bytes
+            num_problems += len(result.problems)
+            self.report(stage, done, max(done, self._text_bytes), "bytes")
+            if num_problems > _MAX_PROBLEMS:
+                break
+        results.sort(key=lambda result: result.place)
+        problems = [problem for result in results for problem in result.problems]
+        if problems:
+            raise UserError(*_at_most(problems))
+        self.report(stage, done, done, "bytes")
+        return results
+
+
+def _listed(value: object) -> list[dict[str, object]]:
+    return value if isinstance(value, list) else []
+
+
+def _at_most(problems: Sequence[str]) -> list[str]:
+    """The problems, and a last line for those that are too many to print."""
+    if len(problems) <= _MAX_PROBLEMS:
+        return list(problems)
+    return [*problems[:_MAX_PROBLEMS], "... and more; only the first are listed"]
+
+
+def token_dtype(tokenizer: TokenizerFiles) -> str:
+    """The smallest integer type that holds every id."""
+    return "uint16" if tokenizer.vocabulary_size <= np.iinfo(np.uint16).max + 1 else "uint32"

@@ -1,0 +1,139 @@
+"""The data set: shards, lengths, tokenizer and manifest, written from the runs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import FileEntry, Manifest
+from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
+from elastrata_pipelines.preparation.config import PrepareConfig
+from elastrata_pipelines.preparation.corpus import Progress, token_dtype
+from elastrata_pipelines.preparation.pipeline import run_in_parallel
+from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
+from elastrata_pipelines.preparation.work import HELD_OUT, Tokenized
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that the manifest says, but for the files."""
+
+    plan: Plan
+    sources: tuple[dict[str, Any], ...]
+    """Per source: name, documents, bytes of text, samples, tokens, weight, skipped documents."""
+
+
+def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) -> Layout:
+    """Decides where each sample of one part (for training, or held out) is stored.
+
+    Raises:
+        UserError: no sample is left.
+    """
+    runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
+    documents = sum(portion.documents[part] for portion in tokenized)
+    if not runs:
+        where = "held_out" if part == HELD_OUT else "sources"
+        raise UserError(
+            f"{where}: nothing is left: {documents} documents, no sample of at least "
+            f"min_tokens ({config.min_tokens}) tokens"
+        )
+    plan = plan_shards(
+        runs,
+        seed=config.seed,
+        stripe_size=config.stripe_size,
+        stripes_per_shard=config.stripes_per_shard,
+    )
+    sources = tuple(
+        _source_entry(config, number, [t for t in tokenized if t.source == number], part)
+        for number in range(len(config.all_sources))
+    )
+    return Layout(plan, tuple(entry for entry in sources if entry["documents"]))
+
+
+def _source_entry(
+    config: PrepareConfig, number: int, tokenized: Sequence[Tokenized], part: int
+) -> dict[str, Any]:
+    source = config.all_sources[number]
+    runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
+    return {
+        "name": source.name,
+        "weight": 1.0 if part == HELD_OUT else source.weight,
+        "documents": sum(portion.documents[part] for portion in tokenized),
+        "documents_skipped": sum(portion.skipped for portion in tokenized),
+        "bytes_read": sum(portion.bytes for portion in tokenized),
+        "samples": sum(len(run.ids) for run in runs),
+        "tokens": sum(int(run.lengths.sum()) for run in runs),
+    }
+
+
+@dataclass(frozen=True)
+class DataSetWriter:
+    """Writes data sets from runs."""
+
+    config: PrepareConfig
+    tokenizer: TokenizerFiles
+    fingerprint: str
+    """Of the configuration and the source files."""
+    runs: Storage
+    report: Progress
+
+    def write(self, storage: Storage, layout: Layout) -> Manifest:
+        """Writes a data set, its manifest last."""
+        shards = self._write_shards(storage, layout.plan)
+        buffer = io.BytesIO()
+        np.save(buffer, layout.plan.lengths.astype("<i4"))
+        storage.write(buffer.getvalue(), LENGTHS)
+        self.tokenizer.save(storage.sub(TOKENIZER_DIR))
+        lengths = layout.plan.lengths
+        manifest = Manifest(
+            samples=len(lengths),
+            tokens=int(lengths.sum(dtype=np.int64)),
+            stripes=sum(shard.stripes for shard in shards),
+            stripe_size=self.config.stripe_size,
+            seq_len=self.config.seq_len,
+            seed=self.config.seed,
+            packing=self.config.packing,
+            pairs=self.config.pairs,
+            token_dtype=token_dtype(self.tokenizer),
+            length_histogram=tuple(
+                np.bincount(lengths, minlength=self.config.seq_len + 1).tolist()
+            ),
+            vocabulary=self.tokenizer.vocabulary(),
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            sources=layout.sources,
+            files=(*shards, *(_entry(storage, path) for path in _other_files(storage))),
+            preparation=self.fingerprint,
+        )
+        manifest.write(storage)
+        return manifest
+
+    def _write_shards(self, storage: Storage, plan: Plan) -> list[FileEntry]:
+        work = WriteShard(
+            data_set=storage,
+            runs=self.runs,
+            token_bytes=np.dtype(token_dtype(self.tokenizer)).itemsize,
+            stripe_size=self.config.stripe_size,
+            packed=self.config.packing != "none",
+            pairs=self.config.pairs,
+        )
+        entries: list[FileEntry] = []
+        self.report("write shards", 0, len(plan.shards), "shards")
+        for entry in run_in_parallel(plan.shards, work):
+            entries.append(entry)
+            self.report("write shards", len(entries), len(plan.shards), "shards")
+        return sorted(entries, key=lambda entry: entry.path)
+
+
+def _other_files(storage: Storage) -> list[str]:
+    return [LENGTHS, *(f"{TOKENIZER_DIR}/{name}" for name in storage.names(TOKENIZER_DIR))]
+
+
+def _entry(storage: Storage, path: str) -> FileEntry:
+    return FileEntry(path=path, bytes=storage.size(path), sha256=storage.sha256(path))

@@ -1,0 +1,164 @@
+"""Documents: the texts in a portion, each with an identity that moving the corpus does not change."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastrata_pipelines.hashing import combine, mix, text_hash, uniform
+from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.portions import Piece, Portion, too_long
+
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_BOM = b"\xef\xbb\xbf"
+_HELD_OUT_SALT, _COPY_SALT = text_hash("held-out"), text_hash("copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text."""
+
+    id: int
+    """64-bit hash of source, file and place in the file."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a portion, in order; blank ones are left out."""
+
+    documents: list[Document]
+    problems: list[str]
+    """One line per document that could not be read."""
+    fatal: tuple[str, ...]
+    """One line per file, or overlong document, that could not be read to its end."""
+
+
+def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes: int) -> Documents:
+    """Decodes and parses a portion of a source."""
+    documents: list[Document] = []
+    problems: list[str] = []
+    fatal = list(portion.problems)
+    for piece in portion.pieces:
+        identity = text_hash(config.name or "", piece.file.name)
+        for line, text in _texts(piece, config, problems):
+            if len(text) * 4 > max_document_bytes and len(text.encode()) > max_document_bytes:
+                fatal.append(too_long(piece.file, line, max_document_bytes))
+            elif text and not text.isspace():
+                documents.append(Document(int(combine(identity, line)), text))
+    return Documents(documents, problems, tuple(fatal))
+
+
+def _texts(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
+    """Line (or row) and text of each document of a piece."""
+    if piece.ends is not None:
+        begin = 0
+        for row, end in enumerate(piece.ends, piece.first):
+            yield row, piece.data[begin:end].decode()
+            begin = end
+    elif piece.file.kind == "jsonl":
+        yield from _json_texts(piece, config.text_field, problems)
+    else:
+        yield from _readable(piece, config, problems)
+
+
+def _json_texts(piece: Piece, field: str, problems: list[str]) -> Iterator[tuple[int, str]]:
+    for line, raw in enumerate(piece.data.removeprefix(_BOM).split(b"\n"), piece.first):
+        if not raw or raw.isspace():
+            continue
+        where = f"{piece.file.url}:{line + 1}"
+        try:
+            row = json.loads(raw)
+        except UnicodeDecodeError as error:
+            problems.append(f"{where}: not UTF-8 (byte {error.start} of the line)")
+            continue
+        except ValueError as error:
+            problems.append(f"{where}: not valid JSON ({error})")
+            continue
+        if not isinstance(row, dict):
+            problems.append(f"{where}: a JSON object was expected, not {type(row).__name__}")
+        elif field not in row:
+            problems.append(f"{where}: no field {field!r}; it has {', '.join(row) or 'none'}")
+        elif not isinstance(row[field], str):
+            problems.append(f"{where}: field {field!r} is {type(row[field]).__name__}, not text")
+        elif b"\\u" in raw and not _encodes(row[field]):
+            problems.append(f"{where}: field {field!r} holds half of a surrogate pair")
+        else:
+            yield line, row[field]
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
+    """The documents of a text file; those that are not UTF-8 become problems."""
+    data = piece.data.removeprefix(_BOM) if piece.offset == 0 else piece.data
+    try:
+        yield from _split(data.decode(), piece.first, config)
+        return
+    except UnicodeDecodeError:
+        text = data.decode(errors="surrogateescape")
+    offset = piece.offset + len(piece.data) - len(data)
+    searched = 0
+    for line, document in _split(text, piece.first, config):
+        if _encodes(document):
+            yield line, document
+        else:
+            raw = document.encode(errors="surrogateescape")
+            searched = data.index(raw, searched)
+            try:
+                raw.decode()
+            except UnicodeDecodeError as error:
+                problems.append(
+                    f"{piece.file.url}: not UTF-8 at byte {offset + searched + error.start}"
+                )
+            searched += len(raw)
+
+
+def _split(text: str, line: int, config: SourceConfig) -> Iterator[tuple[int, str]]:
+    """Line and text of each document in whole documents' text that begins in `line`."""
+    if config.document_start is not None:
+        yield from _split_at_starts(text, line, re.compile(config.document_start))
+    elif config.documents == "file":
+        yield line, text
+    elif config.documents == "line":
+        yield from enumerate((part.rstrip("\r") for part in text.split("\n")), line)
+    else:
+        begin = 0
+        for gap in _BLANK_LINES.finditer(text):
+            yield line, text[begin : gap.start()].strip("\r\n")
+            line += text.count("\n", begin, gap.end())
+            begin = gap.end()
+        yield line, text[begin:].strip("\r\n")
+
+
+def _split_at_starts(text: str, line: int, starts: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    first, lines = line, list[str]()
+    for number, part in enumerate(text.split("\n"), line):
+        if lines and starts.match(part):
+            yield first, "\n".join(lines)
+            first, lines = number, []
+        lines.append(part)
+    yield first, "\n".join(lines)
+
+
+def is_held_out(document: Document, fraction: float) -> bool:
+    """Whether a document belongs to the held-out part: decided by its text alone."""
+    if not fraction:
+        return False
+    return bool(uniform(mix(text_hash(document.text.strip()) ^ _HELD_OUT_SALT)) < fraction)
+
+
+def copies(document: Document, weight: float) -> int:
+    """How often a document appears: `weight` rounded up for a share of the documents, else down."""
+    whole = int(weight)
+    if weight == whole:
+        return whole
+    return whole + bool(uniform(mix(document.id ^ _COPY_SALT)) < weight - whole)

@@ -1,0 +1,219 @@
+"""Encoders: text to ids, by the fastest way that gives the tokenizer's own ids."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from elastrata_pipelines.preparation.samples import Ints, Tokens
+
+_BATCH_CHARACTERS = 2**20
+_SAMPLE_TEXTS = 48
+_SAMPLE_CHARACTERS = 2**10
+_CACHED_WORDS = 2**20
+_CACHED_WORD_CHARACTERS = 64
+
+# GPT-2's pattern, as tokenizers' ByteLevel has it, in the equivalent form that never backtracks
+_GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
+
+
+class Encoder(Protocol):
+    """Text to ids. Special tokens that a text spells out are ordinary text to it."""
+
+    name: str
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+
+class ExactEncoder:
+    """The tokenizer itself."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens around it."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+
+class TiktokenEncoder:
+    """Byte-level BPE by tiktoken."""
+
+    name = "tiktoken"
+
+    def __init__(self, pattern: str, tokens_by_rank: list[bytes], ids_by_rank: list[int]) -> None:
+        import tiktoken
+
+        ranks = {token: rank for rank, token in enumerate(tokens_by_rank)}
+        self._encoding = tiktoken.Encoding(
+            "elastrata", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        self._ids = None if ids_by_rank == list(range(len(ids_by_rank))) else ids_by_rank
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        encoded = [self._encoding.encode_ordinary(text) for text in texts]
+        if self._ids is None:
+            return encoded
+        return [[self._ids[rank] for rank in ranks] for ranks in encoded]
+
+
+class WordCacheEncoder:
+    """BERT's WordPiece with a memory of words.
+
+    BERT splits at white space and around punctuation before anything else, so the ids of a text
+    are those of its parts: runs without ASCII white space and punctuation, and punctuation marks.
+    """
+
+    name = "tokenizers with a word cache"
+
+    _parts = re.compile(r"[^ \t\r\n!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
+
+    def __init__(self, exact: ExactEncoder) -> None:
+        self._exact = exact
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        words = [self._parts.findall(text) for text in texts]
+        found = set().union(*words)
+        known = self._known
+        new = sorted(word for word in found if word not in known)
+        fresh = dict(zip(new, self._exact(new), strict=True))
+        if len(known) + len(fresh) > _CACHED_WORDS:
+            known.clear()
+            fresh = dict(zip(everything := sorted(found), self._exact(everything), strict=True))
+        known.update(fresh)
+        chain = itertools.chain.from_iterable
+        encoded = [list(chain(map(known.__getitem__, parts))) for parts in words]
+        for word in fresh:
+            if len(word) > _CACHED_WORD_CHARACTERS:
+                del known[word]
+        return encoded
+
+
+class CheckedEncoder:
+    """A fast encoder, held against the exact one on a sample of every portion."""
+
+    def __init__(self, fast: Encoder | None, exact: Encoder) -> None:
+        self._fast = fast
+        self._exact = exact
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tokens, Ints, str]:
+        """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
+        chosen = self._choose(texts)
+        parts: list[Tokens] = []
+        lengths: list[int] = []
+        for batch in _batches(texts):
+            encoded = chosen(batch)
+            sizes = list(map(len, encoded))
+            flat = itertools.chain.from_iterable(encoded)
+            parts.append(np.fromiter(flat, dtype=np.uint32, count=sum(sizes)))
+            lengths += sizes
+        tokens = np.concatenate([np.empty(0, np.uint32), *parts])
+        return tokens, np.array(lengths, dtype=np.int64), chosen.name
+
+    def _choose(self, texts: Sequence[str]) -> Encoder:
+        if self._fast is None:
+            return self._exact
+        step = max(1, len(texts) // _SAMPLE_TEXTS)
+        sample = [text[:_SAMPLE_CHARACTERS] for text in texts[::step]]
+        return self._fast if self._fast(sample) == self._exact(sample) else self._exact
+
+
+def _batches(texts: Sequence[str]) -> list[list[str]]:
+    """Consecutive texts, so few that their ids, as Python lists, stay small."""
+    batches: list[list[str]] = []
+    filled = _BATCH_CHARACTERS
+    for text in texts:
+        if filled >= _BATCH_CHARACTERS:
+            batches.append([])
+            filled = 0
+        batches[-1].append(text)
+        filled += len(text)
+    return batches
+
+
+@lru_cache(maxsize=2)
+def make_encoder(tokenizer_json: str) -> CheckedEncoder:
+    """The encoder of a tokenizer; it runs in one thread, since Ray fills the cores with processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    exact = ExactEncoder(tokenizer)
+    description = json.loads(tokenizer_json)
+    if not all(token["special"] for token in description.get("added_tokens", [])):
+        return CheckedEncoder(None, exact)
+    return CheckedEncoder(_word_cache(description, exact) or _tiktoken(description), exact)
+
+
+def _word_cache(description: dict[str, Any], exact: ExactEncoder) -> Encoder | None:
+    kinds = tuple(
+        (description.get(part) or {}).get("type")
+        for part in ("normalizer", "pre_tokenizer", "model")
+    )
+    bert = kinds == ("BertNormalizer", "BertPreTokenizer", "WordPiece")
+    return WordCacheEncoder(exact) if bert else None
+
+
+def _tiktoken(description: dict[str, Any]) -> Encoder | None:
+    """A tiktoken encoder where the tokenizer is byte-level BPE without frills."""
+    model = description["model"]
+    pattern = _split_pattern(description)
+    frills = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    if model["type"] != "BPE" or pattern is None or any(model.get(frill) for frill in frills):
+        return None
+    characters = _byte_characters()
+    vocab: dict[str, int] = model["vocab"]
+    if description.get("normalizer") or not all(letter in vocab for letter in characters):
+        return None
+    merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in model["merges"]]
+    tokens = list(dict.fromkeys([*characters, *merged]))
+    if not all(token in vocab for token in tokens):
+        return None
+    as_bytes = [bytes(characters[letter] for letter in token) for token in tokens]
+    return TiktokenEncoder(pattern, as_bytes, [vocab[token] for token in tokens])
+
+
+def _split_pattern(description: dict[str, Any]) -> str | None:
+    """The regular expression by which a byte-level tokenizer splits text into words."""
+    outer = description.get("pre_tokenizer") or {}
+    stages = outer.get("pretokenizers", [outer])
+    *before, last = stages
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    if not before:
+        return _GPT2_PATTERN if last.get("use_regex", True) else None
+    split = before[0]
+    plain = (
+        split.get("type") == "Split"
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+    )
+    if len(before) > 1 or not plain or last.get("use_regex", True):
+        return None
+    pattern = split["pattern"].get("Regex")
+    return None if pattern is None else str(pattern)
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable ones stand for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

@@ -1,0 +1,115 @@
+"""The pipeline: many processes by Ray Data. Nothing else in the preparation knows Ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+Item = TypeVar("Item")
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+_READER_CPUS = 0.25  # reading waits for disks; other than 1, so that Ray does not fuse it with work
+
+
+def run_in_parallel(items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+    """`work(item)` of each item, in any order, on all CPUs of the cluster.
+
+    Raises:
+        UserError: as raised by `work`.
+    """
+    return _results(_stage(_source(items), _OneResult(work), num_cpus=1))
+
+
+def split_in_parallel(
+    items: Sequence[Item], split: Callable[[Item], Iterable[Part]], work: Callable[[Part], Result]
+) -> Iterator[Result]:
+    """`work(part)` of each part of each item, in any order, on all CPUs of the cluster.
+
+    Parts pass from process to process; few exist at any time.
+
+    Raises:
+        UserError: as raised by `split` or `work`.
+    """
+    parts = _stage(_source(items), split, num_cpus=_READER_CPUS)
+    return _results(_stage(parts, _OneResult(work), num_cpus=1))
+
+
+@dataclass(frozen=True)
+class _OneResult:
+    work: Callable[[Any], Any]
+
+    def __call__(self, item: Any) -> tuple[Any]:
+        return (self.work(item),)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A user's mistake on its way to the driver: as a value, so that Ray adds no traceback."""
+
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a task runs: rows of pickled values to rows of pickled values."""
+
+    work: Callable[[Any], Iterable[Any]]
+
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        for value in _values(table):
+            if isinstance(value, _Failed):
+                yield _row(value)
+                continue
+            try:
+                for result in self.work(value):
+                    yield _row(result)
+            except UserError as error:
+                yield _row(_Failed(error.problems))
+
+
+def _row(value: Any) -> pa.Table:
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    ends = pa.py_buffer(np.array([0, len(data)], dtype=np.int64))
+    column = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), 1, [None, ends, pa.py_buffer(data)]
+    )
+    return pa.table({"value": column})
+
+
+def _values(table: pa.Table) -> Iterator[Any]:
+    for value in table.column("value"):
+        yield pickle.loads(value.as_buffer())
+
+
+def _source(items: Sequence[Any]) -> Dataset:
+    import ray.data
+
+    return ray.data.from_arrow([_row(item) for item in items])
+
+
+def _stage(rows: Dataset, work: Callable[[Any], Iterable[Any]], *, num_cpus: float) -> Dataset:
+    return rows.map_batches(
+        _Stage(work), batch_size=None, batch_format="pyarrow", num_cpus=num_cpus
+    )
+
+
+def _results(rows: Dataset) -> Iterator[Any]:
+    rows.context.enable_progress_bars = False
+    rows.context.print_on_execution_start = False
+    rows.context.target_max_block_size = 1  # every row stays a block, hence a task, of its own
+    for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
+        for value in _values(table):
+            if isinstance(value, _Failed):
+                raise UserError(*value.problems)
+            yield value

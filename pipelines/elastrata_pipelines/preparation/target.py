@@ -1,0 +1,78 @@
+"""The target: the folder that a preparation fills, and what may lie there before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.manifest import LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.storage import Storage
+
+BUILDING, SHARDS, HELD_OUT = ".building", "shards", "held_out"
+_OURS = (MANIFEST, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the data set goes."""
+
+    storage: Storage
+
+    def prepared(self, fingerprint: str, *, overwrite: bool) -> Manifest | None:
+        """The data set that is there already, if it is the one to be made.
+
+        Raises:
+            UserError: another data set, or files of other origin, are there.
+        """
+        names = self.storage.names()
+        where = self.storage.uri()
+        foreign = [name for name in names if not name.startswith(_OURS)]
+        if foreign:
+            some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise UserError(f"{where}: holds other files ({some}); choose an empty or new folder")
+        if MANIFEST not in names or overwrite:
+            return None
+        manifest = Manifest.read(self.storage)
+        if manifest.preparation != fingerprint:
+            raise UserError(
+                f"{where}: holds a data set made with another configuration or from other files; "
+                "choose another folder, or replace it with --overwrite"
+            )
+        return manifest
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[Storage]:
+        """A place for runs while the block lasts; a failed block leaves no half data set.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        was_there = self.storage.exists()
+        try:
+            self.storage.delete(BUILDING)
+            self.storage.write(b"", BUILDING, "begun")
+        except OSError as error:
+            raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
+        try:
+            yield self.storage.sub(BUILDING)
+        except BaseException:
+            if not self.storage.exists(MANIFEST):
+                self.clear()
+                self._remove_folder(was_there)
+            raise
+        finally:
+            self.storage.delete(BUILDING)
+
+    def clear(self) -> None:
+        """Deletes what a preparation has written, the manifest first, the runs not."""
+        for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING})):
+            self.storage.delete(name)
+
+    def _remove_folder(self, was_there: bool) -> None:
+        self.storage.delete(BUILDING)
+        if self.storage.is_local and not was_there:
+            with contextlib.suppress(OSError):
+                Path(self.storage.path()).rmdir()

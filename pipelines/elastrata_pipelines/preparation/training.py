@@ -1,0 +1,120 @@
+"""Training a tokenizer, so that equal text gives an equal tokenizer to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from elastrata_pipelines.preparation.config import TokenizerConfig
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files
+
+_WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_BPE_SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
+_MAX_ALPHABET = 1000
+
+
+def train_tokenizer(
+    texts: Sequence[str], config: TokenizerConfig, *, seq_len: int
+) -> TokenizerFiles:
+    """Trains the tokenizer that `config.train` names on `texts`."""
+    if config.train == "wordpiece":
+        return _wordpiece(texts, config.vocab_size, config.lowercase, seq_len)
+    return _bpe(texts, config.vocab_size, seq_len)
+
+
+def _bpe(texts: Sequence[str], vocab_size: int, seq_len: int) -> TokenizerFiles:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_BPE_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end, pad, mask = _BPE_SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end,
+        pad_token=pad, mask_token=mask, model_max_length=seq_len,
+    )  # fmt: skip
+    return as_files(fast)
+
+
+def _wordpiece(
+    texts: Sequence[str], vocab_size: int, lowercase: bool, seq_len: int
+) -> TokenizerFiles:
+    from tokenizers import Tokenizer, decoders, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = _bert(lowercase)
+    vocab = _wordpiece_vocab(tokenizer, texts, vocab_size)
+    description = json.loads(tokenizer.to_str())
+    description["model"]["vocab"] = vocab
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    pad, unk, cls, sep, mask = _WORDPIECE_SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, unk_token=unk, cls_token=cls, sep_token=sep,
+        mask_token=mask, model_max_length=seq_len,
+    )  # fmt: skip
+    return as_files(fast, tokenizer_class="BertTokenizer", do_lower_case=lowercase)
+
+
+def _bert(lowercase: bool) -> Any:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _wordpiece_vocab(tokenizer: Any, texts: Sequence[str], vocab_size: int) -> dict[str, int]:
+    """The vocabulary, token to id.
+
+    The trainer numbers characters in the order of a hash map that differs from run to run, and
+    breaks ties by these numbers. Naming all characters beforehand fixes the numbers.
+    """
+    from tokenizers import trainers
+
+    first, later = _alphabet(tokenizer, texts, (vocab_size - len(_WORDPIECE_SPECIAL)) // 2)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*_WORDPIECE_SPECIAL, *first, *(f"##{letter}" for letter in later)],
+        initial_alphabet=sorted({*first, *later}),
+        limit_alphabet=len({*first, *later}),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
+    return dict(sorted(vocab.items(), key=lambda item: item[1]))
+
+
+def _alphabet(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[list[str], list[str]]:
+    """The most frequent characters, each list sorted: those that begin words, those inside."""
+    words: Counter[str] = Counter()
+    for text in texts:
+        normalized = tokenizer.normalizer.normalize_str(text)
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized))
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for letter in word:
+            counts[letter] += count
+    ranked = sorted(counts, key=lambda letter: (-counts[letter], letter))
+    kept = set(ranked[: min(_MAX_ALPHABET, most)])
+    return (
+        sorted({word[0] for word in words} & kept),
+        sorted({letter for word in words for letter in word[1:]} & kept),
+    )

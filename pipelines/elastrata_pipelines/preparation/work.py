@@ -1,0 +1,233 @@
+"""The work on one portion: what the many processes of a preparation do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from elastrata_pipelines.hashing import combine, text_hash, uniform
+from elastrata_pipelines.preparation.config import PrepareConfig
+from elastrata_pipelines.preparation.documents import (
+    Document,
+    copies,
+    is_held_out,
+    read_documents,
+)
+from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder
+from elastrata_pipelines.preparation.packing import (
+    Frame,
+    Texts,
+    cut,
+    pack_best_fit,
+    pack_concat,
+)
+from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_sentences
+from elastrata_pipelines.preparation.portions import Portion, read_portions
+from elastrata_pipelines.preparation.runs import Run, write_run
+from elastrata_pipelines.preparation.samples import Samples, concatenate
+from elastrata_pipelines.preparation.sources import SourceFile
+from elastrata_pipelines.storage import Storage
+
+TRAINING, HELD_OUT = 0, 1
+_TEXT_SALT = text_hash("tokenizer training")
+_TRAINING_TEXT_CHARACTERS = 4096
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files that one process reads."""
+
+    number: int
+    files: tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True)
+class NumberedPortion:
+    """A portion and its place in the corpus."""
+
+    place: tuple[int, int]
+    source: int
+    portion: Portion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """What is left of a portion for the driver."""
+
+    place: tuple[int, int]
+    source: int
+    bytes: int
+    documents: tuple[int, int]
+    """Documents for training and held out, each counted once."""
+    runs: tuple[Run | None, Run | None]
+    """The samples for training and held out; None where there are none."""
+    encoder: str = ""
+    problems: tuple[str, ...] = ()
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Text of a portion to train a tokenizer on."""
+
+    place: tuple[int, int]
+    bytes: int
+    chosen: tuple[tuple[int, str], ...]
+    """Hash and text of each chosen piece."""
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReadWork:
+    """Reads a group of files in portions."""
+
+    config: PrepareConfig
+    portion_bytes: int
+
+    def __call__(self, group: Group) -> Iterator[NumberedPortion]:
+        source = group.files[0].source
+        portions = read_portions(
+            group.files,
+            self.config.all_sources[source],
+            size=self.portion_bytes,
+            max_document_bytes=self.config.max_document_bytes,
+        )
+        for number, portion in enumerate(portions):
+            yield NumberedPortion((group.number, number), source, portion)
+
+
+def _split(
+    config: PrepareConfig, numbered: NumberedPortion
+) -> tuple[tuple[list[Document], list[Document]], tuple[str, ...], int]:
+    """Documents for training and held out, problems that end the preparation, documents skipped."""
+    source = config.all_sources[numbered.source]
+    read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
+    split: tuple[list[Document], list[Document]] = ([], [])
+    for document in read.documents:
+        held_out = numbered.source >= len(config.sources) or is_held_out(
+            document, config.held_out_fraction
+        )
+        split[HELD_OUT if held_out else TRAINING].append(document)
+    if config.bad_documents == "skip":
+        return split, read.fatal, len(read.problems)
+    return split, (*read.fatal, *read.problems), 0
+
+
+@dataclass(frozen=True)
+class ChooseTrainingText:
+    """Chooses a share of a portion's text, in pieces of some lines each, by hash."""
+
+    config: PrepareConfig
+    share: float
+
+    def __call__(self, numbered: NumberedPortion) -> TrainingText:
+        (documents, _), problems, _ = _split(self.config, numbered)
+        chosen = []
+        if numbered.source < len(self.config.sources):
+            for document in documents:
+                for number, text in enumerate(_pieces(document.text)):
+                    hashed = combine(combine(document.id, number), _TEXT_SALT)
+                    if uniform(hashed) < self.share:
+                        chosen.append((int(hashed), text))
+        return TrainingText(numbered.place, numbered.portion.bytes, tuple(chosen), problems)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of whole lines, each of some thousand characters where lines allow it."""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + _TRAINING_TEXT_CHARACTERS) + 1 or len(text)
+        yield text[begin:end]
+        begin = end
+
+
+@dataclass(frozen=True)
+class TokenizeWork:
+    """Turns a portion into runs."""
+
+    config: PrepareConfig
+    tokenizer_json: str
+    frame: Frame
+    pair_frame: PairFrame | None
+    token_dtype: str
+    runs: Storage
+    """Where the runs are written."""
+
+    def __call__(self, numbered: NumberedPortion) -> Tokenized:
+        split, problems, skipped = _split(self.config, numbered)
+        encoder = make_encoder(self.tokenizer_json)
+        runs: list[Run | None] = []
+        names = [""]
+        for part, documents in enumerate(split):
+            weight = 1.0 if part == HELD_OUT else self.config.sources[numbered.source].weight
+            run, name = None, ""
+            if documents and not problems:
+                samples, name = self._samples(documents, weight, encoder)
+                path = "{}-{}-{}".format(*numbered.place, part)
+                run = (
+                    write_run(self.runs, path, samples, self.config.seed) if len(samples) else None
+                )
+            runs.append(run)
+            names.append(name)
+        return Tokenized(
+            place=numbered.place,
+            source=numbered.source,
+            bytes=numbered.portion.bytes,
+            documents=(len(split[TRAINING]), len(split[HELD_OUT])),
+            runs=(runs[TRAINING], runs[HELD_OUT]),
+            encoder=max(names),
+            problems=problems,
+            skipped=skipped,
+        )
+
+    def _samples(
+        self, documents: Sequence[Document], weight: float, encoder: CheckedEncoder
+    ) -> tuple[Samples, str]:
+        """The samples of documents in all their copies, and the name of the encoder used."""
+        ids = np.array([document.id for document in documents], dtype=np.uint64)
+        counts = np.array([copies(document, weight) for document in documents])
+        make = self._pairs if self.pair_frame else self._packed
+        sample, name = make(documents, encoder)
+        parts = [
+            sample(combine(ids, np.uint64(copy)), counts > copy)
+            for copy in range(max(1, int(counts.max())))
+        ]
+        return concatenate(parts), name
+
+    def _packed(self, documents: Sequence[Document], encoder: CheckedEncoder) -> _Made:
+        tokens, lengths, name = encoder.encode([document.text for document in documents])
+        tokens = tokens.astype(self.token_dtype)
+        pack = {"none": cut, "concat": pack_concat, "best_fit": pack_best_fit}[self.config.packing]
+
+        def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:
+            texts = Texts(ids[kept], lengths[kept], tokens[np.repeat(kept, lengths)])
+            return pack(
+                texts, self.frame, seq_len=self.config.seq_len, min_tokens=self.config.min_tokens
+            )
+
+        return sample, name
+
+    def _pairs(self, documents: Sequence[Document], encoder: CheckedEncoder) -> _Made:
+        sentences = [split_sentences(document.text) for document in documents]
+        tokens, lengths, name = encoder.encode([text for inside in sentences for text in inside])
+        ends = np.cumsum(lengths)
+        pieces = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        bounds = accumulate((len(inside) for inside in sentences), initial=0)
+        grouped = [[piece for piece in pieces[a:b] if len(piece)] for a, b in pairwise(bounds)]
+
+        def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:
+            assert self.pair_frame is not None
+            chosen = [inside for inside, keep in zip(grouped, kept, strict=True) if keep]
+            return make_pairs(
+                chosen, ids[kept].tolist(), self.pair_frame,
+                seq_len=self.config.seq_len, min_tokens=self.config.min_tokens,
+                dtype=np.dtype(self.token_dtype),
+            )  # fmt: skip
+
+        return sample, name
+
+
+_Made = tuple[Callable[[np.ndarray, np.ndarray], Samples], str]
