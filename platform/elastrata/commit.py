@@ -167,7 +167,7 @@ def newest_verified(storage: Storage, warn: Callable[[str], None]) -> Commit | N
             return found
         bad.append(f"checkpoint {storage.uri(folder)}: {problem}")
     if bad:
-        raise UserError(*(f"{line}; no older checkpoint is whole either" for line in bad))
+        raise UserError(*bad)
     return None
 
 
@@ -230,5 +230,5 @@ def _content_problem(storage: Storage, commit: Commit, name: str) -> str | None:
 
 def _summary(lines: list[str]) -> str:
     """The first problem and how many more; empty where there is none."""
-    more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     return lines[0] + more if lines else ""

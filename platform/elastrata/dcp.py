@@ -185,18 +185,17 @@ class CommitWriter(FileSystemWriter):
 
 
 class CommitReader(FileSystemReader):
-    """Reads one commit. Its metadata is unpickled only if it is what the marker says."""
+    """Reads one commit, by metadata that `read_metadata` has returned."""
 
-    def __init__(self, storage: Storage, commit: Commit) -> None:
+    def __init__(self, storage: Storage, commit: Commit, metadata: Metadata) -> None:
         super().__init__(commit.folder)
-        self._storage = storage
-        self._commit = commit
+        self._metadata = metadata
         self.fs = StorageFiles(storage)
         self.path = commit.folder
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(self._storage, self._commit)
+        return self._metadata
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

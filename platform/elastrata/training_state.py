@@ -60,16 +60,17 @@ def restore(storage: Storage, commit: Commit, model: nn.Module, *optimizers: Opt
     Raises:
         UserError: the commit holds another model or another optimizer.
     """
-    saved = set(read_metadata(storage, commit).state_dict_metadata)
+    metadata = read_metadata(storage, commit)
+    saved = set(metadata.state_dict_metadata)
     state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
-    if any(name.startswith(f"{OPTIMIZER}.") for name in saved):
+    if optimizers and any(name.startswith(f"{OPTIMIZER}.") for name in saved):
         for optimizer in optimizers:
             # torch makes the state of a fresh optimizer by a step with zero gradients and leaves
             # it out where there are gradients already.
             optimizer.zero_grad(set_to_none=True)
-        wanted = _optimizer_state(model, optimizers)
-        state[OPTIMIZER] = _without_unstepped(wanted, saved)
-    load(storage, commit, state)
+        made = _optimizer_state(model, optimizers)
+        state[OPTIMIZER] = _forget_unsaved(optimizers, made, saved)
+    _load(storage, commit, metadata, state)
 
 
 def load(storage: Storage, commit: Commit, state: dict[str, Any]) -> None:
@@ -87,8 +88,7 @@ def load(storage: Storage, commit: Commit, state: dict[str, Any]) -> None:
         UserError: a tensor is not in the commit, or has another shape there.
         RuntimeError: reading failed.
     """
-    _check(storage, commit, read_metadata(storage, commit), state)
-    _read(storage, commit, state, alone=not dist.is_initialized())
+    _load(storage, commit, read_metadata(storage, commit), state)
 
 
 def load_full_model_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
@@ -100,8 +100,13 @@ def load_full_model_state(storage: Storage, commit: Commit) -> dict[str, Tensor]
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    _read(storage, commit, {MODEL: model}, alone=True)
+    _read(storage, commit, metadata, {MODEL: model}, alone=True)
     return model
+
+
+def _load(storage: Storage, commit: Commit, metadata: Metadata, state: dict[str, Any]) -> None:
+    _check(storage, commit, metadata, state)
+    _read(storage, commit, metadata, state, alone=not dist.is_initialized())
 
 
 def _optimizer_state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
@@ -114,19 +119,25 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _without_unstepped(wanted: dict[str, Any], saved: set[str]) -> dict[str, Any]:
-    """Leaves out the state of parameters that had none when it was saved, as they had no gradient.
+def _forget_unsaved(
+    optimizers: tuple[Optimizer, ...], state: dict[str, Any], saved: set[str]
+) -> dict[str, Any]:
+    """Drops the state of parameters that had none when it was saved, as they had no gradient yet.
 
-    Their count of steps is set back to zero, so that their first step will be a first step.
+    Returns:
+        The rest of `state`.
     """
-    stepped = {name.rpartition(".")[0] for name in saved}
-    kept = {}
-    for name, value in wanted.items():
-        parameter, _, kind = name.rpartition(".")
-        if f"{OPTIMIZER}.{parameter}" in stepped:
-            kept[name] = value
-        elif kind == "step":
-            value.zero_()
+    parameters = {name.rpartition(".")[0] for name in saved}
+    kept = {
+        name: value
+        for name, value in state.items()
+        if f"{OPTIMIZER}.{name.rpartition('.')[0]}" in parameters
+    }
+    live = {id(value) for value in kept.values()}
+    for optimizer in optimizers:
+        for parameter, values in list(optimizer.state.items()):
+            if not any(id(value) in live for value in values.values()):
+                del optimizer.state[parameter]
     return kept
 
 
@@ -154,12 +165,14 @@ def _flat(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _read(storage: Storage, commit: Commit, state: dict[str, Any], *, alone: bool) -> None:
+def _read(
+    storage: Storage, commit: Commit, metadata: Metadata, state: dict[str, Any], *, alone: bool
+) -> None:
     try:
         with _no_warning_that_it_is_alone():
             dcp_load(
                 state,
-                storage_reader=CommitReader(storage, commit),
+                storage_reader=CommitReader(storage, commit, metadata),
                 planner=SafeLoadPlanner(),
                 no_dist=alone,
             )

@@ -1,0 +1,205 @@
+"""Durable checkpoints in real groups of processes: save, load at other sizes, faults, S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastrata.commit import commits, newest_verified, problems
+from elastrata.training_state import load_full_model_state
+from elastrata_pipelines.storage import Storage
+
+RANKS = Path(__file__).parent / "checkpoint_ranks.py"
+SECONDS = 100
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a group of processes left behind."""
+
+    codes: list[int]
+    notes: list[dict[str, Any]]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+Group = Callable[..., Ended]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Group:
+    """Runs a scenario of `checkpoint_ranks.py` in a number of processes."""
+    count = 0
+
+    def run(scenario: str, world_size: int, storage: str, expected: int = 0) -> Ended:
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"group{count}"
+        folder.mkdir()
+        paths = {name: str(folder / name) for name in ("notes", "result", "rendezvous")}
+        ranks = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "error", str(RANKS), scenario),
+                    json.dumps({**paths, "storage": storage, "rank": r, "world_size": world_size}),
+                ]
+            )
+            for r in range(world_size)
+        ]
+        codes = [rank.wait(SECONDS) for rank in ranks]
+        assert [code for code in codes if code] == ([expected] if expected else [])
+        notes, result = folder / "notes", folder / "result"
+        return Ended(
+            codes,
+            [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else [],
+            torch.load(result, weights_only=True) if result.exists() else {},
+        )
+
+    return run
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_saved_at_two_ranks_loads_at_any_number(group: Group, tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "checkpoints"))
+    saved = group("save", 2, storage.url)
+
+    assert [commit.step for commit in commits(storage)] == [3, 2, 1]
+    assert [note["commit"] for note in saved.notes if "commit" in note] == [0, 1, 2, 3]
+    assert [note["removed"] for note in saved.notes if "removed" in note] == [0]
+    assert all(not problems(storage, commit) for commit in commits(storage))
+
+    for world_size in (1, 2, 3):
+        loaded = group("load", world_size, storage.url)
+        assert_equal(loaded.tensors["saved"], saved.tensors["saved"])
+        if world_size == 2:
+            assert_equal(loaded.tensors["after"], saved.tensors["after"])
+        for name, value in loaded.tensors["after"].items():
+            torch.testing.assert_close(value, saved.tensors["after"][name], msg=name)
+
+    whole = load_full_model_state(storage, commits(storage)[0])
+    expected = {
+        name.removeprefix("model."): value
+        for name, value in saved.tensors["saved"].items()
+        if name.startswith("model.")
+    }
+    assert_equal(whole, expected)
+    assert torch.equal(whole["embedding.weight"], whole["head.weight"])
+
+
+def test_training_goes_on_during_a_save_and_leaves_it_alone(group: Group, tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "checkpoints"))
+    ended = group("overlap", 2, storage.url)
+
+    whole = load_full_model_state(storage, commits(storage)[0])
+    assert torch.equal(whole["hidden.weight"], ended.tensors["saved"]["model.hidden.weight"])
+    assert not torch.equal(whole["hidden.weight"], ended.tensors["after"]["model.hidden.weight"])
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_previous_commit(
+    group: Group, tmp_path: Path
+) -> None:
+    storage = Storage(str(tmp_path / "checkpoints"))
+    ended = group("kill", 2, storage.url, expected=-signal.SIGKILL)
+
+    warnings = [note["warning"] for note in ended.notes if "warning" in note]
+    assert [line[:56] for line in warnings] == [
+        "checkpoint of step 2 failed, training goes on: RuntimeEr"
+    ]
+    assert len(storage.names()) == 2
+    newest = newest_verified(storage, pytest.fail)
+    assert newest is not None
+    assert newest.step == 1
+
+    group("save", 2, storage.url)
+    assert [name[:14] for name in storage.names()] == [
+        "000000001-0003",
+        "000000002-0003",
+        "000000003-0003",
+    ]
+
+
+def test_a_failed_write_is_told_cleaned_up_and_survived(group: Group, tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "checkpoints"))
+    ended = group("full_disk", 2, storage.url)
+
+    assert ended.notes == [
+        {"commit": 1},
+        {
+            "warning": "checkpoint of step 2 failed, training goes on: "
+            "rank 1: OSError: [Errno 27] File too large"
+        },
+        {"commit": 3},
+    ]
+    assert [name[:9] for name in storage.names()] == ["000000001", "000000003"]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty bucket of an S3 server on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    server = subprocess.Popen(
+        [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if "Running on" in line:
+                break
+        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+        with urllib.request.urlopen(request):
+            yield "s3://bucket/run/checkpoints"
+    finally:
+        os.kill(server.pid, signal.SIGTERM)
+        server.communicate()
+
+
+def test_the_same_on_s3(group: Group, bucket: str) -> None:
+    storage = Storage(bucket)
+    saved = group("save", 2, bucket)
+    assert [commit.step for commit in commits(storage)] == [3, 2, 1]
+    assert [name[:9] for name in storage.names()] == ["000000001", "000000002", "000000003"]
+
+    newest = commits(storage)[0]
+    altered = bytearray(storage.read(newest.folder, "__1_0.distcp"))
+    altered[-1] ^= 1
+    loaded = group("load", 1, bucket)
+    assert_equal(loaded.tensors["saved"], saved.tensors["saved"])
+
+    storage.write(bytes(altered), newest.folder, "__1_0.distcp")
+    heard: list[str] = []
+    older = newest_verified(storage, heard.append)
+    assert older is not None
+    assert older.step == 2
+    assert len(heard) == 1
+    assert "__1_0.distcp is altered (SHA-256 " in heard[0]

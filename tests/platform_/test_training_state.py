@@ -1,0 +1,175 @@
+"""The state of a run in one process: what is taken, what is put back, what is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastrata.checkpoint import DurableSaver
+from elastrata.commit import Commit, commits
+from elastrata.dcp import METADATA, _MetadataUnpickler, read_metadata
+from elastrata.training_state import load, load_full_model_state, restore, training_state
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "checkpoints"))
+
+
+def saved(storage: Storage, state: dict[str, Any]) -> Commit:
+    saving = DurableSaver(storage, keep_last=1, keep_best=False, warn=pytest.fail)
+    assert saving.save(state, step=1, samples=2, tokens=3, extra={"recipe": "5e"}) > 0
+    saving.close()
+    (commit,) = commits(storage)
+    return commit
+
+
+def trained(width: int = 3, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(width, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_the_marker_tells_what_was_saved(storage: Storage) -> None:
+    commit = saved(storage, {"x": torch.ones(3)})
+    assert (commit.step, commit.samples, commit.tokens) == (1, 2, 3)
+    assert commit.extra == {"recipe": "5e"}
+    assert set(commit.files) == {"__0_0.distcp", METADATA}
+
+
+def test_a_plain_model_and_its_optimizer_come_back(storage: Storage) -> None:
+    model, optimizer = trained()
+    commit = saved(storage, training_state(model, optimizer))
+    other, other_optimizer = trained(seed=1)
+    restore(storage, commit, other, other_optimizer)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        for name, value in optimizer.state[one].items():
+            assert torch.equal(value, other_optimizer.state[two][name])
+
+
+def test_an_optimizer_without_steps_is_saved_as_such(storage: Storage) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    commit = saved(storage, training_state(model, optimizer))
+    assert not optimizer.state
+    other = nn.Linear(3, 2)
+    restore(storage, commit, other, torch.optim.AdamW(other.parameters()))
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_several_optimizers_share_a_state(storage: Storage) -> None:
+    model = nn.Linear(3, 2)
+    first = torch.optim.AdamW([model.weight])
+    second = torch.optim.SGD([model.bias], momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    first.step()
+    second.step()
+    names = set(training_state(model, first, second)["optimizer"])
+    assert {"state.weight.exp_avg", "state.bias.momentum_buffer"} <= names
+
+
+def test_the_state_is_copied_before_save_returns(storage: Storage) -> None:
+    saving = DurableSaver(storage, keep_last=3, keep_best=False, warn=pytest.fail)
+    live = torch.zeros(1000)
+    for step in (1, 2):
+        live.fill_(step)
+        saving.save({"model": {"x": live}}, step=step, samples=0, tokens=0)
+        live.fill_(-1)
+    saving.close()
+    found = [load_full_model_state(storage, commit)["x"] for commit in commits(storage)]
+    assert [value.unique().tolist() for value in found] == [[2.0], [1.0]]
+
+
+def test_a_committed_step_is_not_saved_again(storage: Storage) -> None:
+    heard: list[int] = []
+    saving = DurableSaver(
+        storage,
+        keep_last=1,
+        keep_best=False,
+        warn=pytest.fail,
+        on_commit=lambda commit: heard.append(commit.step),
+    )
+    for _ in range(2):
+        saving.save({"x": torch.ones(1)}, step=7, samples=0, tokens=0)
+    saving.close()
+    assert heard == [7]
+
+
+def test_an_error_after_the_commit_is_told_and_the_commit_stays(storage: Storage) -> None:
+    def refuse(commit: Commit) -> None:
+        raise ValueError("no such experiment\nand more")
+
+    heard: list[str] = []
+    saving = DurableSaver(
+        storage, keep_last=1, keep_best=False, warn=heard.append, on_commit=refuse
+    )
+    saving.save({"x": torch.ones(1)}, step=7, samples=0, tokens=0)
+    saving.close()
+    assert heard == ["checkpoint of step 7 is saved, but after it: ValueError: no such experiment"]
+    assert len(commits(storage)) == 1
+
+
+def test_another_model_is_refused_in_one_line(storage: Storage) -> None:
+    model, optimizer = trained()
+    commit = saved(storage, training_state(model, optimizer))
+    with pytest.raises(UserError, match=r"'model.weight' has shape \(2, 3\), not \(2, 4\) \(and 2"):
+        restore(storage, commit, *trained(width=4))
+    with pytest.raises(UserError, match=r"has no 'model.0.weight' \(and 1 more\): it was saved"):
+        restore(storage, commit, nn.Sequential(nn.Linear(3, 2)))
+    other = nn.Linear(3, 2)
+    with pytest.raises(UserError, match=r"has no 'optimizer.state.weight.square_avg'"):
+        restore(storage, commit, other, torch.optim.RMSprop(other.parameters()))
+
+
+def test_plain_values_come_back_and_code_does_not(storage: Storage) -> None:
+    commit = saved(storage, {"plain": {"betas": (0.9, 0.95)}, "code": {"it": os.getcwd}})
+    state: dict[str, Any] = {"plain": {"betas": None}}
+    load(storage, commit, state)
+    assert state == {"plain": {"betas": (0.9, 0.95)}}
+    with pytest.raises(RuntimeError, match="Weights only load failed"):
+        load(storage, commit, {"code": {"it": None}})
+
+
+def test_metadata_is_read_only_if_it_is_what_was_written(storage: Storage) -> None:
+    commit = saved(storage, {"model": {"x": torch.ones(3)}})
+    storage.write(pickle.dumps(os.getcwd), commit.folder, METADATA)
+    with pytest.raises(RuntimeError, match=r"\.metadata is altered"):
+        read_metadata(storage, commit)
+
+
+def test_metadata_cannot_name_functions(tmp_path: Path) -> None:
+    path = tmp_path / "code"
+    path.write_bytes(pickle.dumps(os.getcwd))
+    with path.open("rb") as stream, pytest.raises(pickle.UnpicklingError, match=r"posix\.getcwd"):
+        _MetadataUnpickler(stream).load()
+
+
+def test_saving_needs_a_process_group(storage: Storage) -> None:
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(RuntimeError, match=r"needs torch\.distributed"):
+            DurableSaver(storage, keep_last=1, keep_best=False, warn=pytest.fail)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
