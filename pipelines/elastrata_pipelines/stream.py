@@ -39,7 +39,7 @@ def descriptors(batches: Batches, start: Start, *, steps: int, batch_size: int) 
     each block before it starts, so a long run has many groups in each descriptor.
     """
     groups = batches.groups(start, steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS)
-    share = -(-len(groups) // MAX_DESCRIPTORS)
+    share = max(1, -(-len(groups) // MAX_DESCRIPTORS))
     rows = [
         {
             "start": json.dumps(asdict(start)),

@@ -43,7 +43,31 @@ class Committed:
 
     step: int
     uri: str
-    folder: str
+    evaluation_loss: float | None
+    """Of this very step, where it was evaluated."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to record beside the checkpoint."""
+        return {} if self.evaluation_loss is None else {"eval/loss": self.evaluation_loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """An old checkpoint was deleted, to keep no more than the recipe asks for."""
+
+    uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled:
+    """Taking the checkpoint of `step` kept the training waiting."""
+
+    step: int
+    seconds: float
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        return {"perf/seconds_of_checkpoint_stall": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,4 +84,4 @@ class Refused:
     problems: tuple[str, ...]
 
 
-Event = StepRecord | Started | Evaluated | Committed | Warned | Refused
+Event = StepRecord | Started | Evaluated | Committed | Removed | Stalled | Warned | Refused

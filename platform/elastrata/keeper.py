@@ -10,7 +10,7 @@ from torch import nn
 
 from elastrata.checkpoint import CheckpointConfig, DurableSaver
 from elastrata.commit import EVALUATION_LOSS, Commit
-from elastrata.events import Committed, Evaluated, Started, Warned
+from elastrata.events import Committed, Evaluated, Removed, Stalled, Started, Warned
 from elastrata.history import HistoryWriter
 from elastrata.mailbox import Sender
 from elastrata.record import StepRecord
@@ -56,6 +56,9 @@ class Keeper:
             keep_best=checkpoint.keep_best,
             warn=lambda line: sender.send(Warned(text=line)),
             on_commit=self._committed,
+            on_remove=lambda commit: sender.send(
+                Removed(uri=self._checkpoints.uri(commit.folder))
+            ),
         )
 
     def started(self, event: Started) -> None:
@@ -90,17 +93,20 @@ class Keeper:
         extra: dict[str, float] = {"world_size": record.world_size, "loss": record.loss}
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
-        self._saver.save(
+        seconds = self._saver.save(
             training_state(self._model, self._optimizer),
             step=record.step,
             samples=record.samples,
             tokens=record.tokens,
             extra=extra,
         )
+        self._sender.send(Stalled(step=record.step, seconds=seconds))
 
     def _committed(self, commit: Commit) -> None:
         uri = self._checkpoints.uri(commit.folder)
-        self._sender.send(Committed(step=commit.step, uri=uri, folder=commit.folder))
+        self._sender.send(
+            Committed(step=commit.step, uri=uri, evaluation_loss=commit.evaluation_loss)
+        )
 
     def __enter__(self) -> Self:
         return self

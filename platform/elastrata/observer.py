@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastrata.events import Committed, Evaluated, Event, Refused, Started
+from elastrata.events import Committed, Evaluated, Event, Refused, Removed, Stalled, Started
 from elastrata.record import StepRecord
 from elastrata.tracking import Tracker
 
@@ -28,7 +28,7 @@ class Observer:
         steps = [
             {"step": event.step, **event.to_metrics()}
             for event in events
-            if isinstance(event, StepRecord | Evaluated)
+            if isinstance(event, StepRecord | Evaluated | Stalled)
         ]
         if steps:
             self._tracker.log_steps(steps)
@@ -42,7 +42,9 @@ class Observer:
                 self._world_sizes.append(event.world_size)
                 self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
             case Committed():
-                self._tracker.record_checkpoint(event.uri, event.step, {})
+                self._tracker.record_checkpoint(event.uri, event.step, event.to_metrics())
+            case Removed():
+                self._tracker.forget_checkpoint(event.uri)
             case Refused():
                 self.refused = event.problems
             case _:

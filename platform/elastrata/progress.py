@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastrata.events import Committed, Evaluated, Event, Refused, Started, Warned
+from elastrata.events import Committed, Evaluated, Event, Started, Warned
 from elastrata.record import StepRecord
 
 _LINE_SECONDS = 1.0
@@ -36,7 +36,9 @@ class Progress:
                 self._printed = now
                 self._write(self._step_line(event))
         else:
-            self._write(_line(event))
+            line = _line(event)
+            if line:
+                self._write(line)
 
     def _step_line(self, record: StepRecord) -> str:
         left = (self._steps - record.step) * sum(self._recent) / len(self._recent)
@@ -55,7 +57,7 @@ class Progress:
         return "  ".join([*parts, f"ETA {_duration(left)}"])
 
 
-def _line(event: Started | Evaluated | Committed | Warned | Refused) -> str:
+def _line(event: Event) -> str | None:
     match event:
         case Started():
             workers = "worker" if event.world_size == 1 else "workers"
@@ -68,8 +70,8 @@ def _line(event: Started | Evaluated | Committed | Warned | Refused) -> str:
             return f"checkpoint of step {event.step}: {event.uri}"
         case Warned():
             return f"warning: {event.text}"
-        case Refused():
-            return "\n".join(event.problems)
+        case _:
+            return None
 
 
 def _quantity(value: float) -> str:

@@ -1,0 +1,81 @@
+"""Export: a run's newest or best checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from elastrata.commit import Commit, commits, problems
+from elastrata.retention import best_commit
+from elastrata.run_folder import RECIPE_FILE, read_recipe
+from elastrata.training_state import load_full_model_state
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format.manifest import TOKENIZER_DIR
+from elastrata_pipelines.storage import Storage
+
+
+def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
+    """Writes the model of a run for `from_pretrained`, with its tokenizer.
+
+    Args:
+        run_dir: the run's folder or URL.
+        out: the folder to write; must be empty or missing.
+        checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
+    """
+    run = Storage(run_dir)
+    if not run.exists(RECIPE_FILE):
+        raise UserError(f"{run.uri()}: no run here ({RECIPE_FILE} is missing)")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    checkpoints = run.sub("checkpoints")
+    commit = _chosen(checkpoints, checkpoint)
+    if damaged := problems(checkpoints, commit):
+        raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    recipe = read_recipe(run)
+    data = Storage(recipe.data.path)
+    manifest = Manifest.read(data)
+    state = load_full_model_state(checkpoints, commit)
+    with TemporaryDirectory() as scratch:
+        recipe.workload.export(
+            state,
+            manifest.vocabulary,
+            manifest.seq_len,
+            _fetched_tokenizer(data, manifest, Path(scratch)),
+            out,
+        )
+    return out.resolve()
+
+
+def _chosen(checkpoints: Storage, wanted: str) -> Commit:
+    found = commits(checkpoints)
+    if not found:
+        raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
+    if wanted == "newest":
+        return found[0]
+    if wanted == "best":
+        best = best_commit(found)
+        if best is None:
+            raise UserError(f"{checkpoints.uri()}: no checkpoint was evaluated; try 'newest'")
+        return best
+    by_step = {str(commit.step): commit for commit in found}
+    if wanted not in by_step:
+        raise UserError(
+            f"--checkpoint: {wanted}: expected newest, best or one of the steps "
+            f"{', '.join(sorted(by_step, key=int))}{nearest(wanted, [*by_step, 'newest', 'best'])}"
+        )
+    return by_step[wanted]
+
+
+def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
+    """The data set's tokenizer, copied to `folder`; None where it has none."""
+    names = [entry.path for entry in manifest.files if entry.path.startswith(f"{TOKENIZER_DIR}/")]
+    for name in names:
+        (folder / Path(name).name).write_bytes(data.read(name))
+    return folder if names else None

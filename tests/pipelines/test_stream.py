@@ -1,0 +1,115 @@
+"""The stream through the real Ray Data: every rank gets exactly its part, in order."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.synthetic import write_data_set
+
+from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.hashing import digest
+from elastrata_pipelines.order import Order
+from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stream import RankStream, dealt, descriptors
+
+STEPS, BATCH = 23, 29
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Batches:
+    folder = tmp_path_factory.mktemp("data")
+    manifest = write_data_set(folder, samples=300)  # 23 steps of 29 run into the third epoch
+    return Batches(
+        url=str(folder),
+        manifest=Manifest.read(Storage(str(folder))),
+        order=Order(num_samples=300, stripe_size=manifest.stripe_size, window_stripes=3, seed=7),
+        work=WorkModel(linear=1000, quadratic=3),
+        tokens_per_micro_batch=96,
+    )
+
+
+def _collect(iterator: Any) -> list[tuple[int, list[int], list[int], int]]:
+    """Per step: number, sample ids, tokens' sums by row, micro-batches."""
+    return [_summary(step) for step in RankStream(iterator, "uint16")]
+
+
+def _summary(step: RankStep) -> tuple[int, list[int], list[int], int]:
+    ends = np.cumsum(step.rows.lengths)
+    sums = np.add.reduceat(step.rows.tokens.astype(np.int64), ends - step.rows.lengths)
+    return (
+        step.step,
+        step.rows.sample_ids.tolist(),
+        sums.tolist() if len(ends) else [],
+        len(step.cuts) - 1,
+    )
+
+
+def _expected(batches: Batches) -> dict[int, tuple[int, ...]]:
+    """Per step the sample ids of the global batch, straight from the order."""
+    groups = batches.groups(Start(), steps=STEPS, batch_size=BATCH, max_tokens=2000)
+    found = {}
+    for group in groups:
+        (payload,) = batches.payloads(group, 1)
+        for step in decode(payload, "uint16"):
+            found[step.step] = tuple(sorted(step.rows.sample_ids.tolist()))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "start"), [(1, 0), (2, 0), (3, 5), (5, 22), (12, 21)])
+def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
+    begin = Start(step=start, samples=start * BATCH, tokens=0, commit="x" if start else None)
+    dataset = descriptors(batches, begin, steps=STEPS, batch_size=BATCH)
+    iterators = dealt(dataset, batches, world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        parts = list(pool.map(_collect, iterators))
+
+    expected = _expected(batches)
+    numbers = list(range(start + 1, STEPS + 1))
+    assert all([step[0] for step in part] == numbers for part in parts)
+    for place, number in enumerate(numbers):
+        ids = sorted(i for part in parts for i in part[place][1])
+        assert tuple(ids) == expected[number]
+        assert len({part[place][3] for part in parts}) == 1, "ranks differ in micro-batches"
+
+
+def test_the_stream_says_where_it_starts(ray_local, batches) -> None:
+    begin = Start(step=3, samples=87, tokens=1234, commit="000000003-0001-abcdef")
+    (iterator,) = dealt(descriptors(batches, begin, steps=5, batch_size=BATCH), batches, 1)
+    assert RankStream(iterator, "uint16").start == begin
+
+
+def test_nothing_is_left_after_the_last_step(ray_local, batches) -> None:
+    done = Start(step=5, samples=145, tokens=0, commit="x")
+    (iterator,) = dealt(descriptors(batches, done, steps=5, batch_size=BATCH), batches, 1)
+    assert RankStream(iterator, "uint16").start is None
+
+
+def test_digests_add_up_over_ranks(batches) -> None:
+    (group,) = batches.groups(Start(), steps=1, batch_size=BATCH, max_tokens=1)
+    wholes = {
+        sum(
+            digest(step.rows.sample_ids)
+            for payload in batches.payloads(group, world_size)
+            for step in decode(payload, "uint16")
+        )
+        % 2**64
+        for world_size in (1, 2, 3, 7, 64)
+    }
+    assert len(wholes) == 1
+
+
+def test_micro_batches_are_views_of_the_payload(batches) -> None:
+    (group,) = batches.groups(Start(), steps=1, batch_size=BATCH, max_tokens=1)
+    (payload,) = batches.payloads(group, 1)
+    (step,) = decode(payload, "uint16")
+    memory = np.frombuffer(payload, np.uint8)
+    for rows in step.micro_batches:
+        assert int(rows.lengths.sum()) <= batches.tokens_per_micro_batch
+        assert np.shares_memory(rows.tokens, memory)
