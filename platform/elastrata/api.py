@@ -54,7 +54,7 @@ def prepare(
     *,
     overwrite: bool = False,
     address: str | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, int, int, str], None] | None = None,
 ) -> Manifest:
     """Turns text into a data set and returns its manifest.
 
@@ -63,7 +63,7 @@ def prepare(
         out: folder or URL of the data set.
         overwrite: whether to replace a data set that is there.
         address: the Ray cluster to join; default: the session that is open, else one of its own.
-        progress: called with a line about what is being done.
+        progress: called with stage, amount done, amount in all and their unit.
 
     Raises:
         UserError: text or configuration cannot work; one line for each reason.

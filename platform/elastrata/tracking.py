@@ -6,26 +6,17 @@ user's mistake; one that fails later is written to again and again, from a threa
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import logging
-import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from elastrata.config import Config
 from elastrata.outbox import Outbox
-from elastrata.tracking_uri import (
-    artifact_location,
-    check_reachable,
-    shown,
-    sqlite_path,
-    tracking_uri,
-)
+from elastrata.tracking_client import alone, quiet_client
+from elastrata.tracking_uri import artifact_location, check_reachable, shown, tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -175,9 +166,9 @@ def open_tracker(
     """
     uri = tracking_uri(config.uri, storage)
     check_reachable(uri)
-    client = _quiet_client(uri)
+    client = quiet_client(uri)
     try:
-        with _alone(uri):
+        with alone(uri):
             experiment_id = _experiment(client, config.experiment, uri)
         run = _find_run(client, run_id)
         if run is None:
@@ -192,37 +183,6 @@ def open_tracker(
         reason = str(error).strip().splitlines()[0][:300]
         raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {reason}") from error
     return Tracker(client, uri=uri, run_id=run.info.run_id, experiment_id=run.info.experiment_id)
-
-
-def _quiet_client(uri: str) -> Any:
-    """MLflow's client for `uri`, silent, without usage reports, and quick to give up."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # The outbox tries again by itself; MLflow's own retries would block it for minutes.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    from mlflow import MlflowClient
-
-    for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    try:
-        with _alone(uri), warnings.catch_warnings():
-            # MLflow's own models use what SQLAlchemy deprecates: nothing a user can change.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except Exception as error:  # a missing database driver, a broken URL
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {error}") from error
-
-
-@contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """Lets one process at a time make a SQLite store: several at once leave a broken one."""
-    path = sqlite_path(uri)
-    if path is None:
-        yield
-        return
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _experiment(client: Any, name: str, uri: str) -> str:

@@ -67,14 +67,15 @@ def prepare(
     else:
         config, target = _from_recipe(arguments or [], out)
     from elastrata.api import prepare as prepare_data
+    from elastrata.stage_progress import StageProgress
 
     console = open_console(as_json=json)
     started = time.monotonic()
     console.print(f"preparing {target}: starting Ray", markup=False)
-    manifest = prepare_data(
-        config, target, overwrite=overwrite, address=address,
-        progress=lambda line: console.print(line, markup=False),
-    )  # fmt: skip
+    with StageProgress(console) as progress:
+        manifest = prepare_data(
+            config, target, overwrite=overwrite, address=address, progress=progress
+        )
     result = _result(manifest, target, time.monotonic() - started)
     _summarize(console, result)
     if json:
@@ -128,7 +129,8 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
 def _summarize(console: Console, result: dict[str, Any]) -> None:
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
-        f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in {result['shards']:,} shards\n"
+        f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in "
+        f"{result['shards']:,} shards\n"
         f"  data     {result['path']}\n"
         f"  next     elastrata inspect {result['path']}",
         markup=False,

@@ -1,0 +1,49 @@
+# make quickstart: the main job on the text of Python's own library, in minutes, without a download
+# make test:       the tests
+# make check:      everything a change must pass
+# make clean:      removes what the above made, .venv and ./quickstart included
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: quickstart test check slow clean
+
+quickstart: $(READY)
+	@$(BIN)/elastrata quickstart
+
+test: $(READY)
+	@echo "== running the tests"
+	@$(BIN)/python -m pytest -q
+
+slow: $(READY)
+	@echo "== running the slow tests"
+	@$(BIN)/python -m pytest -q -m slow
+
+check: $(READY)
+	@echo "== style (ruff)"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@echo "== types (mypy --strict)"
+	@$(BIN)/mypy
+	@echo "== imports (import-linter)"
+	@$(BIN)/lint-imports
+	@echo "== tests (pytest)"
+	@$(BIN)/python -m pytest -q
+
+clean:
+	@echo "== removing .venv, ./quickstart and the tools' caches"
+	@rm -rf .venv quickstart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	@find platform pipelines workloads tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Elastrata needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+			"Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "== making .venv with $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv .venv; }
+	@echo "== installing Elastrata and what it needs into .venv (about 2.5 GB, some minutes, once)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" \
+		2> .venv/pip.log; code=$$?; grep -v "^WARNING: Location" .venv/pip.log >&2; exit $$code
+	@touch $@

@@ -1,0 +1,50 @@
+"""Elastic pre-training of transformer language models on Ray.
+
+`import elastrata` loads nothing: a name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastrata.api import prepare, train
+    from elastrata.launch import TrainResult
+    from elastrata.recipe import Recipe
+    from elastrata.recipe_file import load_recipe
+    from elastrata.workload import Workload
+    from elastrata_pipelines.errors import UserError
+    from elastrata_pipelines.preparation import PrepareConfig
+
+__all__ = [
+    "PrepareConfig",
+    "Recipe",
+    "TrainResult",
+    "UserError",
+    "Workload",
+    "load_recipe",
+    "prepare",
+    "train",
+]
+
+_HOMES = {
+    "PrepareConfig": "elastrata_pipelines.preparation",
+    "Recipe": "elastrata.recipe",
+    "TrainResult": "elastrata.launch",
+    "UserError": "elastrata_pipelines.errors",
+    "Workload": "elastrata.workload",
+    "load_recipe": "elastrata.recipe_file",
+    "prepare": "elastrata.api",
+    "train": "elastrata.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'elastrata' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,36 @@
+"""`elastrata export`: a run's checkpoint to a folder that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from elastrata.commands.options import Json
+from elastrata.console import open_console, print_json_line
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder or URL of a run, such as runs/bert-tiny.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Name of a checkpoint's folder. Default: the newest that is whole."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a trained model as a folder for transformers' from_pretrained."""
+    from elastrata.export import export as export_run
+
+    path = export_run(run, checkpoint=checkpoint, out=out)
+    console = open_console(as_json=json)
+    console.print(
+        f"model    {path}\n"
+        f"next     from transformers import AutoModel; AutoModel.from_pretrained('{path}')",
+        markup=False,
+    )
+    if json:
+        print_json_line({"path": str(path)})

@@ -1,0 +1,123 @@
+"""Pictures of a run: the curve of its loss, the strata of its lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Ints = npt.NDArray[np.int64]
+_INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
+_RAW, _SMOOTH, _HELD_OUT = "#b8d4ee", "#1769aa", "#d1495b"
+_STRATA = 8
+_MOST_BARS = 128
+_INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
+
+
+def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the training loss, and the held-out loss where there is one, over the steps.
+
+    Args:
+        records: a value per step with `step` and `loss` (training) or `eval_loss` (held-out).
+        path: PNG file to write.
+    """
+    figure, axes = _canvas("Loss", "optimizer step", "loss (nats)")
+    steps = np.array([record["step"] for record in records if "loss" in record])
+    losses = np.array([record["loss"] for record in records if "loss" in record], dtype=float)
+    axes.plot(steps, losses, color=_RAW, linewidth=1, label="training, each step")
+    if len(steps) >= 20:
+        window = max(5, len(steps) // 50)
+        axes.plot(steps, _smoothed(losses, window), color=_SMOOTH, linewidth=2,
+                  label=f"training, mean of {window} steps")  # fmt: skip
+    held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color=_HELD_OUT, linewidth=2, marker="o",
+                  markersize=5, label="held-out")  # fmt: skip
+        step, loss = held_out[-1]
+        axes.annotate(f"{loss:.2f}", (step, loss), xytext=(6, 6), textcoords="offset points",
+                      color=_HELD_OUT, fontweight="bold")  # fmt: skip
+    axes.legend(frameon=False, labelcolor=_INK)
+    axes.margins(x=0.02)
+    _save(figure, path)
+
+
+def length_strata(histogram: Sequence[int], path: Path) -> None:
+    """Draws how many samples have which length, coloured by stratum: bands of equally many tokens.
+
+    Args:
+        histogram: `histogram[s]` is the number of samples of s tokens.
+        path: PNG file to write.
+    """
+    counts = np.asarray(histogram, dtype=np.int64)
+    tokens = counts * np.arange(len(counts))
+    num_samples, num_tokens = int(counts.sum()), int(tokens.sum())
+    title = f"Lengths of {num_samples:,} samples, {num_tokens:,} tokens"
+    figure, axes = _canvas(title, "tokens in a sample", "samples")
+    middle = np.cumsum(tokens) - tokens / 2
+    strata = np.minimum(_STRATA - 1, middle * _STRATA // max(1, num_tokens)).astype(int)
+    _draw_bars(axes, counts, strata)
+    mean = num_tokens / max(1, num_samples)
+    axes.axvline(mean, color=_HELD_OUT, linewidth=1.5)
+    axes.annotate(f"mean {mean:.0f}", (mean, 0.97), xycoords=("data", "axes fraction"),
+                  xytext=(5, 0), textcoords="offset points", va="top", color=_HELD_OUT)  # fmt: skip
+    axes.text(0.0, -0.2, f"Colours: {_STRATA} length strata of equally many tokens.",
+              transform=axes.transAxes, color=_QUIET, fontsize=9)  # fmt: skip
+    axes.set_xlim(0, len(counts))
+    _save(figure, path)
+
+
+def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
+    """A bar for every length, or for every few of many, each in the colour of its stratum."""
+    from matplotlib import colormaps
+
+    colors = colormaps["viridis"](np.linspace(0.12, 0.88, _STRATA))
+    width = math.ceil(max(1, len(counts) - 1) / _MOST_BARS)
+    for start in range(0, len(counts), width):
+        inside = counts[start : start + width]
+        if inside.any():
+            color = colors[strata[start + int(np.argmax(inside))]]
+            axes.bar(start, inside.sum(), width * 0.92, align="edge", color=color)
+
+
+def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """An empty plot in the house style, without a display and without pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=12)
+    axes.set_xlabel(x_label, color=_QUIET)
+    axes.set_ylabel(y_label, color=_QUIET)
+    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_QUIET, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    return figure, axes
+
+
+def _smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
+    """The mean of the last `window` values at every place; of fewer at the start."""
+    sums = np.cumsum(values)
+    sums[window:] = sums[window:] - sums[:-window]
+    return sums / np.minimum(np.arange(1, len(values) + 1), window)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

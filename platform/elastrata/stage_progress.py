@@ -1,0 +1,74 @@
+"""Progress by stages: bars on a terminal, a line per stage elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+_UNITS = (("G", 10**9), ("M", 10**6), ("k", 10**3))
+
+
+class StageProgress:
+    """Shows how far a long work of several stages is; a context manager.
+
+    Args:
+        console: where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description:<22}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._stage = ""
+        self._task: TaskID | None = None
+        self._started = 0.0
+        self._finished = True
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
+        """Takes how much of a stage is done; a new name begins a new stage."""
+        amount = f"{quantity(done)}/{quantity(total)} {unit}"
+        if stage != self._stage:
+            self._begin(stage)
+        if self._task is not None:
+            self._bars.update(self._task, completed=done, total=total or None, amount=amount)
+        if done >= total and not self._finished:
+            self._finished = True
+            if self._task is None:
+                seconds = time.monotonic() - self._started
+                line = f"{stage}: {quantity(done)} {unit} in {seconds:.1f} s"
+                self._console.print(line, markup=False)
+
+    def _begin(self, stage: str) -> None:
+        self._stage, self._started, self._finished = stage, time.monotonic(), False
+        if self._console.is_terminal:
+            self._task = self._bars.add_task(stage, amount="")
+
+
+def quantity(amount: float) -> str:
+    """A count in three digits: `1.25M`."""
+    for letter, size in _UNITS:
+        if amount >= size:
+            return f"{amount / size:.3g}{letter}"
+    return f"{amount:.3g}"
