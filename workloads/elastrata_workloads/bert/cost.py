@@ -48,8 +48,8 @@ def work(shape: BertShape, mask_probability: float) -> WorkModel:
 def training_flops(shape: BertShape, lengths: Sequence[int], num_predictions: int) -> int:
     """FLOPs of forward and backward, without recomputation, for samples of these lengths."""
     products = (
-        block_parameters(shape) * sum(lengths)
-        + sum(attention_products(shape, length) for length in lengths)
+        block_parameters(shape) * int(sum(lengths))
+        + sum(attention_products(shape, int(length)) for length in lengths)
         + head_parameters(shape) * num_predictions
         + pair_parameters(shape) * len(lengths)
     )

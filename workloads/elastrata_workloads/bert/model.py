@@ -37,7 +37,7 @@ class BertModel(nn.Module):
         """
         hidden = self.bert(batch)
         words = self.bert.embeddings.word_embeddings.weight
-        logits = self.cls.predictions(hidden[batch.predicted], words)
+        logits = self.cls.predictions(hidden.index_select(0, batch.predicted), words)
         if self.shape.num_ids < self.shape.num_embeddings:
             # A copy: FSDP2's backward hooks are lost on views.
             logits = logits[:, : self.shape.num_ids].contiguous()
@@ -45,7 +45,8 @@ class BertModel(nn.Module):
             return logits, None
         if batch.sample_starts is None:
             raise ValueError("next-sentence prediction needs a batch of sentence pairs")
-        return logits, self.cls.seq_relationship(self.bert.pooler(hidden[batch.sample_starts]))
+        pooled = self.bert.pooler(hidden.index_select(0, batch.sample_starts))
+        return logits, self.cls.seq_relationship(pooled)
 
     @torch.no_grad()
     def initialize(self) -> None:

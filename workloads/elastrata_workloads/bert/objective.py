@@ -70,23 +70,22 @@ class Objective:
 
     def _filler(self, pad_id: int) -> BertBatch:
         """The micro-batch without samples."""
-        nothing = torch.zeros(0, dtype=torch.int64)
+        zeros = torch.zeros(_FILLER_TOKENS, dtype=torch.int64)
+        nothing = zeros[:0]
         pairs = nothing if self.next_sentence else None
         return BertBatch(
             weights={"mlm": 0.0, "nsp": 0.0} if self.next_sentence else {"mlm": 0.0},
             num_positions=_FILLER_TOKENS,
-            input_ids=torch.full((_FILLER_TOKENS,), pad_id),
+            input_ids=torch.full_like(zeros, pad_id),
             positions=torch.arange(_FILLER_TOKENS),
-            token_types=torch.zeros(_FILLER_TOKENS, dtype=torch.int64)
-            if self.next_sentence
-            else None,
+            token_types=zeros if self.next_sentence else None,
             offsets=torch.tensor([0, _FILLER_TOKENS], dtype=torch.int32),
             segment_lengths=(_FILLER_TOKENS,),
             predicted=nothing,
             targets=nothing,
             sample_starts=pairs,
             not_next=pairs,
-            dropout_keys=torch.zeros(_FILLER_TOKENS, dtype=torch.int64) if self.dropout else None,
+            dropout_keys=zeros if self.dropout else None,
         )
 
 
