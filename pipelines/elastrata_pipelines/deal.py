@@ -25,6 +25,7 @@ class WorkModel:
     quadratic: int
 
     def __call__(self, lengths: npt.ArrayLike) -> Ints:
+        """The work of samples of these lengths, element by element."""
         s = np.asarray(lengths, dtype=np.int64)
         return s * (self.linear + self.quadratic * s)
 
@@ -51,7 +52,7 @@ class Deal:
 def deal(
     lengths: npt.ArrayLike, *, num_ranks: int, work: WorkModel, tokens_per_micro_batch: int
 ) -> Deal:
-    """Deals a global batch to ranks: longest first, each row to the rank with the least work so far.
+    """Deals a global batch: longest row first, each to the rank with the least work so far.
 
     This is Graham's LPT rule (SIAM J. Appl. Math. 17, 1969): the largest work is at most the mean
     plus the work of one row, and at most 4/3 - 1/(3 num_ranks) of the best possible.
@@ -68,7 +69,8 @@ def deal(
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size and int(lengths.max()) > tokens_per_micro_batch:
         raise ValueError(
-            f"a sample of {int(lengths.max())} tokens exceeds {tokens_per_micro_batch} tokens per micro-batch"
+            f"a sample of {int(lengths.max())} tokens exceeds the {tokens_per_micro_batch} tokens "
+            "of a micro-batch"
         )
     by_length = np.argsort(-lengths, kind="stable")
     costs = work(lengths[by_length])
@@ -105,31 +107,33 @@ def _split(rows: Ints, ranks: Ints, num_ranks: int) -> list[Ints]:
 
 
 def greedy_count(lengths: Ints, budget: int) -> int:
-    """Micro-batches needed when rows are taken in order while they fit the token budget; at least 1."""
-    count, filled = 1, 0
-    for length in lengths.tolist():
-        if filled + length > budget:
-            count, filled = count + 1, 0
-        filled += length
-    return count
+    """Micro-batches needed, at least 1, when rows are taken in order while they fit `budget`."""
+    return len(_greedy_starts(lengths, budget))
 
 
 def cut(lengths: Ints, num_micro_batches: int, budget: int) -> Ints:
-    """Cuts rows, in order, into `num_micro_batches` parts of about equal tokens, none over `budget`.
+    """Cuts rows, in order, into parts of about equal tokens, none of more than `budget`.
 
     Returns the cuts, shape [num_micro_batches + 1]. Where equal parts would burst the budget, rows
     are taken greedily instead, and the last parts may be empty.
     """
-    ends = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     targets = ends[-1] * np.arange(num_micro_batches + 1) / num_micro_batches
-    cuts = np.searchsorted(ends, targets, side="left").astype(np.int64)
+    cuts: Ints = np.searchsorted(ends, targets, side="left").astype(np.int64)
     cuts[0], cuts[-1] = 0, len(lengths)
     if np.all(np.diff(ends[cuts]) <= budget):
         return cuts
-    greedy, filled = [0], 0
+    starts = _greedy_starts(lengths, budget)
+    missing = num_micro_batches + 1 - len(starts)
+    return np.array(starts + [len(lengths)] * missing, dtype=np.int64)
+
+
+def _greedy_starts(lengths: Ints, budget: int) -> list[int]:
+    """The first row of each part when rows are taken in order while they fit `budget`."""
+    starts, filled = [0], 0
     for row, length in enumerate(lengths.tolist()):
         if filled + length > budget:
-            greedy.append(row)
+            starts.append(row)
             filled = 0
         filled += length
-    return np.array(greedy + [len(lengths)] * (num_micro_batches + 1 - len(greedy)), dtype=np.int64)
+    return starts

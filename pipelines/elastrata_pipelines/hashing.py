@@ -40,10 +40,10 @@ def mix(values: npt.ArrayLike) -> U64:
 
 def key(*parts: int) -> int:
     """One 64-bit key from several integers, for example (seed, epoch, window)."""
-    value = np.uint64(0)
+    value = 0
     for part in parts:
-        value = mix(mix(value) ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))[()]
-    return int(value)
+        value = int(mix(mix(value) ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF)))
+    return value
 
 
 def combine(keys: npt.ArrayLike, values: npt.ArrayLike) -> U64:

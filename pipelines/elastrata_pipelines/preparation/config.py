@@ -107,7 +107,8 @@ class PrepareConfig(_Part):
     """Evaluation data, a data set of its own in `held_out/`: a fraction of the documents, chosen
     by a hash of their text, so that equal documents stay on one side; or sources."""
     bad_documents: Literal["fail", "skip"] = "fail"
-    """fail: name all documents that cannot be read and stop. skip: leave them out and count them."""
+    """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
+    them."""
     max_document_bytes: PositiveInt = 64 * 2**20
     """A longer document is an error: every worker holds at least one document in memory."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -67,7 +65,7 @@ class Corpus:
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
         config = self.config.model_dump(mode="json")
-        for source in (*config["sources"], *(h for h in _listed(config["held_out"]))):
+        for source in (*config["sources"], *_listed(config["held_out"])):
             del source["paths"]
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
@@ -85,8 +83,9 @@ class Corpus:
         chosen: list[tuple[int, str]] = []
         for result in self._process(work, "read text for the tokenizer"):
             chosen += result.chosen
-        texts, size = [], 0
-        for _, text in heapq.merge(sorted(chosen)):
+        texts: list[str] = []
+        size = 0
+        for _, text in sorted(chosen):
             size += len(text.encode())
             if texts and size > settings.max_bytes:
                 break

@@ -1,4 +1,4 @@
-"""Documents: the texts in a portion, each with an identity that moving the corpus does not change."""
+"""Documents: the texts in a portion, each with an identity that moving a corpus leaves alone."""
 
 from __future__ import annotations
 

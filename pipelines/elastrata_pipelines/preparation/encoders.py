@@ -31,7 +31,9 @@ class Encoder(Protocol):
 
     name: str
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens around it."""
+        ...
 
 
 class ExactEncoder:
@@ -148,7 +150,7 @@ def _batches(texts: Sequence[str]) -> list[list[str]]:
 
 @lru_cache(maxsize=2)
 def make_encoder(tokenizer_json: str) -> CheckedEncoder:
-    """The encoder of a tokenizer; it runs in one thread, since Ray fills the cores with processes."""
+    """The encoder of a tokenizer; one thread, since Ray fills the cores with processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 

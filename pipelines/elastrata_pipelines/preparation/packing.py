@@ -156,7 +156,8 @@ def _numbered(ids: U64, pieces: Sequence[tuple[int, int, int]]) -> _Fragments:
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """All indices start .. start + length - 1, range after range."""
     before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    ranges: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return ranges
 
 
 def _gather(

@@ -138,7 +138,7 @@ def _other_text(
 
 
 def _fit(first: Tokens, second: Tokens, room: int) -> tuple[Tokens, Tokens]:
-    """Shortens the longer part: the first at its front, the second at its end, so they still meet."""
+    """Shortens the longer part, the first at its front, the second at its end: they still meet."""
     over = max(0, len(first) + len(second) - room)
     longer = abs(len(first) - len(second))
     from_longer = min(over, longer)

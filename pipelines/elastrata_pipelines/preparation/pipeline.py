@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,8 +110,21 @@ def _results(rows: Dataset) -> Iterator[Any]:
     rows.context.enable_progress_bars = False
     rows.context.print_on_execution_start = False
     rows.context.target_max_block_size = 1  # every row stays a block, hence a task, of its own
-    for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
-        for value in _values(table):
-            if isinstance(value, _Failed):
-                raise UserError(*value.problems)
-            yield value
+    with _quiet():
+        for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for value in _values(table):
+                if isinstance(value, _Failed):
+                    raise UserError(*value.problems)
+                yield value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray Data's own messages about every execution off the console."""
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

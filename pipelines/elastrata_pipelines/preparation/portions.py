@@ -52,6 +52,7 @@ class Portion:
 
     @property
     def bytes(self) -> int:
+        """Size of the text."""
         return sum(len(piece.data) for piece in self.pieces)
 
 
@@ -61,7 +62,7 @@ def portion_bytes(total_bytes: int) -> int:
 
 
 def group_files(files: Sequence[SourceFile], size: int) -> list[tuple[SourceFile, ...]]:
-    """Consecutive files of one source, so many that they hold at least `size` bytes where they can."""
+    """Consecutive files of one source, at least `size` bytes of them where there are as many."""
     groups: list[tuple[SourceFile, ...]] = []
     group: list[SourceFile] = []
     for file in files:
@@ -106,7 +107,8 @@ def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
     place = f"row {line}" if file.kind == "parquet" else f"line {line + 1}"
     return (
         f"{file.url}: the document that begins at {place} is longer than max_document_bytes "
-        f"({max_document_bytes}); cut it (documents: line or paragraph, or document_start) or raise the limit"
+        f"({max_document_bytes}); cut it (documents: line or paragraph, or document_start) "
+        "or raise the limit"
     )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from elastrata_pipelines.hashing import U64, combine, key
 from elastrata_pipelines.preparation.samples import Ints, Samples
@@ -42,7 +44,7 @@ def write_run(storage: Storage, path: str, samples: Samples, seed: int) -> Run:
     ends = np.cumsum(samples.lengths)
     begins = ends - samples.lengths
     records: list[bytes | memoryview] = []
-    tokens = memoryview(np.ascontiguousarray(samples.tokens)).cast("B")
+    tokens = np.ascontiguousarray(samples.tokens).data.cast("B")
     width = samples.tokens.dtype.itemsize
     for sample in order.tolist():
         records.append(tokens[int(begins[sample]) * width : int(ends[sample]) * width])
@@ -55,7 +57,9 @@ def write_run(storage: Storage, path: str, samples: Samples, seed: int) -> Run:
     return Run(path=path, ids=samples.ids[order], lengths=samples.lengths[order], sizes=sizes)
 
 
-def read_records(storage: Storage, path: str, offsets: Ints, sizes: Ints) -> list[bytes]:
+def read_records(
+    storage: Storage, path: str, offsets: Ints, sizes: npt.NDArray[np.integer]
+) -> list[bytes]:
     """Reads records of a run, given their places in rising order; near ones in one go."""
     records: list[bytes] = []
     for first, last in _spans(offsets, sizes):
@@ -68,10 +72,10 @@ def read_records(storage: Storage, path: str, offsets: Ints, sizes: Ints) -> lis
     return records
 
 
-def _spans(offsets: Ints, sizes: Ints) -> Iterator[tuple[int, int]]:
+def _spans(offsets: Ints, sizes: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:
     """Half-open ranges of records between which lies little enough to read it along."""
     gaps = offsets[1:] - (offsets[:-1] + sizes[:-1])
     cuts: Sequence[int] = [0, *(np.flatnonzero(gaps > _MAX_GAP_BYTES) + 1).tolist(), len(offsets)]
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, last in pairwise(cuts):
         if last > first:
             yield first, last

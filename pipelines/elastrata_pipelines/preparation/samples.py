@@ -53,7 +53,7 @@ def pair_extra(second_start: int, is_next: bool) -> bytes:
 
 def stripe_table(
     ids: U64,
-    lengths: Ints,
+    lengths: npt.NDArray[np.integer],
     tokens: Sequence[bytes],
     extras: Sequence[bytes],
     *,

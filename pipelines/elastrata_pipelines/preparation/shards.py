@@ -82,6 +82,7 @@ class WriteShard:
     pairs: bool
 
     def __call__(self, shard: Shard) -> FileEntry:
+        """Writes `shard` and returns its manifest entry."""
         return write_shard(self.data_set, shard.path, self._stripes(shard, self._records(shard)))
 
     def _records(self, shard: Shard) -> list[bytes]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from fsspec.core import split_protocol, url_to_fs
@@ -46,7 +46,7 @@ def find_files(number: int, config: SourceConfig) -> tuple[list[SourceFile], lis
 
     Empty files are left out where a folder or glob found them.
     """
-    files: dict[str, SourceFile] = {}
+    files: dict[str, _Found] = {}
     problems: list[str] = []
     for path in config.paths:
         try:
@@ -75,7 +75,7 @@ class _Found:
 
 
 def _local(path: str) -> str:
-    return path if split_protocol(path)[0] else os.path.abspath(os.path.expanduser(path))
+    return path if split_protocol(path)[0] else str(Path(path).expanduser().absolute())
 
 
 def _expand(path: str) -> Iterator[_Found]:
@@ -124,9 +124,9 @@ def _finish(number: int, config: SourceConfig, found: Sequence[_Found]) -> list[
     seen: Counter[str] = Counter()
     files = []
     for entry in found:
-        stem, ending = os.path.splitext(entry.name.lower())
-        compression = COMPRESSIONS.get(ending)
-        ending = os.path.splitext(stem)[1] if compression else ending
+        endings = ["", "", *PurePosixPath(entry.name.lower()).suffixes]
+        compression = COMPRESSIONS.get(endings[-1])
+        ending = endings[-2] if compression else endings[-1]
         kind = _KINDS.get(ending, "text") if config.format == "auto" else config.format
         file = SourceFile(source=number, url=entry.url, name=entry.name, bytes=entry.bytes,
                           kind=kind, compression=compression, stamp=entry.stamp)  # fmt: skip

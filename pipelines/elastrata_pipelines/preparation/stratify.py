@@ -26,7 +26,7 @@ def strata(lengths: npt.ArrayLike) -> Ints:
     counts = np.bincount(np.asarray(lengths, dtype=np.int64))
     shorter = np.cumsum(counts) - counts
     band = shorter * MAX_STRATA // max(1, int(counts.sum()))
-    return np.asarray(band[lengths], dtype=np.int64)
+    return np.asarray(band[np.asarray(lengths)], dtype=np.int64)
 
 
 def stored_order(keys: U64, lengths: npt.ArrayLike, stripe_size: int) -> Ints:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +57,7 @@ class TokenizerFiles:
     @property
     def vocabulary_size(self) -> int:
         """One more than the largest id."""
-        return max(self._parsed.get_vocab(with_added_tokens=True).values()) + 1
+        return 1 + int(max(self._parsed.get_vocab(with_added_tokens=True).values()))
 
     def token_id(self, role: str) -> int | None:
         """The id of a special token by its role, such as `pad_token`; None where it has none."""
@@ -185,17 +185,25 @@ def _local_copy(name: str, scratch: str) -> str:
 
 
 def _load_with_transformers(path: str) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     if path.endswith(".json") and Path(path).is_file():
-        return PreTrainedTokenizerFast(tokenizer_file=path)
+        return wrap(tokenizer_file=path)
     folder = Path(path)
     only_json = (folder / "tokenizer.json").is_file() and not (
         folder / "tokenizer_config.json"
     ).is_file()
     if only_json:
-        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return wrap(tokenizer_file=str(folder / "tokenizer.json"))
     return AutoTokenizer.from_pretrained(path)
+
+
+def wrap(**arguments: object) -> Any:
+    """A transformers tokenizer around a tokenizer of `tokenizers`, or around its file."""
+    from transformers import PreTrainedTokenizerFast
+
+    make: Callable[..., Any] = PreTrainedTokenizerFast
+    return make(**arguments)
 
 
 def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:

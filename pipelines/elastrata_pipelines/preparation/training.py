@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastrata_pipelines.preparation.config import TokenizerConfig
-from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files, wrap
 
 _WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _BPE_SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
@@ -26,7 +26,6 @@ def train_tokenizer(
 
 def _bpe(texts: Sequence[str], vocab_size: int, seq_len: int) -> TokenizerFiles:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,7 +39,7 @@ def _bpe(texts: Sequence[str], vocab_size: int, seq_len: int) -> TokenizerFiles:
     )
     tokenizer.train_from_iterator(texts, trainer)
     end, pad, mask = _BPE_SPECIAL
-    fast = PreTrainedTokenizerFast(
+    fast = wrap(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end,
         pad_token=pad, mask_token=mask, model_max_length=seq_len,
     )  # fmt: skip
@@ -51,7 +50,6 @@ def _wordpiece(
     texts: Sequence[str], vocab_size: int, lowercase: bool, seq_len: int
 ) -> TokenizerFiles:
     from tokenizers import Tokenizer, decoders, processors
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = _bert(lowercase)
     vocab = _wordpiece_vocab(tokenizer, texts, vocab_size)
@@ -65,7 +63,7 @@ def _wordpiece(
         special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
     )
     pad, unk, cls, sep, mask = _WORDPIECE_SPECIAL
-    fast = PreTrainedTokenizerFast(
+    fast = wrap(
         tokenizer_object=tokenizer, pad_token=pad, unk_token=unk, cls_token=cls, sep_token=sep,
         mask_token=mask, model_max_length=seq_len,
     )  # fmt: skip

@@ -88,6 +88,7 @@ class ReadWork:
     portion_bytes: int
 
     def __call__(self, group: Group) -> Iterator[NumberedPortion]:
+        """The portions, in order."""
         source = group.files[0].source
         portions = read_portions(
             group.files,
@@ -124,6 +125,7 @@ class ChooseTrainingText:
     share: float
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
+        """The chosen pieces of the portion's documents, held-out ones left alone."""
         (documents, _), problems, _ = _split(self.config, numbered)
         chosen = []
         if numbered.source < len(self.config.sources):
@@ -157,6 +159,7 @@ class TokenizeWork:
     """Where the runs are written."""
 
     def __call__(self, numbered: NumberedPortion) -> Tokenized:
+        """Writes the portion's runs, unless problems end the preparation anyway."""
         split, problems, skipped = _split(self.config, numbered)
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []

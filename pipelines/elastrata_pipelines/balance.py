@@ -1,0 +1,119 @@
+"""Balance: how equal the work of ranks is, and how much padding micro-batches need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastrata_pipelines.deal import Deal, Ints, WorkModel, deal
+from elastrata_pipelines.hashing import combine, key, uniform
+from elastrata_pipelines.order import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Means over some steps. Imbalance is the largest work of a rank over the mean work."""
+
+    steps: int
+    imbalance_max_over_mean: float
+    imbalance_worst: float
+    """Of the worst step."""
+    imbalance_random: float
+    """Where every rank gets consecutive rows of the batch, as many as the others."""
+    micro_batches: float
+    """Of one rank in a step."""
+    padding_fraction: float
+    """Share of padding, were every micro-batch padded to its longest row."""
+    padding_random: float
+    """The same for micro-batches of as many rows each, in the order of the batch."""
+    padding_to_longest: float
+    """The same, were every row padded to the longest sample seen."""
+
+
+def measure_balance(
+    batches: Iterable[Ints], *, workers: int, tokens_per_micro_batch: int, work: WorkModel
+) -> Balance:
+    """Deals global batches, given as the lengths of their rows, and looks at the result.
+
+    Raises:
+        ValueError: a row alone exceeds the token budget, or there is no batch.
+    """
+    imbalances, random_imbalances, counts = [], [], []
+    rows = tokens = padded = padded_random = longest = 0
+    for lengths in batches:
+        dealt = deal(
+            lengths,
+            num_ranks=workers,
+            work=work,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+        )
+        imbalances.append(dealt.imbalance)
+        random_imbalances.append(_random_imbalance(lengths, workers, work))
+        counts.append(len(dealt.hands[0].cuts) - 1)
+        filled, size = _padded(dealt, lengths)
+        padded += size
+        padded_random += _padded_random(lengths, filled)
+        rows, tokens = rows + len(lengths), tokens + int(lengths.sum())
+        longest = max(longest, int(lengths.max()))
+    if not imbalances:
+        raise ValueError("no batch to measure")
+    return Balance(
+        steps=len(imbalances),
+        imbalance_max_over_mean=float(np.mean(imbalances)),
+        imbalance_worst=max(imbalances),
+        imbalance_random=float(np.mean(random_imbalances)),
+        micro_batches=float(np.mean(counts)),
+        padding_fraction=1 - tokens / padded,
+        padding_random=1 - tokens / padded_random,
+        padding_to_longest=1 - tokens / (rows * longest),
+    )
+
+
+def _random_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
+    loads = [int(work(part).sum()) for part in np.array_split(lengths, workers)]
+    return max(loads) * workers / sum(loads)
+
+
+def _padded(dealt: Deal, lengths: Ints) -> tuple[int, int]:
+    """Micro-batches that hold rows, and tokens of all with padding."""
+    filled = tokens = 0
+    for hand in dealt.hands:
+        for begin, end in zip(hand.cuts[:-1], hand.cuts[1:], strict=True):
+            if end > begin:
+                filled += 1
+                tokens += int(end - begin) * int(lengths[hand.rows[begin:end]].max())
+    return filled, tokens
+
+
+def _padded_random(lengths: Ints, num_micro_batches: int) -> int:
+    parts = np.array_split(lengths, num_micro_batches)
+    return sum(len(part) * int(part.max()) for part in parts)
+
+
+def ordered_batches(
+    lengths: npt.NDArray[np.int32], order: Order, *, batch_size: int, steps: int
+) -> Iterator[Ints]:
+    """Lengths of the first `steps` global batches of an order.
+
+    Args:
+        lengths: of all samples in stored order.
+        order: where the sample at each position is stored.
+        batch_size: samples per step.
+        steps: how many batches.
+    """
+    for step in range(steps):
+        places = order.places(step * batch_size, batch_size)
+        yield lengths[places.stripes * order.stripe_size + places.rows].astype(np.int64)
+
+
+def drawn_batches(
+    histogram: npt.ArrayLike, *, batch_size: int, steps: int, seed: int = 0
+) -> Iterator[Ints]:
+    """Random batches of lengths, `histogram[s]` being the number of samples of length s."""
+    ends = np.cumsum(np.asarray(histogram, dtype=np.float64))
+    for step in range(steps):
+        draws = uniform(combine(key(seed, step), np.arange(batch_size, dtype=np.uint64)))
+        yield np.searchsorted(ends, draws * ends[-1], side="right").astype(np.int64)

@@ -1,0 +1,189 @@
+"""Inspection: what a data set holds, what any number of workers would see, whether it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.order import Order
+from elastrata_pipelines.storage import Storage
+
+_GOOD_IMBALANCE = 1.01
+_ADVICE_STEPS = 4
+_ADVICE_DOUBLINGS = 6
+_HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A data set as training would see it."""
+
+    samples: int
+    tokens: int
+    stripes: int
+    seq_len: int
+    length_histogram: tuple[int, ...]
+    """`length_histogram[s]`: number of samples of length s."""
+    padding_to_seq_len: float
+    """Share of padding, were every sample padded to `seq_len`."""
+    balance: Balance
+    advice: str | None
+    """One line where another batch size would balance the work better."""
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of padding, were every micro-batch padded to its longest row."""
+        return self.balance.padding_fraction
+
+    @property
+    def imbalance_max_over_mean(self) -> float:
+        """Largest work of a rank over the mean, averaged over the steps."""
+        return self.balance.imbalance_max_over_mean
+
+
+def inspect(
+    storage: Storage,
+    *,
+    workers: int,
+    batch_size: int,
+    tokens_per_micro_batch: int,
+    work: WorkModel,
+    steps: int = 20,
+    window_stripes: int = 8,
+    seed: int = 0,
+) -> Inspection:
+    """Deals the first steps that a run with these settings would take.
+
+    Args:
+        storage: the data set.
+        workers: number of data-parallel ranks.
+        batch_size: samples per step, over all ranks.
+        tokens_per_micro_batch: most tokens in a micro-batch.
+        work: the cost of a row.
+        steps: how many steps to deal.
+        window_stripes: stripes shuffled together.
+        seed: of the run's order.
+
+    Raises:
+        UserError: no data set there, or one that these settings do not suit.
+    """
+    manifest = Manifest.read(storage)
+    lengths = manifest.read_lengths(storage)
+    where = storage.uri()
+    if batch_size > manifest.samples:
+        raise UserError(
+            f"{where}: a batch of {batch_size} is larger than the data set "
+            f"({manifest.samples} samples)"
+        )
+    if int(lengths.max()) > tokens_per_micro_batch:
+        raise UserError(
+            f"{where}: its longest sample has {int(lengths.max())} tokens, more than the "
+            f"{tokens_per_micro_batch} of a micro-batch"
+        )
+    order = Order(
+        num_samples=manifest.samples,
+        stripe_size=manifest.stripe_size,
+        window_stripes=window_stripes,
+        seed=seed,
+    )
+    balance = measure_balance(
+        ordered_batches(lengths, order, batch_size=batch_size, steps=steps),
+        workers=workers,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        work=work,
+    )
+    return Inspection(
+        samples=manifest.samples,
+        tokens=manifest.tokens,
+        stripes=manifest.stripes,
+        seq_len=manifest.seq_len,
+        length_histogram=manifest.length_histogram,
+        padding_to_seq_len=1 - manifest.tokens / (manifest.samples * manifest.seq_len),
+        balance=balance,
+        advice=advise(
+            manifest.length_histogram,
+            balance.imbalance_max_over_mean,
+            workers=workers,
+            batch_size=batch_size,
+            work=work,
+        ),
+    )
+
+
+def advise(
+    histogram: tuple[int, ...],
+    imbalance: float,
+    *,
+    workers: int,
+    batch_size: int,
+    work: WorkModel,
+) -> str | None:
+    """One line on the batch size, where ranks hold too few samples to be dealt equal work."""
+    if imbalance <= _GOOD_IMBALANCE:
+        return None
+    problem = (
+        f"{batch_size / workers:.3g} samples per worker: the slowest works {imbalance:.3f} times "
+        "the mean, for the longest sample rules; "
+    )
+    larger = max(batch_size, workers)
+    for _ in range(_ADVICE_DOUBLINGS):
+        larger *= 2
+        balance = measure_balance(
+            drawn_batches(histogram, batch_size=larger, steps=_ADVICE_STEPS),
+            workers=workers,
+            tokens_per_micro_batch=larger * len(histogram),
+            work=work,
+        )
+        if balance.imbalance_max_over_mean <= _GOOD_IMBALANCE:
+            return problem + (
+                f"a batch of {larger} (accumulated where memory is short) gives "
+                f"{balance.imbalance_max_over_mean:.3f}"
+            )
+    return problem + "use a larger batch or fewer workers"
+
+
+def verify(storage: Storage) -> list[str]:
+    """Reads a whole data set and lists what is wrong, one line per problem; empty: all is well.
+
+    Raises:
+        UserError: there is no data set, or its manifest cannot be read.
+    """
+    manifest = Manifest.read(storage)
+    problems: list[str] = []
+    for entry in manifest.files:
+        where = storage.uri(entry.path)
+        if not storage.exists(entry.path):
+            problems.append(f"{where}: missing")
+        elif (size := storage.size(entry.path)) != entry.bytes:
+            problems.append(f"{where}: {size} bytes, the manifest says {entry.bytes}")
+        elif storage.sha256(entry.path) != entry.sha256:
+            problems.append(f"{where}: altered: its checksum is not the manifest's")
+    problems += _index_problems(storage, manifest)
+    if storage.exists(_HELD_OUT, MANIFEST):
+        problems += verify(storage.sub(_HELD_OUT))
+    return problems
+
+
+def _index_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """What in the index of lengths and the manifest's counts contradicts each other."""
+    where = storage.uri(MANIFEST)
+    try:
+        lengths = manifest.read_lengths(storage)
+    except UserError as error:
+        return list(error.problems)
+    problems = []
+    histogram = np.bincount(lengths, minlength=manifest.seq_len + 1)
+    if histogram.tolist() != list(manifest.length_histogram):
+        problems.append(f"{where}: the length histogram does not match the index of lengths")
+    held = sum(shard.samples for shard in manifest.shards)
+    if held != manifest.samples:
+        problems.append(f"{where}: {manifest.samples} samples, but its shards hold {held}")
+    stripes = sum(shard.stripes for shard in manifest.shards)
+    if stripes != manifest.stripes or stripes != -(-manifest.samples // manifest.stripe_size):
+        problems.append(f"{where}: {manifest.stripes} stripes, but its shards hold {stripes}")
+    return problems
