@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from elastrata_pipelines.deal import Deal, WorkModel, deal
 from elastrata_pipelines.format import Manifest, read_stripes
-from elastrata_pipelines.order import Order, Places
+from elastrata_pipelines.order import Ints, Order, Places
 from elastrata_pipelines.payload import StepLayout, encode
 from elastrata_pipelines.storage import Storage
 
@@ -65,7 +65,9 @@ class Batches:
         ]
         for rank in range(num_ranks):
             hands = [dealt.hands[rank] for dealt in deals]
-            rows = np.concatenate([hand.rows + k * group.batch_size for k, hand in enumerate(hands)])
+            rows = np.concatenate(
+                [hand.rows + k * group.batch_size for k, hand in enumerate(hands)]
+            )
             steps = [
                 StepLayout(
                     step=group.first_step + k + 1,
@@ -97,7 +99,7 @@ class Batches:
             step, size = step + num_steps, min(2 * size, most)
         return groups
 
-    def _deal(self, lengths: np.ndarray, num_ranks: int) -> Deal:
+    def _deal(self, lengths: Ints, num_ranks: int) -> Deal:
         return deal(
             lengths,
             num_ranks=num_ranks,
@@ -105,7 +107,7 @@ class Batches:
             tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
 
-    def _read(self, places: Places) -> tuple[pa.Table, np.ndarray]:
+    def _read(self, places: Places) -> tuple[pa.Table, Ints]:
         """The stripes that hold `places` as one table, and the places as indices into it."""
         stripes, which = np.unique(places.stripes, return_inverse=True)
         tables = read_stripes(Storage(self.url), self.manifest, stripes.tolist())

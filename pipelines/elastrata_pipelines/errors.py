@@ -9,10 +9,10 @@ from collections.abc import Iterable
 class UserError(Exception):
     """Input that cannot work, told in one line per problem.
 
-    Commands print each line to standard error and exit with 2; nothing has been written by then.
+    Commands print each line to standard error and exit with 2; nothing is written by then.
 
     Args:
-        problems: one complete line each: what is wrong, where (file, key, value), what was expected.
+        problems: a complete line each: what is wrong, where (file, key, value), what was expected.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -24,6 +24,6 @@ class UserError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` where none is close."""
+    """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""

@@ -71,6 +71,7 @@ class Order:
 
     @property
     def num_stripes(self) -> int:
+        """Stripes in all, the short one included."""
         return -(-self.num_samples // self.stripe_size)
 
     def stripe_sizes(self, stripes: Ints) -> Ints:
@@ -81,7 +82,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
-    """The stripes in the order epoch reads them, and the place at which each window starts (and N)."""
+    """The stripes in the order the epoch reads them; and where each window starts, then N."""
     stripes = permutation(order.num_stripes, key(order.seed, epoch, _STRIPES))
     ends = np.cumsum(order.stripe_sizes(stripes))
     starts = np.concatenate([[0], ends])[:: order.window_stripes]

@@ -39,10 +39,13 @@ class RankStep:
 
     @property
     def micro_batches(self) -> list[Rows]:
+        """The rows that go through the model together, each a view."""
         return self.rows.split(self.cuts)
 
 
-def encode(table: pa.Table, epochs: npt.NDArray[np.int64], steps: Sequence[StepLayout]) -> pa.Buffer:
+def encode(
+    table: pa.Table, epochs: npt.NDArray[np.int64], steps: Sequence[StepLayout]
+) -> pa.Buffer:
     """Writes rows, in order, and how they form steps.
 
     Args:
@@ -87,9 +90,7 @@ def _rows(batch: pa.RecordBatch, token_dtype: str) -> Rows:
         second_starts=(
             batch["second_start"].to_numpy().astype(np.int64) if "second_start" in columns else None
         ),
-        is_next=(
-            batch["is_next"].to_numpy(zero_copy_only=False) if "is_next" in columns else None
-        ),
+        is_next=(batch["is_next"].to_numpy(zero_copy_only=False) if "is_next" in columns else None),
     )
 
 
@@ -99,7 +100,8 @@ def _values(column: pa.Array, dtype: str) -> npt.NDArray[Any]:
     if len(column) == 0:
         return np.empty(0, dtype)
     ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    return np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.dtype(dtype).newbyteorder("<"))
+    used = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]]
+    return used.view(np.dtype(dtype).newbyteorder("<"))
 
 
 def _boundaries(column: pa.Array) -> tuple[npt.NDArray[np.int32], ...]:

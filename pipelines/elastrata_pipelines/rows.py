@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,25 @@ class Rows:
         if step != 1:
             raise ValueError("Rows are sliced in steps of 1")
         first = int(self.lengths[:start].sum())
+        return self._part(start, stop, first, first + int(self.lengths[start:stop].sum()))
+
+    def split(self, cuts: npt.NDArray[np.int64]) -> list[Rows]:
+        """The parts between consecutive `cuts`, for example a rank's micro-batches."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths)])[cuts]
+        return [
+            self._part(start, stop, first, last)
+            for (start, stop), (first, last) in zip(
+                pairwise(cuts.tolist()), pairwise(ends.tolist()), strict=True
+            )
+        ]
+
+    def _part(self, start: int, stop: int, first_token: int, last_token: int) -> Rows:
         return Rows(
             sample_ids=self.sample_ids[start:stop],
             epochs=self.epochs[start:stop],
             lengths=self.lengths[start:stop],
-            tokens=self.tokens[first : first + int(self.lengths[start:stop].sum())],
+            tokens=self.tokens[first_token:last_token],
             boundaries=None if self.boundaries is None else self.boundaries[start:stop],
             second_starts=None if self.second_starts is None else self.second_starts[start:stop],
             is_next=None if self.is_next is None else self.is_next[start:stop],
         )
-
-    def split(self, cuts: npt.NDArray[np.int64]) -> list[Rows]:
-        """The parts between consecutive `cuts`, for example a rank's micro-batches."""
-        return [self[int(a) : int(b)] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]

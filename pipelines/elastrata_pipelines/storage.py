@@ -1,4 +1,4 @@
-"""Files under one root, local or remote (`s3://`, `gs://`, ... by fsspec), read and written whole."""
+"""Files under one root, local or remote (`s3://`, `gs://`... by fsspec), written whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import IO, Any, cast
 
 import fsspec
@@ -30,10 +31,12 @@ class Storage:
 
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
+        """The file system the root lies in."""
         return self._located[0]
 
     @property
     def is_local(self) -> bool:
+        """Whether it is a folder of this machine."""
         protocol = self.fs.protocol
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
@@ -43,12 +46,16 @@ class Storage:
 
     def uri(self, *parts: str) -> str:
         """The full URL of `parts` below the root; a plain absolute path where it is local."""
-        return self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
+        return (
+            self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
+        )
 
     def sub(self, *parts: str) -> Storage:
+        """The folder `parts` below the root."""
         return Storage(self.uri(*parts))
 
     def exists(self, *parts: str) -> bool:
+        """Whether there is a file or folder."""
         self.fs.invalidate_cache()
         return bool(self.fs.exists(self.path(*parts)))
 
@@ -60,12 +67,16 @@ class Storage:
         except FileNotFoundError:
             return []
         names = {str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found}
-        return sorted(names - {self.path(*parts).rsplit("/", 1)[-1]} if not self.is_local else names)
+        return sorted(
+            names - {self.path(*parts).rsplit("/", 1)[-1]} if not self.is_local else names
+        )
 
     def size(self, *parts: str) -> int:
+        """Bytes of a file."""
         return int(self.fs.size(self.path(*parts)))
 
     def read(self, *parts: str) -> bytes:
+        """All bytes of a file."""
         return cast(bytes, self.fs.cat_file(self.path(*parts)))
 
     def write(self, data: bytes, *parts: str) -> None:
@@ -76,28 +87,26 @@ class Storage:
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
         """Opens a new file for writing that appears, whole, when the block ends without error."""
-        target = self.path(*parts)
         if not self.is_local:
-            with self.fs.open(target, "wb") as stream:
-                try:
-                    yield stream
-                except BaseException:
-                    discard = getattr(stream, "discard", None)
-                    if discard:
-                        discard()
-                    raise
+            remote = self.fs.open(self.path(*parts), "wb")
+            try:
+                yield remote
+            except BaseException:
+                _abandon(remote)
+                raise
+            remote.close()
             return
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        temporary = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+        target = Path(self.path(*parts))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
-            with open(temporary, "wb") as stream:
+            with temporary.open("wb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temporary, target)
+            temporary.replace(target)
         finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+            temporary.unlink(missing_ok=True)
 
     def open(self, *parts: str) -> Any:
         """Opens a file for reading, seekable."""
@@ -115,3 +124,13 @@ class Storage:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
+
+
+def _abandon(stream: Any) -> None:
+    """Closes a remote file so that nothing of it appears, where its file system knows how to."""
+    if not hasattr(stream, "discard"):
+        stream.close()
+        return
+    stream.discard()
+    # close() would upload the buffer that discard() has dropped, and hide the error behind its own.
+    stream.closed = True

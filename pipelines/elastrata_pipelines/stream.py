@@ -122,7 +122,9 @@ class RankStream:
     def __init__(self, iterator: DataIterator, token_dtype: str) -> None:
         self._tables = iter(
             iterator.iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=PREFETCHED_PAYLOADS
+                batch_size=None,  # type: ignore[arg-type]
+                batch_format="pyarrow",
+                prefetch_batches=PREFETCHED_PAYLOADS,
             )
         )
         self._token_dtype = token_dtype

@@ -17,7 +17,9 @@ PEAK_BF16_FLOPS = {
 
 def current_device() -> torch.device:
     """The GPU that was assigned to this process, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -58,7 +58,7 @@ def evaluate(
     vocabulary: Vocabulary,
     device: torch.device,
 ) -> StepLoss:
-    """Mean loss and metrics over the held-out data. Collective; leaves the model in training mode."""
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
     model.eval()
     weights: dict[str, float] = {}
     losses = []

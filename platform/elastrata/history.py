@@ -1,6 +1,6 @@
 """The history of a run: what every step did, kept beside the checkpoints, through all restarts.
 
-Rank 0 writes it in parts, `<attempt>-<step>.jsonl`, a line an entry. What a commit contains is in
+Rank 0 writes it in parts, `<attempt>-<part>.jsonl`, a line an entry. What a commit contains is in
 the history before the commit is begun.
 """
 
@@ -57,7 +57,7 @@ class HistoryWriter:
         self._written = time.monotonic()
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
-        """Adds an entry; it is on storage after the next `flush`, some seconds later at the most."""
+        """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
         line = {"kind": kind, "attempt": self._attempt, **entry}
         self._lines.append(json.dumps(line).encode() + b"\n")
         if time.monotonic() - self._written > PART_SECONDS:
@@ -66,6 +66,7 @@ class HistoryWriter:
     def flush(self) -> None:
         """Writes what has been added since the last time."""
         if self._lines:
-            self._storage.write(b"".join(self._lines), f"{self._attempt:04d}-{self._parts:08d}.jsonl")
+            name = f"{self._attempt:04d}-{self._parts:08d}.jsonl"
+            self._storage.write(b"".join(self._lines), name)
             self._lines, self._parts = [], self._parts + 1
         self._written = time.monotonic()

@@ -1,4 +1,4 @@
-"""The keeper: what is kept of a run while it trains: history, checkpoints, and word to the driver."""
+"""The keeper of a run while it trains: history, checkpoints, and word to the driver."""
 
 from __future__ import annotations
 
@@ -56,18 +56,14 @@ class Keeper:
             keep_best=checkpoint.keep_best,
             warn=lambda line: sender.send(Warned(text=line)),
             on_commit=self._committed,
-            on_remove=lambda commit: sender.send(
-                Removed(uri=self._checkpoints.uri(commit.folder))
-            ),
+            on_remove=lambda commit: sender.send(Removed(uri=self._checkpoints.uri(commit.folder))),
         )
 
     def started(self, event: Started) -> None:
         """The group is ready for its first step."""
         self._sender.send(event)
         if self._history:
-            self._history.add(
-                "started", {"step": event.step, "world_size": event.world_size}
-            )
+            self._history.add("started", {"step": event.step, "world_size": event.world_size})
             self._history.flush()
 
     def stepped(self, record: StepRecord) -> None:

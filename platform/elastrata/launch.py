@@ -12,7 +12,6 @@ import ray.train
 import ray.train.torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 
-
 from elastrata import history
 from elastrata.commit import commits
 from elastrata.events import Event
@@ -79,7 +78,7 @@ def train(
     """
     data = training_data(recipe)
     gpus = _gpus_per_worker(recipe)
-    if problems := cluster_problems(recipe, gpus, ray.cluster_resources()):
+    if problems := cluster_problems(recipe, gpus, _cluster_resources()):
         raise UserError(*problems)
     root = Storage(recipe.storage)
     run = root.sub(name)
@@ -97,9 +96,14 @@ def train(
     return _result(run, tracker.run_id, status)
 
 
+def _cluster_resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
 def _gpus_per_worker(recipe: Recipe) -> float:
     if recipe.workers.gpus == "auto":
-        return 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+        return 1.0 if _cluster_resources().get("GPU", 0) >= 1 else 0.0
     return recipe.workers.gpus
 
 
@@ -132,9 +136,7 @@ def _is_finished(run: Storage, steps: int) -> bool:
     return newest is not None and newest.step >= steps
 
 
-def _fit(
-    recipe: Recipe, run: Storage, data: TrainingData, gpus: float, observer: Observer
-) -> None:
+def _fit(recipe: Recipe, run: Storage, data: TrainingData, gpus: float, observer: Observer) -> None:
     os.environ.update(CONTROLLER_SETTINGS)
     mailbox = open_mailbox()
     job = Job(recipe=recipe, run=run, batches=data.train, held_out=data.held_out, mailbox=mailbox)
@@ -149,15 +151,13 @@ def _fit(
     trainer = ray.train.torch.TorchTrainer(
         train_worker,
         train_loop_config={"job": job},
-        torch_config=ray.train.torch.TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if gpus else "gloo"
-        ),
+        torch_config=ray.train.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
         scaling_config=_scaling(recipe, gpus),
         run_config=RunConfig(
             name=f"launch-{launches:04d}",
             storage_path=run.uri("ray"),
             failure_config=FailureConfig(max_failures=recipe.workers.max_failures),
-            callbacks=[_EndOnUserError()],
+            callbacks=[_EndOnUserError()],  # type: ignore[list-item]
         ),
         datasets={STREAM: source},
         dataset_config=StreamConfig(data.train),
@@ -175,8 +175,9 @@ def _fit(
 
 def _scaling(recipe: Recipe, gpus: float) -> ScalingConfig:
     workers = recipe.workers
+    elastic = workers.min < workers.max
     return ScalingConfig(
-        num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
+        num_workers=(workers.min, workers.max) if elastic else workers.max,  # type: ignore[arg-type]
         use_gpu=gpus > 0,
         resources_per_worker={"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})},
     )
@@ -185,9 +186,7 @@ def _scaling(recipe: Recipe, gpus: float) -> ScalingConfig:
 class _EndOnUserError(UserCallback):
     """Ends the run at once where trying again cannot help: an exception here does that."""
 
-    def after_exception(
-        self, run_context: Any, worker_exceptions: dict[int, Exception]
-    ) -> None:
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
             if isinstance(error, UserError):
                 raise error

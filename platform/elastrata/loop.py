@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,24 +52,35 @@ class Loop:
         samples, tokens = start.samples, start.tokens
         clock = _Clock()
         for part in stream:
-            waited = clock.lap()
+            clock.lap("seconds_waiting_for_data")
             batches = [
                 self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
                 for rows in part.micro_batches
             ]
             batch = reduce_sums(self._sums(part, batches), self.device)
-            collated = clock.lap()
-            lr = learning_rate(self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps)
+            clock.lap("seconds_collating")
+            lr = learning_rate(
+                self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps
+            )
             set_learning_rate(optimizer, lr)
             result = train_step(
                 model, optimizer, self.workload, batches, weights=_weights(batch), clip=self.clip
             )
-            clock.lap()
             samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
-            yield self._record(
-                part, batch, result, samples, tokens, lr, waited, collated, clock.total()
+            yield StepRecord(
+                step=part.step,
+                samples=samples,
+                tokens=tokens,
+                lr=lr,
+                world_size=self.world_size,
+                micro_batches=len(part.cuts) - 1,
+                imbalance=part.imbalance,
+                memory_bytes=peak_memory_bytes(self.device),
+                **_loss_fields(result),
+                **_batch_fields(batch),
+                **self._time_fields(clock, batch["flops"]),
             )
-            clock.restart()
+            clock = _Clock()
 
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
@@ -90,66 +102,52 @@ class Loop:
             "digest_lower": lower,
         }
 
-    def _record(
-        self,
-        part: RankStep,
-        batch: Mapping[str, float],
-        result: StepResult,
-        samples: int,
-        tokens: int,
-        lr: float,
-        waited: float,
-        collated: float,
-        seconds: float,
-    ) -> StepRecord:
-        peak = peak_flops(self.device)
-        whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
-        return StepRecord(
-            step=part.step,
-            samples=samples,
-            tokens=tokens,
-            loss=result.loss.total,
-            terms=result.loss.terms,
-            metrics=result.loss.metrics,
-            lr=lr,
-            gradient_norm=result.gradient_norm,
-            digest=f"{whole:016x}",
-            world_size=self.world_size,
-            micro_batches=len(part.cuts) - 1,
-            batch_samples=int(batch["samples"]),
-            batch_tokens=int(batch["tokens"]),
-            seconds=seconds,
-            seconds_waiting_for_data=waited,
-            seconds_collating=collated,
-            seconds_in_model=result.seconds_in_model,
-            seconds_in_optimizer=result.seconds_in_optimizer,
-            padding=1 - batch["tokens"] / batch["positions"],
-            imbalance=part.imbalance,
-            memory_bytes=peak_memory_bytes(self.device),
-            flops=int(batch["flops"]),
-            mfu=batch["flops"] / (seconds * peak * self.world_size) if peak else None,
-        )
+    def _time_fields(self, clock: _Clock, flops: float) -> dict[str, Any]:
+        peak, seconds = peak_flops(self.device), clock.total()
+        mfu = flops / (seconds * peak * self.world_size) if peak else None
+        return {"seconds": seconds, "mfu": mfu, **clock.laps}
 
 
 def _weights(batch: Mapping[str, float]) -> dict[str, float]:
     return {
-        name.removeprefix(_WEIGHT): value for name, value in batch.items() if name.startswith(_WEIGHT)
+        name.removeprefix(_WEIGHT): value
+        for name, value in batch.items()
+        if name.startswith(_WEIGHT)
+    }
+
+
+def _loss_fields(result: StepResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss.total,
+        "terms": result.loss.terms,
+        "metrics": result.loss.metrics,
+        "gradient_norm": result.gradient_norm,
+        "seconds_in_model": result.seconds_in_model,
+        "seconds_in_optimizer": result.seconds_in_optimizer,
+    }
+
+
+def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
+    whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
+    return {
+        "digest": f"{whole:016x}",
+        "batch_samples": int(batch["samples"]),
+        "batch_tokens": int(batch["tokens"]),
+        "padding": 1 - batch["tokens"] / batch["positions"],
+        "flops": int(batch["flops"]),
     }
 
 
 class _Clock:
-    """Seconds since the last lap, and since the last restart."""
+    """What the seconds since its birth went to."""
 
     def __init__(self) -> None:
-        self.restart()
+        self._birth = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
 
-    def restart(self) -> None:
-        self._lap = self._start = time.perf_counter()
-
-    def lap(self) -> float:
+    def lap(self, name: str) -> None:
         now = time.perf_counter()
-        seconds, self._lap = now - self._lap, now
-        return seconds
+        self.laps[name], self._last = now - self._last, now
 
     def total(self) -> float:
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self._birth

@@ -53,7 +53,7 @@ def parallelize(
     """
     for block in blocks:
         if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if compile:
             block.compile(dynamic=True)
     policy = MixedPrecisionPolicy(

@@ -47,7 +47,9 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
 
 
-def cluster_problems(recipe: Recipe, gpus_per_worker: float, resources: dict[str, float]) -> list[str]:
+def cluster_problems(
+    recipe: Recipe, gpus_per_worker: float, resources: dict[str, float]
+) -> list[str]:
     """One line for each resource that `workers.min` needs more of than the cluster has."""
     workers = recipe.workers
     wanted = {"CPU": workers.min * workers.cpus, "GPU": workers.min * gpus_per_worker}
@@ -109,9 +111,7 @@ def _held_out_problems(
 ) -> list[str]:
     problems = _missing_files(storage, held_out)
     if held_out.tokenizer_fingerprint != manifest.tokenizer_fingerprint:
-        problems.append(
-            f"{storage.uri()}: prepared with another tokenizer than {recipe.data.path}"
-        )
+        problems.append(f"{storage.uri()}: prepared with another tokenizer than {recipe.data.path}")
     if longest_sample(held_out) > recipe.micro_batch_tokens:
         problems.append(
             f"micro_batch_tokens: {recipe.micro_batch_tokens}: the held-out data has samples of "

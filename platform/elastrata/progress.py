@@ -1,4 +1,4 @@
-"""The progress line: one readable line per second or so, and one for everything that is not a step."""
+"""Progress: a readable line a second or so for steps, and one for all else that happens."""
 
 from __future__ import annotations
 

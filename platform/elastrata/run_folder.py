@@ -1,4 +1,4 @@
-"""The folder of a run: what it is called, what it trains and on what, kept beside its checkpoints."""
+"""The folder of a run: what it is called, and what it trains on what."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def check_same_run(run: Storage, identity: RunIdentity, recipe: Recipe, fingerpr
         and not any(key == part or key.startswith(f"{part}.") for part in MAY_CHANGE)
     ]
     if fingerprint != identity.data_fingerprint:
-        problems.append(f"{recipe.data.path}: not the data set that run '{identity.name}' trains on")
+        problems.append(
+            f"{recipe.data.path}: not the data set that run '{identity.name}' trains on"
+        )
     if problems:
         advice = f"run '{identity.name}' exists; choose another --name, or give it back its recipe"
         raise UserError(*problems, advice)

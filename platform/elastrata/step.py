@@ -1,4 +1,4 @@
-"""One optimizer step, equal at any world size: sums over samples, divided once by global weights."""
+"""One optimizer step, equal at any world size: sums, divided once by global weights."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def train_step(
 
 
 def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
-    """The share of this micro-batch in the global batch's loss; a term of no weight adds nothing."""
-    return torch.stack([total / max(weights[term], 1.0) for term, total in loss.terms.items()]).sum()
+    """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
+    shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
+    return torch.stack(shares).sum()
 
 
 def mean_loss(losses: Sequence[Loss], weights: Mapping[str, float]) -> StepLoss:

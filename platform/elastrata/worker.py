@@ -116,9 +116,7 @@ def _train(job: Job, sender: Sender) -> None:
         optimizer=optimizer,
     ) as keeper:
         keeper.started(
-            Started(
-                attempt=attempt, world_size=world_size, step=start.step, seconds=phases.seconds
-            )
+            Started(attempt=attempt, world_size=world_size, step=start.step, seconds=phases.seconds)
         )
         for record in loop.run(model, optimizer, stream, start):
             keeper.stepped(record)

@@ -58,7 +58,7 @@ class Loss:
     """Sums, never means: the engine divides once, by the weight of the global batch."""
 
     terms: Mapping[str, Tensor]
-    """Per loss term a scalar sum; the training loss is the sum over terms of sum / global weight."""
+    """Per loss term a scalar sum; the training loss adds up sum / global weight over terms."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
 
@@ -83,7 +83,7 @@ class Workload(Config):
 
     @abstractmethod
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> Batch:
-        """A micro-batch from rows (maybe none of them). All randomness comes from `SampleRng(seed, rows)`."""
+        """A micro-batch from rows, maybe from none. All randomness is `SampleRng(seed, rows)`'s."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
@@ -95,8 +95,11 @@ class Workload(Config):
 
     @abstractmethod
     def flops(self, lengths: Sequence[int], num_predictions: int, vocabulary: Vocabulary) -> int:
-        """FLOPs of forward and backward for samples of these lengths: 6 per matmul parameter and
-        token it is applied to, plus attention (halved where causal). Recomputation is not counted."""
+        """FLOPs of forward and backward for samples of these lengths.
+
+        6 per matmul parameter and token it is applied to, plus attention, halved where it is
+        causal. Recomputation is not counted.
+        """
 
     @abstractmethod
     def export(

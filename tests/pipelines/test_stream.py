@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.synthetic import write_data_set
 
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
@@ -18,6 +16,7 @@ from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream, dealt, descriptors
+from support.synthetic import write_data_set
 
 STEPS, BATCH = 23, 29
 

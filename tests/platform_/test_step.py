@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support.bare_loop import train_on_ranks
 from support.ranks import run_ranks
 from support.synthetic import tiny_recipe, write_data_set

@@ -61,7 +61,10 @@ def _stripes(lengths: np.ndarray, rng: np.random.Generator, seed: int) -> Iterat
         part = lengths[first : first + STRIPE]
         starts = rng.integers(5, VOCABULARY, len(part))
         tokens = np.concatenate(
-            [5 + (start + 7 * np.arange(n)) % (VOCABULARY - 5) for start, n in zip(starts, part)]
+            [
+                5 + (start + 7 * np.arange(n)) % (VOCABULARY - 5)
+                for start, n in zip(starts, part, strict=True)
+            ]
         ).astype("<u2")
         offsets = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * 2
         ids = mix(np.arange(first, first + len(part)) + seed * 1_000_003)

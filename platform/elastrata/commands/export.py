@@ -17,15 +17,14 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
     checkpoint: Annotated[
-        str | None,
-        typer.Option(help="Name of a checkpoint's folder. Default: the newest that is whole."),
-    ] = None,
+        str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
+    ] = "newest",
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
     from elastrata.export import export as export_run
 
-    path = export_run(run, checkpoint=checkpoint, out=out)
+    path = export_run(run, out, checkpoint=checkpoint)
     console = open_console(as_json=json)
     console.print(
         f"model    {path}\n"
