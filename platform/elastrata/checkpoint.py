@@ -151,6 +151,11 @@ class DurableSaver:
         )
         return time.perf_counter() - started
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight."""
+        return not self._idle.is_set()
+
     def wait(self) -> None:
         """Returns when no save is in flight any more, whether it succeeded or failed."""
         self._idle.wait()

@@ -184,7 +184,7 @@ def size_problems(storage: Storage, commit: Commit) -> list[str]:
     """One line per file that is missing or has another size, by one listing of the folder."""
     try:
         sizes = _sizes(storage, commit.folder)
-    except OSError as error:
+    except Exception as error:  # remote file systems raise what they like
         return [f"cannot be listed ({error})"]
     found = ((name, sizes.get(name), record.size) for name, record in commit.files.items())
     return [
@@ -198,8 +198,10 @@ def _read(storage: Storage, folder: str) -> Commit | str | None:
         return Commit.from_json(storage.read(folder, MARKER), folder)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"{MARKER} {error}"
+    except Exception as error:
+        return f"{MARKER} cannot be read ({error})"
 
 
 def _sizes(storage: Storage, folder: str) -> dict[str, int]:
@@ -220,7 +222,7 @@ def _size_problem(name: str, size: int | None, expected: int) -> str:
 def _content_problem(storage: Storage, commit: Commit, name: str) -> str | None:
     try:
         digest = storage.sha256(commit.folder, name)
-    except OSError as error:
+    except Exception as error:
         return f"{name} cannot be read ({error})"
     expected = commit.files[name].sha256
     if digest == expected:

@@ -1,0 +1,159 @@
+"""What a checkpoint costs: stall of the training loop, MB/s written, verified and loaded.
+
+    python benchmarks/checkpoint.py
+
+Two ranks (gloo) hold one sharded state of some 200 MB on the local disk. Each round saves it once
+through `DurableSaver`, while the ranks go on with matrix products as a training would, and once
+with DCP's own synchronous `save`; medians over the rounds. Writes `results/checkpoint.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as synchronous_save
+from torch.distributed.fsdp import fully_shard
+
+from elastrata.checkpoint import DurableSaver
+from elastrata.commit import commits, problems
+from elastrata.training_state import restore, training_state
+from elastrata_pipelines.storage import Storage
+
+WORLD_SIZE = 2
+WIDTH, BLOCKS = 1024, 16
+WORK = 256
+RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def products_per_second(saver: DurableSaver | None, seconds: float) -> float:
+    """Matrix products per second, until the save in flight has ended or for some seconds."""
+    matrix = torch.ones(WORK, WORK)
+    started, done = time.perf_counter(), 0
+    while saver.saving if saver else time.perf_counter() - started < seconds:
+        matrix @ matrix
+        done += 1
+    return done / (time.perf_counter() - started)
+
+
+def one_round(
+    storage: Storage, saver: DurableSaver, step: int, state: dict[str, Any]
+) -> dict[str, float]:
+    dist.barrier()
+    idle = products_per_second(None, 1.0)
+    dist.barrier()
+    started = time.perf_counter()
+    stall = saver.save(state, step=step, samples=step, tokens=step)
+    busy = products_per_second(saver, 0.0)
+    written = time.perf_counter() - started
+    with tempfile.TemporaryDirectory(dir=storage.path()) as folder:
+        folders: list[Any] = [folder]
+        dist.broadcast_object_list(folders, src=0)
+        dist.barrier()
+        started = time.perf_counter()
+        synchronous_save(state, storage_writer=FileSystemWriter(f"{folders[0]}/it"))
+        synchronous = time.perf_counter() - started
+        dist.barrier()
+    return {
+        "stall_async_s": stall,
+        "stall_synchronous_s": synchronous,
+        "written_after_s": written,
+        "compute_during_save": busy / idle,
+    }
+
+
+def rank_main(rank: int, folder: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
+    )
+    storage = Storage(f"{folder}/checkpoints")
+    Path(storage.path()).mkdir(exist_ok=True)
+    model, optimizer = training()
+    saver = DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
+    state = training_state(model, optimizer)
+    measured = [one_round(storage, saver, step, state) for step in range(rounds + 1)]
+    saver.close()
+    (commit,) = commits(storage)
+    dist.barrier()
+    started = time.perf_counter()
+    restore(storage, commit, model, optimizer)
+    loaded = time.perf_counter() - started
+    if rank == 0:
+        result = {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summary(folder: Path) -> dict[str, float]:
+    result = json.loads((folder / "result.json").read_text())
+    storage = Storage(str(folder / "checkpoints"))
+    (commit,) = commits(storage)
+    megabytes = sum(record.size for record in commit.files.values()) / 1e6
+    started = time.perf_counter()
+    assert not problems(storage, commit)
+    verified = time.perf_counter() - started
+    median = {
+        name: statistics.median(measured[name] for measured in result["rounds"])
+        for name in result["first"]
+    }
+    return {
+        "state_mb": megabytes,
+        "stall_async_s": median["stall_async_s"],
+        "stall_async_first_s": result["first"]["stall_async_s"],
+        "stall_synchronous_s": median["stall_synchronous_s"],
+        "stall_async_over_synchronous": median["stall_async_s"] / median["stall_synchronous_s"],
+        "written_mb_per_s": megabytes / median["written_after_s"],
+        "compute_during_save_over_idle": median["compute_during_save"],
+        "verified_mb_per_s": megabytes / verified,
+        "loaded_mb_per_s": megabytes / result["loaded_after_s"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (folder, rounds), nprocs=WORLD_SIZE)
+        figures = summary(Path(folder))
+    report = {
+        "command": "python benchmarks/checkpoint.py",
+        "machine": f"{os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "rounds": rounds,
+        "figures": {name: round(value, 4) for name, value in figures.items()},
+    }
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
