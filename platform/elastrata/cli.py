@@ -27,6 +27,7 @@ app = typer.Typer(
     name="elastrata",
     help="Elastic pre-training of transformer language models on Ray.",
     add_completion=False,
+    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

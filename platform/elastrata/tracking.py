@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from elastrata.config import Config
@@ -98,9 +99,16 @@ class Tracker:
 
         self._outbox.put(forget)
 
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Copies a file to the run's artifacts. It must not change before the run is finished."""
-        self._outbox.put(lambda: self._client.log_artifact(self.run_id, str(path), folder))
+    def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
+        """Adds a file of that name to the run's artifacts."""
+
+        def log() -> None:
+            with TemporaryDirectory() as scratch:
+                path = Path(scratch) / name
+                path.write_bytes(data)
+                self._client.log_artifact(self.run_id, str(path), folder)
+
+        self._outbox.put(log)
 
     def finish(self, status: Status) -> None:
         """Writes what is still to be written and the final status, in at most a minute."""

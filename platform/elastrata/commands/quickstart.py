@@ -1,0 +1,154 @@
+"""`elastrata quickstart`: the main job, end to end, on text that every machine has."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastrata.commands.options import Json
+from elastrata.console import open_console, print_json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.launch import TrainResult
+    from elastrata.quickstart import Filled
+    from elastrata.recipe import Recipe
+
+
+def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as steps=200."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for everything it writes.")] = Path(
+        "quickstart"
+    ),
+    json: Json = False,
+) -> None:
+    """Train a small BERT on Python's own library: text to shards to model, in minutes."""
+    from elastrata.quickstart import (
+        RUN_NAME,
+        collect_corpus,
+        fill_masks,
+        last_evaluation,
+        quickstart_recipe,
+    )
+    from elastrata.ray_session import ray_session
+    from elastrata_pipelines.storage import Storage
+
+    started = time.monotonic()
+    console = open_console(as_json=json)
+    corpus = collect_corpus(out / "corpus")
+    console.print(
+        f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
+    )
+    recipe = quickstart_recipe(out, corpus, tuple(overrides or ()))
+    with ray_session():
+        result = _prepare_and_train(console, recipe)
+    run = Storage(result.run_dir)
+    evaluation = last_evaluation(run)
+    console.print("4/5  export: the model as a folder for transformers")
+    model = _export(result, out / "model")
+    console.print("5/5  fill: what it would put in the place of masked words")
+    filled = fill_masks(model)
+    for guess in filled:
+        console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
+    _summarize(console, recipe, result, evaluation, model, time.monotonic() - started)
+    if json:
+        print_json_line(_result(result, evaluation, model, filled) | {"name": RUN_NAME})
+
+
+def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
+    from elastrata.api import prepare, train
+    from elastrata.progress import Progress
+    from elastrata.stage_progress import StageProgress
+
+    assert recipe.data.prepare is not None
+    console.print("2/5  prepare: text to shards of presorted stripes")
+    with StageProgress(console) as stages:
+        manifest = prepare(recipe.data.prepare, recipe.data.path, progress=stages)
+    console.print(
+        f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
+        f"{manifest.stripes:,} stripes"
+    )
+    workers = recipe.workers.max
+    console.print(
+        f"3/5  train: {recipe.steps} steps of {recipe.batch_size} samples, {workers} workers"
+    )
+    result = train(
+        recipe,
+        show=Progress(recipe.steps, lambda line: console.print(f"     {line}", markup=False)),
+    )
+    _draw(recipe, result, manifest.length_histogram)
+    return result
+
+
+def _draw(recipe: Recipe, result: TrainResult, histogram: tuple[int, ...]) -> None:
+    from elastrata.pictures import publish_pictures
+    from elastrata.tracking import open_tracker
+    from elastrata_pipelines.storage import Storage
+
+    tracker = open_tracker(
+        recipe.tracking,
+        Storage(recipe.storage),
+        run_name=str(recipe.name),
+        run_id=result.mlflow_run_id,
+        params={},
+        tags={},
+    )
+    publish_pictures(Storage(result.run_dir), histogram, tracker)
+    tracker.finish("FINISHED")
+
+
+def _export(result: TrainResult, out: Path) -> Path:
+    """Exports anew: the model of an earlier quickstart in the same folder is replaced."""
+    from elastrata.export import export
+
+    shutil.rmtree(out, ignore_errors=True)
+    return export(result.run_dir, out)
+
+
+def _result(
+    result: TrainResult, evaluation: dict[str, float], model: Path, filled: list[Filled]
+) -> dict[str, Any]:
+    return {
+        **asdict(result),
+        "evaluation": evaluation,
+        "plots": f"{result.run_dir}/plots",
+        "model": str(model),
+        "filled": [asdict(guess) for guess in filled],
+    }
+
+
+def _summarize(
+    console: Console,
+    recipe: Recipe,
+    result: TrainResult,
+    evaluation: dict[str, float],
+    model: Path,
+    seconds: float,
+) -> None:
+    from elastrata.tracking_uri import tracking_uri
+    from elastrata_pipelines.storage import Storage
+
+    uri = tracking_uri(recipe.tracking.uri, Storage(recipe.storage))
+    measured = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items()
+    )
+    console.print(
+        f"\ndone in {seconds:.0f} s: {result.steps} steps, {result.tokens_seen:,} tokens\n"
+        f"  held-out  {measured}\n"
+        f"  model     {model}\n"
+        f"  pictures  {result.run_dir}/plots\n"
+        f"  run       {result.run_dir}  (checkpoints, history, recipe)\n"
+        f"  record    mlflow ui --backend-store-uri {uri}\n"
+        "  next      elastrata prepare --text YOUR_TEXT --out datasets/mine\n"
+        "            elastrata train bert/mini data.path=datasets/mine",
+        markup=False,
+    )
