@@ -139,7 +139,8 @@ def _fragments(
     number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = np.repeat(np.cumsum(lengths) - lengths, counts) + number * size
     ends = np.minimum(begins + size, np.repeat(np.cumsum(lengths), counts))
-    kept = ends - begins >= min_tokens
+    text_ends = np.repeat(np.cumsum(lengths) - len(frame.end), counts)
+    kept = np.minimum(ends, text_ends) - begins >= min_tokens
     fragment_ids = combine(np.repeat(ids, counts), number.astype(np.uint64))
     return _Fragments(fragment_ids[kept], begins[kept], ends[kept]), tokens
 

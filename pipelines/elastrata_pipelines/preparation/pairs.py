@@ -12,7 +12,7 @@ import numpy as np
 from elastrata_pipelines.hashing import combine, key, mix, uniform
 from elastrata_pipelines.preparation.samples import Samples, Tokens, pair_extra
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+_SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')\]])\s+|\n+""")
 _CUT, _RANDOM, _OTHER, _FIRST = 1, 2, 3, 4
 
 

@@ -55,6 +55,7 @@ def _wordpiece(
     vocab = _wordpiece_vocab(tokenizer, texts, vocab_size)
     description = json.loads(tokenizer.to_str())
     description["model"]["vocab"] = vocab
+    description["added_tokens"] = []  # the trainer made every character it was told a special token
     tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(

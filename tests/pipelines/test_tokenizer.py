@@ -1,0 +1,125 @@
+"""Tokenizers: trained alike every time, framed by their own rules, loaded by transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.config import TokenizerConfig
+from elastrata_pipelines.preparation.encoders import make_encoder
+from elastrata_pipelines.preparation.packing import Frame
+from elastrata_pipelines.preparation.pairs import PairFrame
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
+from elastrata_pipelines.preparation.training import train_tokenizer
+from elastrata_pipelines.storage import Storage
+
+SCRIPT = """
+import sys
+from support.texts import tricky_texts
+from elastrata_pipelines.preparation.config import TokenizerConfig
+from elastrata_pipelines.preparation.training import train_tokenizer
+config = TokenizerConfig(train=sys.argv[1], vocab_size=900)
+print(train_tokenizer(tricky_texts(), config, seq_len=64).fingerprint)
+"""
+
+
+@lru_cache
+def trained(kind: str) -> TokenizerFiles:
+    from support.texts import tricky_texts
+
+    config = TokenizerConfig.model_validate({"train": kind, "vocab_size": 900})
+    return train_tokenizer(tricky_texts(), config, seq_len=64)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_two_trainings_in_two_processes_are_equal(kind: str) -> None:
+    root = Path(__file__).parents[1]
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, kind],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_transformers_loads_what_was_saved(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    files = trained(kind)
+    files.save(Storage(str(tmp_path)))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    vocabulary = files.vocabulary()
+    assert loaded.pad_token_id == vocabulary.pad_id
+    assert loaded.mask_token_id == vocabulary.mask_id
+    assert len(loaded) == vocabulary.size <= 900
+    assert set(loaded.all_special_ids) == set(vocabulary.special_ids)
+    assert load_tokenizer(str(tmp_path)).fingerprint == files.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("wordpiece", "tokenizers with a word cache"), ("bpe", "tiktoken")]
+)
+def test_the_fast_encoders_give_the_ids_of_transformers(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from support.texts import tricky_texts
+
+    files = trained(kind)
+    files.save(Storage(str(tmp_path)))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    texts = tricky_texts()
+    tokens, lengths, used = make_encoder(files.tokenizer_json).encode(texts)
+    assert used == name
+    for text, ids in zip(texts, np.split(tokens, np.cumsum(lengths)[:-1]), strict=True):
+        assert ids.tolist() == reference.encode(text, add_special_tokens=False), text
+
+
+def test_a_special_token_in_the_text_is_text() -> None:
+    for kind, text in (("wordpiece", "a [SEP] b"), ("bpe", "a <|endoftext|> b")):
+        files = trained(kind)
+        tokens, _, _ = make_encoder(files.tokenizer_json).encode([text])
+        special = set(files.vocabulary().special_ids) - {1 if kind == "wordpiece" else -1}
+        assert not special & set(tokens.tolist())
+
+
+def test_frames() -> None:
+    assert trained("wordpiece").frame() == Frame((2,), (3,))
+    assert trained("wordpiece").pair_frame() == PairFrame((2,), (3,), (3,))
+    assert trained("bpe").frame() == Frame(end=(0,))
+    with pytest.raises(UserError, match="no token between two texts"):
+        trained("bpe").pair_frame()
+
+
+def test_continuations() -> None:
+    files = trained("wordpiece")
+    from tokenizers import Tokenizer
+
+    for kind, mark in (("wordpiece", "##"), ("bpe", "Ġ")):
+        files = trained(kind)
+        parsed = Tokenizer.from_str(files.tokenizer_json)
+        tokens = {parsed.id_to_token(token) for token in files.vocabulary().continuation_ids}
+        assert tokens
+        if kind == "wordpiece":
+            assert all(token.startswith(mark) for token in tokens)
+        else:
+            assert not any(token.startswith((mark, "Ċ", ",", "(")) for token in tokens)
+            assert "e" in tokens
+
+
+def test_a_tokenizer_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"^tokenizer.load: ./nowhere: cannot be loaded"):
+        load_tokenizer("./nowhere")
