@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -27,7 +28,6 @@ app = typer.Typer(
     name="elastrata",
     help="Elastic pre-training of transformer language models on Ray.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -59,11 +59,14 @@ def run(arguments: Sequence[str]) -> int:
     # Taken from wherever it stands: nobody remembers which options go before the command.
     rest = [argument for argument in arguments if argument != "--traceback"]
     try:
-        code = app(rest, standalone_mode=False)
+        code = app(rest or ["--help"], standalone_mode=False)
     except UserError as error:
         return _fail(BAD_INPUT, error.problems, rest, wants_traceback)
     except typer.TyperException as error:
         return _fail(BAD_INPUT, [_usage(error)], rest, wants_traceback)
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except (KeyboardInterrupt, typer.Abort):
         return _fail(INTERRUPTED, ["interrupted"], rest, wants_traceback)
     except Exception as error:

@@ -45,7 +45,7 @@ def examine(*, storage: str | None, tracking: str | None) -> Iterator[Finding]:
     yield _recipes()
     yield from _machine()
     yield from _gpus()
-    yield _tried("ray", "free memory and disk under /tmp, then look at Ray's logs", _start_ray)
+    yield _tried("ray start", "free memory and disk under /tmp, then look at Ray's logs", _start_ray)
     if storage is not None:
         advice = "check the path or URL, the credentials and the rights"
         yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
@@ -142,8 +142,12 @@ def _start_ray() -> str:
     with ray_session("local"):
         import ray
 
-        answer = ray.get(ray.remote(os.getpid).remote())
-        return "a local cluster starts and runs a task" if answer else ""
+        ray.get(ray.remote(_work).remote())
+    return "a local cluster starts, runs a task and stops"
+
+
+def _work() -> None:
+    """What the task on the local cluster does."""
 
 
 def _write_and_read(storage: Storage) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,18 @@ def quickstart_recipe(out: Path, corpus: Corpus, overrides: tuple[str, ...] = ()
 
 def fill_masks(model: Path) -> list[Filled]:
     """What the exported model puts in the place of a masked word of some lines of Python."""
-    from transformers import pipeline
+    from transformers import AutoTokenizer, pipeline
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging  # transformers does not annotate these two
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    mask = AutoTokenizer.from_pretrained(str(model)).mask_token
     fill = pipeline("fill-mask", model=str(model), device="cpu")
     filled = []
     for prompt in _PROMPTS:
-        line = prompt.format(mask=fill.tokenizer.mask_token)
-        guesses: list[Mapping[str, Any]] = fill(line, top_k=3)
+        line = prompt.format(mask=mask)
+        guesses: list[dict[str, Any]] = fill(line, top_k=3)
         words = tuple(guess["token_str"].strip() for guess in guesses)
         filled.append(Filled(line=line, words=words, probability=guesses[0]["score"]))
     return filled

@@ -87,7 +87,9 @@ def _flat(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str,
 
 def _follows_from_others(problem: Mapping[str, Any], place: Place) -> bool:
     """Whether a list only seems too short because its items, each told of, are wrong."""
-    return problem["type"] == "too_short" and len(place.value) >= problem["ctx"]["min_length"]
+    if problem["type"] != "too_short":
+        return False
+    return len(place.value) >= int(problem["ctx"]["min_length"])
 
 
 def _locate(model: Model, loc: Sequence[Any], values: Any) -> Place | None:
