@@ -1,0 +1,191 @@
+"""The main job through the real Ray Train: it ends, it survives, it continues, at any size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import psutil
+import pytest
+import yaml
+
+from elastrata import history
+from elastrata.commit import commits
+from elastrata_pipelines.storage import Storage
+from support.command import kill_group, run, run_json, start, wait_until
+from support.synthetic import tiny_recipe, write_data_set
+
+STEPS = 120
+RELATIVE = 1e-5
+"""fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a recipe that takes a checkpoint every 10 of its 120 steps of 21 samples."""
+    folder = tmp_path_factory.mktemp("train")
+    write_data_set(folder / "data", samples=400)
+    write_data_set(folder / "data" / "held_out", samples=50, seed=1)
+    values = tiny_recipe(
+        folder / "data",
+        folder / "runs",
+        steps=STEPS,
+        optimizer={"lr": 1e-2},
+        checkpoint={"every": 10},
+        evaluation={"every": 60},
+    )
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> dict[str, Any]:
+    return run_json("train", recipe, "--name", "undisturbed")
+
+
+def _steps(recipe: Path, name: str) -> list[Any]:
+    entries = history.read(Storage(str(recipe.parent / "runs" / name / "history")))
+    return history.effective_steps(entries)
+
+
+def _assert_same_run(recipe: Path, name: str) -> None:
+    expected, steps = _steps(recipe, "undisturbed"), _steps(recipe, name)
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert [s["digest"] for s in steps] == [s["digest"] for s in expected]
+    assert [s["loss"] for s in steps] == pytest.approx([s["loss"] for s in expected], rel=RELATIVE)
+
+
+def _has_commit(recipe: Path, name: str) -> bool:
+    return bool(commits(Storage(str(recipe.parent / "runs" / name / "checkpoints"))))
+
+
+def test_a_run_learns_and_says_what_it_did(recipe, undisturbed) -> None:
+    steps = _steps(recipe, "undisturbed")
+    assert undisturbed == {
+        "run_dir": str(recipe.parent / "runs" / "undisturbed"),
+        "mlflow_run_id": undisturbed["mlflow_run_id"],
+        "steps": STEPS,
+        "samples_seen": 21 * STEPS,
+        "tokens_seen": steps[-1]["tokens"],
+        "final_loss": steps[-1]["loss"],
+        "world_sizes": [1],
+        "status": "FINISHED",
+    }
+    first, last = steps[0]["loss"], undisturbed["final_loss"]
+    assert last < first - 0.5, "every sample is one token over and over"
+    assert all(step["padding"] == 0 for step in steps)
+
+
+def test_a_finished_run_is_not_run_again(recipe, undisturbed) -> None:
+    assert run_json("train", recipe, "--name", "undisturbed") == undisturbed
+
+
+def test_killed_driver_resumes_at_another_size(recipe, undisturbed, tmp_path) -> None:
+    name = "killed"
+    two = start(
+        "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
+    )
+    wait_until(lambda: _has_commit(recipe, name), 120, "a first checkpoint")
+    kill_group(two)
+
+    done = run_json("train", recipe, "workers.min=3", "workers.max=3", "--name", name)
+
+    assert done["world_sizes"] == [2, 3]
+    assert done["samples_seen"] == undisturbed["samples_seen"]
+    assert done["tokens_seen"] == undisturbed["tokens_seen"]
+    _assert_same_run(recipe, name)
+    _assert_logged_once(recipe, done["mlflow_run_id"])
+
+
+def _assert_logged_once(recipe: Path, run_id: str) -> None:
+    client = mlflow.MlflowClient(f"sqlite:///{recipe.parent / 'runs' / 'mlflow.db'}")
+    run_record = client.get_run(run_id)
+    assert run_record.info.status == "FINISHED"
+    logged = [metric.step for metric in client.get_metric_history(run_id, "train/loss")]
+    assert sorted(logged) == list(range(1, STEPS + 1))
+    assert [m.step for m in client.get_metric_history(run_id, "eval/loss")] == [60, 120]
+    assert run_record.data.params["batch_size"] == "21"
+    assert (
+        len(client.search_runs([run_record.info.experiment_id], "tags.mlflow.runName = 'killed'"))
+        == 1
+    )
+
+
+def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path) -> None:
+    name = "worker-lost"
+    driver = start(
+        "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
+    )
+    wait_until(lambda: _has_commit(recipe, name), 120, "a first checkpoint")
+    workers = [
+        child
+        for child in psutil.Process(driver.pid).children(recursive=True)
+        if "RayTrainWorker" in child.name() or "RayTrainWorker" in " ".join(child.cmdline())
+    ]
+    assert len(workers) == 2
+    workers[1].send_signal(signal.SIGKILL)
+
+    assert driver.wait(timeout=180) == 0, (tmp_path / "log").read_text()
+    attempts = [
+        entry["world_size"]
+        for entry in history.read(Storage(str(recipe.parent / "runs" / name / "history")))
+        if entry["kind"] == "started"
+    ]
+    assert attempts == [2, 2]
+    _assert_same_run(recipe, name)
+
+
+def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
+    done = run("train", recipe, "--name", "undisturbed", "optimizer.lr=0.5", "seed=3")
+    assert done.returncode == 2
+    assert "optimizer.lr: 0.001 in the run of this name, 0.5 in this recipe" in done.stderr
+    assert "seed: 0 in the run of this name, 3 in this recipe" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("batch_size=401", "batch_size: 401: larger than the data set (400 samples in "),
+        ("micro_batch_tokens=47", "micro_batch_tokens: 47: the data set has samples of 48 tokens"),
+        ("workload.max_positions=32", "workload.max_positions: 32, but this data set has samples"),
+        ("workload.next_sentence=true", "workload.next_sentence: true, but this data set has no"),
+        ("data.path=nowhere", "no data set here (manifest.json is missing)"),
+        ("workers.min=9 workers.max=9", "workers.min: 9: needs 3.6 CPUs, the cluster has"),
+    ],
+)
+def test_input_that_cannot_work_is_refused(recipe, override, line) -> None:
+    done = run("train", recipe, *override.split(), "--name", "refused")
+    assert done.returncode == 2, done.stderr
+    assert line in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (recipe.parent / "runs" / "refused").exists()
+
+
+def test_damaged_shards_are_told(recipe, tmp_path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(recipe.parent / "data", data)
+    shard = sorted((data / "shards").iterdir())[1]
+    whole = shard.read_bytes()
+    middle = len(whole) // 2
+    shard.write_bytes(
+        whole[:middle]
+        + bytes(byte ^ 0xFF for byte in whole[middle : middle + 64])
+        + whole[middle + 64 :]
+    )
+    done = run("train", recipe, f"data.path={data}", "--name", "altered")
+    assert done.returncode == 2, done.stderr
+    assert f"{shard}: the shard is damaged" in done.stderr
+
+    shard.write_bytes(whole[:-100])
+    done = run("train", recipe, f"data.path={data}", "--name", "truncated")
+    assert done.returncode == 2
+    assert f"{shard}: {len(whole) - 100} bytes, but the manifest says {len(whole)}" in done.stderr
+
+    os.remove(shard)
+    done = run("train", recipe, f"data.path={data}", "--name", "missing")
+    assert done.returncode == 2
+    assert f"{shard}: missing" in done.stderr
