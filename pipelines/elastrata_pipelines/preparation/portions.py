@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -203,19 +204,22 @@ def _parquet_pieces(
         for batch in parquet.iter_batches(
             batch_size=_PARQUET_ROWS, columns=[config.text_field], use_threads=False
         ):
-            texts = [value.as_buffer() for value in batch.column(0).cast(pa.large_string())]
-            if None in texts:
-                raise OSError(
-                    f"row {row + texts.index(None)}: column {config.text_field!r} is null"
-                )
-            yield _rows_piece(file, row, offset, texts)
-            row, offset = row + len(texts), offset + sum(text.size for text in texts)
+            texts = batch.column(0).cast(pa.large_string())
+            if texts.null_count:
+                null = texts.is_null().to_pylist().index(True)
+                raise OSError(f"row {row + null}: column {config.text_field!r} is null")
+            piece = _rows_piece(file, row, offset, texts)
+            yield piece
+            row, offset = row + len(texts), offset + len(piece.data)
 
 
-def _rows_piece(file: SourceFile, row: int, offset: int, texts: list[pa.Buffer]) -> Piece:
-    ends, end = [], 0
-    for text in texts:
-        end += text.size
-        ends.append(end)
-    data = b"".join(memoryview(text) for text in texts)
-    return Piece(file=file, first=row, offset=offset, data=data, ends=tuple(ends))
+def _rows_piece(file: SourceFile, row: int, offset: int, texts: pa.LargeStringArray) -> Piece:
+    _, bounds, data = texts.buffers()
+    ends = np.frombuffer(bounds, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    return Piece(
+        file=file,
+        first=row,
+        offset=offset,
+        data=memoryview(data)[ends[0] : ends[-1]].tobytes(),
+        ends=tuple((ends[1:] - ends[0]).tolist()),
+    )

@@ -27,8 +27,11 @@ class Target:
         Raises:
             UserError: another data set, or files of other origin, are there.
         """
-        names = self.storage.names()
         where = self.storage.uri()
+        try:
+            names = self.storage.names()
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read ({error})") from None
         foreign = [name for name in names if not name.startswith(_OURS)]
         if foreign:
             some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
