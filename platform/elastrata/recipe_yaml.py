@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,7 +146,8 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)",
+        r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)",
         list("-+.0123456789"),
     ),
     ("merge", r"<<", ["<"]),
@@ -177,12 +179,17 @@ def _with_bases(
         base_path = find_recipe(base, path.parent)
     except UserError as error:
         raise UserError(*(f"{shown}: extends: {problem}" for problem in error.problems)) from None
-    base_shown = str(base_path) if _looks_like_file(base) else base
-    bases = _with_bases(base_path, base_shown, (*above, real))
+    bases = _with_bases(base_path, _shown(base_path), (*above, real))
     # A run's name belongs to one recipe: two recipes of one name would be one run.
     return [
         (file, {k: v for k, v in inherited.items() if k != "name"}) for file, inherited in bases
     ] + [(shown, values)]
+
+
+def _shown(path: Path) -> str:
+    """How to call a file: by its recipe's name where it has one, else by its shortest path."""
+    names = {file.resolve(): name for name, file in available_recipes().items()}
+    return names.get(path.resolve()) or min(str(path), os.path.relpath(path), key=len)
 
 
 def _read_file(path: Path, shown: str) -> dict[str, Any]:

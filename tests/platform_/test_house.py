@@ -1,0 +1,125 @@
+"""The house: what lies where, the public list, and the door to each library."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elastrata
+from elastrata import shipped
+from elastrata.recipe_yaml import available_recipes
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "elastrata": ROOT / "platform" / "elastrata",
+    "elastrata_pipelines": ROOT / "pipelines" / "elastrata_pipelines",
+    "elastrata_workloads": ROOT / "workloads" / "elastrata_workloads",
+}
+
+DOORS = {
+    "mlflow": {"elastrata.tracking", "elastrata.tracking_client"},
+    "ray.data": {
+        "elastrata.source",
+        "elastrata_pipelines.preparation",
+        "elastrata_pipelines.stream",
+    },
+    "ray.train": {"elastrata.launch", "elastrata.worker", "elastrata_pipelines.stream"},
+    "ray.tune": set(),
+    "torch.distributed.checkpoint": {
+        "elastrata.checkpoint",
+        "elastrata.dcp",
+        "elastrata.training_state",
+    },
+    "typer": {"elastrata.cli", "elastrata.commands"},
+    "matplotlib": {"elastrata.plots"},
+}
+"""The modules (with those below them) that may import a library or a part of it."""
+
+
+def test_platform_is_no_package_and_does_not_hide_pythons_own() -> None:
+    assert not (ROOT / "platform" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "platform").exists()
+    code = "import platform; print(platform.system())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip()
+
+
+def test_every_package_is_typed() -> None:
+    assert all((folder / "py.typed").is_file() for folder in SOURCES.values())
+
+
+def test_the_public_list() -> None:
+    assert elastrata.__all__ == [
+        "PrepareConfig",
+        "Recipe",
+        "TrainResult",
+        "UserError",
+        "Workload",
+        "load_recipe",
+        "prepare",
+        "train",
+    ]
+    for name in elastrata.__all__:
+        assert getattr(elastrata, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = elastrata.tarin
+
+
+@pytest.mark.parametrize("module", ["elastrata", "elastrata.cli"])
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    heavy = ("torch", "ray", "mlflow", "transformers", "pyarrow", "pydantic", "numpy", "yaml")
+    code = f"import sys, {module}; print(*(m for m in {heavy!r} if m in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_recipes_and_cluster_files_are_found_from_the_checkout() -> None:
+    assert {"bert/tiny", "bert/base", "bert/quickstart"} <= available_recipes().keys()
+    assert all(path.is_file() for path in available_recipes().values())
+    assert shipped.cluster_files() == ROOT / "cluster_configs"
+
+
+def test_every_library_that_is_named_has_a_tested_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["dependencies"] + project["optional-dependencies"]["dev"]
+    names = {"".join(c if c.isalnum() or c in "-_" else " " for c in n).split()[0] for n in named}
+    assert {name.lower() for name in names} <= {name.lower() for name in shipped.tested_versions()}
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join([package, *(part for part in parts if part != "__init__")])
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _below(name: str, ancestor: str) -> bool:
+    return name == ancestor or name.startswith(f"{ancestor}.")
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_one_library_one_door(library: str) -> None:
+    intruders = {
+        module
+        for module, tree in _modules()
+        if any(_below(imported, library) for imported in _imports(tree))
+        and not any(_below(module, door) for door in DOORS[library])
+    }
+    assert intruders == set()
