@@ -139,7 +139,7 @@ class GatedStorage(Storage):
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
-        assert self.gate.wait(60)
+        assert self.gate.wait(120)
         with super().create(*parts) as stream:
             yield stream
 
