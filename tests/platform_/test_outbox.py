@@ -1,0 +1,56 @@
+"""The outbox: in order, again and again, and never longer than it may."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from elastrata.outbox import Outbox
+
+
+def test_actions_run_in_order_through_failures() -> None:
+    done: list[int] = []
+    failures = {3: 2}
+
+    def act(number: int) -> None:
+        if failures.get(number):
+            failures[number] -= 1
+            raise ConnectionError("not now")
+        done.append(number)
+
+    outbox = Outbox("the store", lambda error: False)
+    for number in range(6):
+        outbox.put(lambda number=number: act(number))
+    assert outbox.close(30) == 0
+    assert done == list(range(6))
+
+
+def test_what_is_hopeless_is_dropped() -> None:
+    done: list[int] = []
+
+    def refuse() -> None:
+        raise ValueError("never")
+
+    outbox = Outbox("the store", lambda error: isinstance(error, ValueError))
+    outbox.put(refuse)
+    outbox.put(lambda: done.append(1))
+    assert outbox.close(10) == 0
+    assert done == [1]
+
+
+def test_closing_ends_in_time_and_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ConnectionError("gone")
+
+    outbox = Outbox("the store", lambda error: False)
+    for _ in range(3):
+        outbox.put(fail)
+    started = time.monotonic()
+    assert outbox.close(1.5) == 3
+    assert time.monotonic() - started < 10
+    assert caplog.text.count("the store does not answer") == 1
+
+
+def test_an_idle_outbox_closes_at_once() -> None:
+    assert Outbox("the store", lambda error: False).close(30) == 0

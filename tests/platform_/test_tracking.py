@@ -1,0 +1,293 @@
+"""Tracking, against a real SQLite store and a real MLflow server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from elastrata.tracking import Tracker, TrackingConfig, open_tracker
+from elastrata.tracking_client import quiet_client
+from elastrata.tracking_uri import shown, tracking_uri
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+from support.command import wait_until
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, which take seconds to make, and nothing in them."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    quiet_client(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    """A storage folder whose database is there already."""
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_store, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def _open(
+    storage: Path, run_id: str | None = None, uri: str | None = None, **params: object
+) -> Tracker:
+    return open_tracker(
+        TrackingConfig(uri=uri),
+        Storage(str(storage)),
+        run_name="first",
+        run_id=run_id,
+        params=params or {"optimizer.lr": 1e-3},
+        tags={"git.commit": "abc"},
+    )
+
+
+def _client(storage: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
+
+
+def _records(first: int, last: int, factor: float = 1.0) -> list[dict[str, float]]:
+    return [{"step": step, "train/loss": factor / step} for step in range(first, last + 1)]
+
+
+def _history(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+
+def test_a_run_is_recorded_beside_its_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tracker = _open(tmp_path / "runs")
+    tracker.log_steps(_records(1, 3))
+    tracker.log_steps([{"step": 3, "eval/loss": 0.5}])
+    tracker.tag({"world_sizes": "2"})
+    tracker.log_artifact("curve.png", b"picture", "plots")
+    tracker.finish("FINISHED")
+    client = _client(tmp_path / "runs")
+    run = client.get_run(tracker.run_id)
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params == {"optimizer.lr": "0.001"}
+    assert run.data.tags["git.commit"] == "abc"
+    assert run.data.tags["world_sizes"] == "2"
+    assert _history(client, tracker.run_id, "train/loss") == [(1, 1), (2, 1 / 2), (3, 1 / 3)]
+    assert _history(client, tracker.run_id, "eval/loss") == [(3, 0.5)]
+    assert [item.path for item in client.list_artifacts(tracker.run_id, "plots")] == [
+        "plots/curve.png"
+    ]
+    assert run.info.artifact_uri.startswith((tmp_path / "runs" / "mlflow-artifacts").as_uri())
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_resumed_run_is_the_same_run_and_logs_no_step_twice(runs: Path) -> None:
+    first = _open(runs, **{"workers.max": 2, "steps": 9})
+    first.log_steps(_records(1, 5))
+    first.finish("FAILED")
+    second = _open(runs, first.run_id, **{"workers.max": 3, "steps": 9, "new.key": 1})
+    assert second.run_id == first.run_id
+    assert _client(runs).get_run(first.run_id).info.status == "RUNNING"
+    second.log_steps(_records(4, 7, factor=10))
+    second.log_steps(_records(7, 8, factor=100))
+    second.finish("KILLED")
+    run = _client(runs).get_run(first.run_id)
+    assert run.info.status == "KILLED"
+    assert run.data.params == {"workers.max": "2", "steps": "9", "new.key": "1"}
+    assert run.data.tags["resumed.workers.max"] == "3"
+    assert _history(_client(runs), first.run_id, "train/loss") == [
+        *[(step, pytest.approx(1 / step)) for step in range(1, 6)],
+        (6, pytest.approx(10 / 6)),
+        (7, pytest.approx(10 / 7)),
+        (8, pytest.approx(100 / 8)),
+    ]
+
+
+def test_a_run_the_store_does_not_know_is_begun_anew(runs: Path) -> None:
+    tracker = _open(runs, "0" * 32)
+    tracker.finish("FINISHED")
+    assert tracker.run_id != "0" * 32
+    tags = _client(runs).get_run(tracker.run_id).data.tags
+    assert tags["continues_run"] == "0" * 32
+
+
+def test_checkpoints_are_models_of_the_run_until_they_are_deleted(runs: Path) -> None:
+    first = _open(runs)
+    first.record_checkpoint("s3://bucket/step-10", 10, {"eval/loss": 2.0})
+    first.record_checkpoint("s3://bucket/step-20", 20, {})
+    first.finish("FAILED")
+    second = _open(runs, first.run_id)
+    second.forget_checkpoint("s3://bucket/step-10")
+    second.finish("FINISHED")
+    models = _client(runs).search_logged_models([second.experiment_id])
+    assert [(model.name, model.tags["uri"]) for model in models] == [
+        ("step-20", "s3://bucket/step-20")
+    ]
+    assert models[0].source_run_id == first.run_id
+    tags = _client(runs).get_run(first.run_id).data.tags
+    assert tags["checkpoint.latest"] == "s3://bucket/step-20"
+
+
+def test_values_that_are_no_numbers_do_not_stop_the_record(runs: Path) -> None:
+    tracker = _open(runs)
+    tracker.log_steps([{"step": 1, "train/loss": float("nan"), "perf/mfu": float("inf")}])
+    tracker.log_steps(_records(2, 2))
+    tracker.finish("FINISHED")
+    steps = [step for step, _ in _history(_client(runs), tracker.run_id, "train/loss")]
+    assert steps == [1, 2]
+
+
+def test_what_the_store_refuses_is_dropped_with_a_warning(
+    runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = _open(runs)
+    tracker.log_steps([{"step": 1, "no*such*name": 1.0}])
+    tracker.log_steps(_records(1, 1))
+    with caplog.at_level(logging.WARNING):
+        tracker.finish("FINISHED")
+    assert _history(_client(runs), tracker.run_id, "train/loss") == [(1, 1.0)]
+    assert "refused a record" in caplog.text
+
+
+def test_many_processes_make_one_store(tmp_path: Path) -> None:
+    code = (
+        "from elastrata.tracking import TrackingConfig, open_tracker\n"
+        "from elastrata_pipelines.storage import Storage\n"
+        f"t = open_tracker(TrackingConfig(), Storage({str(tmp_path)!r}), run_name='r',"
+        " run_id=None, params={}, tags={})\n"
+        "t.log_steps([{'step': 1, 'train/loss': 1.0}])\n"
+        "t.finish('FINISHED')\n"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait() for process in started] == [0, 0]
+    experiment = _client(tmp_path).get_experiment_by_name("elastrata")
+    runs = _client(tmp_path).search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"] * 2
+
+
+def test_a_deleted_experiment_is_told(runs: Path) -> None:
+    _open(runs).finish("FINISHED")
+    client = _client(runs)
+    client.delete_experiment(client.get_experiment_by_name("elastrata").experiment_id)
+    with pytest.raises(UserError, match=r"tracking.experiment: 'elastrata': deleted in sqlite"):
+        _open(runs)
+
+
+@pytest.mark.parametrize(
+    ("uri", "line"),
+    [
+        ("mlruns", "tracking.uri: mlruns: expected sqlite:///FILE"),
+        ("sqlite://", "tracking.uri: sqlite://: expected sqlite:///FILE"),
+        ("ftp://me:secret@host/x", "tracking.uri: ftp://host/x: expected"),
+        ("http://127.0.0.1:9", "tracking.uri: http://127.0.0.1:9: cannot be reached"),
+        ("sqlite:////proc/no/x.db", "tracking.uri: sqlite:////proc/no/x.db: cannot be reached"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_told_in_one_line(
+    tmp_path: Path, uri: str, line: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        _open(tmp_path, uri=uri)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(line)
+
+
+def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database, but it is long enough" * 40)
+    with pytest.raises(UserError, match="cannot be reached"):
+        _open(tmp_path)
+
+
+def test_the_default_store_needs_a_local_folder(tmp_path: Path) -> None:
+    found = tracking_uri(None, Storage(str(tmp_path)))
+    assert found == f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(UserError, match=r"storage \(s3://bucket/x\) is remote"):
+        tracking_uri(None, Storage("s3://bucket/x"))
+    assert shown("postgresql://me:secret@host/db") == "postgresql://host/db"
+
+
+class Server:
+    """An `mlflow server` on a loopback port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        environment = {
+            **os.environ,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        command = [
+            *(sys.executable, "-m", "mlflow", "server", "--workers", "1"),
+            *(
+                "--port",
+                str(self.port),
+                "--backend-store-uri",
+                f"sqlite:///{self._folder}/mlflow.db",
+            ),
+            *("--artifacts-destination", str(self._folder / "artifacts")),
+        ]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        wait_until(self._answers, 120, "the MLflow server answers")
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+        return False
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_store: Path) -> Iterator[Server]:
+    (tmp_path / "server").mkdir()
+    shutil.copy(empty_store, tmp_path / "server" / "mlflow.db")
+    server = Server(tmp_path / "server")
+    yield server
+    server.kill()
+
+
+def test_a_server_that_dies_loses_nothing(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = _open(tmp_path / "runs", uri=server.uri)
+    tracker.log_steps(_records(1, 2))
+    server.kill()
+    with caplog.at_level(logging.WARNING):
+        for step in range(3, 9):
+            tracker.log_steps(_records(step, step))
+        tracker.log_artifact("curve.png", b"picture", "plots")
+        wait_until(lambda: "does not answer" in caplog.text, 60, "the warning")
+        server.start()
+        tracker.finish("FINISHED")
+    assert caplog.text.count("does not answer; trying again") == 1
+    client = MlflowClient(server.uri)
+    steps = [step for step, _ in _history(client, tracker.run_id, "train/loss")]
+    assert steps == list(range(1, 9))
+    assert client.get_run(tracker.run_id).info.status == "FINISHED"
+    assert [item.path for item in client.list_artifacts(tracker.run_id, "plots")] == [
+        "plots/curve.png"
+    ]
