@@ -165,7 +165,7 @@ class TokenizeWork:
         runs: list[Run | None] = []
         names = [""]
         for part, documents in enumerate(split):
-            weight = 1.0 if part == HELD_OUT else self.config.sources[numbered.source].weight
+            weight = 1.0 if part == HELD_OUT else self.config.all_sources[numbered.source].weight
             run, name = None, ""
             if documents and not problems:
                 samples, name = self._samples(documents, weight, encoder)

@@ -1,0 +1,150 @@
+"""Preparing elsewhere, with other parallelism, on S3, or after a kill: the bytes are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.inspection import verify
+from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.storage import Storage
+from support.corpus import whole_config, write_corpus
+
+TESTS = Path(__file__).parents[1]
+
+
+def child(
+    num_cpus: int, config: dict[str, object], out: str, stop_at: str = ""
+) -> subprocess.Popen[str]:
+    """A preparation in a process of its own."""
+    arguments = [str(num_cpus), json.dumps(config), out, stop_at]
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.prepare_child", *arguments],
+        cwd=TESTS,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def checksums(out: str) -> dict[str, str]:
+    """The checksum of every file of a data set but its manifests."""
+    storage = Storage(out)
+    held_out = Manifest.read(storage.sub("held_out"))
+    return {
+        entry.path: entry.sha256 for entry in Manifest.read(storage).files
+    } | {f"held_out/{entry.path}": entry.sha256 for entry in held_out.files}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("here") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: Path, ray_local: None) -> Path:
+    """The corpus, prepared with two CPUs."""
+    out = corpus.parent / "out"
+    prepare(PrepareConfig.model_validate(whole_config(str(corpus))), str(out))
+    return out
+
+
+def test_other_parallelism_in_another_folder_gives_the_same_bytes(
+    prepared: Path, tmp_path: Path
+) -> None:
+    corpus = write_corpus(tmp_path / "somewhere" / "else")
+    process = child(1, whole_config(str(corpus)), str(tmp_path / "out"))
+    process.communicate()
+    assert process.returncode == 0
+    assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
+    manifests = [(out / "manifest.json").read_bytes() for out in (prepared, tmp_path / "out")]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "write shards"])
+def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
+    prepared: Path, corpus: Path, tmp_path: Path, stage: str
+) -> None:
+    config = whole_config(str(corpus))
+    process = child(2, config, str(tmp_path / "out"), stop_at=stage)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reached\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert (tmp_path / "out" / ".building").exists()
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+    prepare(PrepareConfig.model_validate(config), str(tmp_path / "out"))
+    assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
+    found = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert found == ["held_out", "lengths.npy", "manifest.json", "shards", "tokenizer"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    url: str
+    endpoint: str
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket on an S3 server of this test's own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    server = subprocess.Popen(
+        [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stderr is not None
+        next(line for line in server.stderr if "Running on" in line)
+        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+        with urllib.request.urlopen(request):
+            yield Bucket("s3://bucket", endpoint)
+    finally:
+        os.kill(server.pid, signal.SIGTERM)
+        server.communicate()
+
+
+def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: Bucket) -> None:
+    source = Storage(f"{bucket.url}/corpus")
+    for path in corpus.iterdir():
+        source.write(path.read_bytes(), path.name)
+    out = f"{bucket.url}/data/set"
+    process = child(2, whole_config(source.url), out)
+    process.communicate()
+    assert process.returncode == 0
+    assert checksums(out) == checksums(str(prepared))
+    assert verify(Storage(out)) == []
+    assert Storage(out).names() == [
+        "held_out",
+        "lengths.npy",
+        "manifest.json",
+        "shards",
+        "tokenizer",
+    ]
+
+    shard = Manifest.read(Storage(out)).shards[0]
+    data = bytearray(Storage(out).read(shard.path))
+    assert hashlib.sha256(data).hexdigest() == shard.sha256
