@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Annotated
 
@@ -50,38 +50,46 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command and returns its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted).
-
-    With `--json` a failure, too, is one object as the last line of standard output.
-    """
+    """Runs a command and returns its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     signal.signal(signal.SIGTERM, _interrupt)
-    wants_traceback = "--traceback" in arguments
     # Taken from wherever it stands: nobody remembers which options go before the command.
     rest = [argument for argument in arguments if argument != "--traceback"]
+
+    def command() -> object:
+        return app(rest or ["--help"], prog_name="elastrata", standalone_mode=False)
+
+    return outcome(command, as_json="--json" in rest, with_traceback="--traceback" in arguments)
+
+
+def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: bool) -> int:
+    """The exit code of a command; errors are told in lines on standard error.
+
+    Args:
+        command: raises, returns its exit code, or returns something else where all is well.
+        as_json: whether a failure, too, is one JSON object as the last line of standard output.
+        with_traceback: whether to show where in the program a failure arose.
+    """
     try:
-        code = app(rest or ["--help"], standalone_mode=False)
+        code = command()
     except UserError as error:
-        return _fail(BAD_INPUT, error.problems, rest, wants_traceback)
+        failure = BAD_INPUT, error.problems
     except typer.TyperException as error:
-        return _fail(BAD_INPUT, [_usage(error)], rest, wants_traceback)
+        failure = BAD_INPUT, (_usage(error),)
+    except (KeyboardInterrupt, typer.Abort):
+        failure = INTERRUPTED, ("interrupted",)
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(INTERRUPTED, ["interrupted"], rest, wants_traceback)
     except Exception as error:
-        lines = [_one_line(error), *getattr(error, "__notes__", [])]
-        return _fail(FAILED, lines, rest, wants_traceback)
-    return code if isinstance(code, int) else 0
-
-
-def _fail(code: int, lines: Sequence[str], arguments: Sequence[str], wants_traceback: bool) -> int:
-    if wants_traceback:
-        traceback.print_exc()
-    print_error(*lines)
-    if "--json" in arguments:
-        print_json_line({"status": "error", "errors": list(lines)})
-    return code
+        failure = FAILED, (_one_line(error), *getattr(error, "__notes__", []))
+        if with_traceback:
+            traceback.print_exc()
+    else:
+        return code if isinstance(code, int) else 0
+    print_error(*failure[1])
+    if as_json:
+        print_json_line({"status": "error", "errors": list(failure[1])})
+    return failure[0]
 
 
 def _usage(error: typer.TyperException) -> str:

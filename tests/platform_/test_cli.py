@@ -1,0 +1,161 @@
+"""The command line: codes, lines and JSON of what goes well and what does not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastrata.cli import outcome, run
+from support.command import ELASTRATA
+from support.synthetic import write_data_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data_set(folder, samples=400)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handler() -> Any:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Usage: elastrata" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["tran"], "No such command 'tran'. Did you mean 'train'? Try 'elastrata --help'."),
+        (["train"], "Missing argument 'RECIPE'. Try 'elastrata --help'."),
+        (["train", "bert/tiny", "--nome", "x"], "No such option: --nome"),
+        (["train", "bert/tinny"], "bert/tinny: no such recipe (did you mean 'bert/tiny'?)"),
+        (["train", "bert/tiny", "sed=1"], "command line: sed: 1: unknown key (did you mean 'seed"),
+        (["train", "bert/tiny", "--name", "a/b"], "command line: name: 'a/b': expected letters"),
+        (["prepare"], "expected a recipe, or --text PATH... --out DIR"),
+        (["prepare", "--text", "x"], "--out: missing"),
+        (
+            ["prepare", "--text", "x", "--out", "y", "--seq-len", "3"],
+            "command line: seq_len: 3: expected a whole number at least 8",
+        ),
+        (["inspect", "nowhere"], "no data set here (manifest.json is missing)"),
+        (["export", "nowhere", "--out", "x"], "no run here"),
+        (["schema", "--out", "/proc/x"], "--out: /proc/x: cannot be written"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_and_as_json(
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert line in printed.err
+    assert run([*arguments, "--json"]) == 2
+    result = _json(capsys)
+    assert result["status"] == "error"
+    assert result["errors"] == printed.err.splitlines()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_without_text_cannot_be_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "{workload: {name: bert}, data: {path: d}, steps: 9, batch_size: 8, optimizer: {lr: 1}}"
+    )
+    assert run(["prepare", str(tmp_path / "r.yaml")]) == 2
+    assert "r.yaml: data.prepare: missing" in capsys.readouterr().err
+
+
+def test_inspect(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(data), "--workers", "4", "--batch", "64", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "every file is there and has its checksum" in shown
+    assert "400 of at most 48 tokens" in shown
+    assert "█" in shown
+    assert run(["inspect", str(data), "--workers", "4", "--batch", "64", "--json"]) == 0
+    result = _json(capsys)
+    assert (result["samples"], result["stripes"], result["shards"]) == (400, 13, 7)
+    assert 0 <= result["padding_fraction"] < result["padding_to_seq_len"] < 1
+    assert 1 <= result["imbalance_max_over_mean"] < result["balance"]["imbalance_random"]
+    assert result["verified"] is False
+
+
+def test_inspect_takes_the_cost_of_a_recipes_model(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["inspect", str(data), "--recipe", "bert/tiny", "--json"]) == 0
+    assert _json(capsys)["samples"] == 400
+
+
+def test_inspect_tells_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data_set(tmp_path, samples=100)
+    shard = next((tmp_path / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert run(["inspect", str(tmp_path), "--verify"]) == 2
+    assert f"{shard}: altered" in capsys.readouterr().err
+    assert run(["inspect", str(tmp_path), "--batch", "101"]) == 2
+    assert "a batch of 101 is larger than the data set" in capsys.readouterr().err
+
+
+def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert run(["schema", "--out", str(tmp_path / "s.json"), "--json"]) == 0
+    assert _json(capsys) == {"path": str(tmp_path / "s.json")}
+    assert json.loads((tmp_path / "s.json").read_text()) == shown
+
+
+def test_a_failure_is_one_line_and_the_rest_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        error = RuntimeError("first line\nsecond line")
+        error.add_note("logs: here")
+        raise error
+
+    assert outcome(fail, as_json=True, with_traceback=False) == 1
+    printed = capsys.readouterr()
+    lines = ["RuntimeError: first line (--traceback shows all)", "logs: here"]
+    assert printed.err.splitlines() == lines
+    assert json.loads(printed.out) == {"status": "error", "errors": lines}
+    assert outcome(fail, as_json=False, with_traceback=True) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_termination_is_an_interrupt() -> None:
+    def terminate() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert run(["--help"]) == 0
+    assert outcome(terminate, as_json=False, with_traceback=False) == 130
+
+
+def test_output_may_be_cut_short() -> None:
+    cut = subprocess.run(
+        f"{ELASTRATA} schema | head -c 10", shell=True, capture_output=True, text=True
+    )
+    assert cut.stderr == ""
