@@ -41,11 +41,9 @@ def train(
 
     Raises:
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
-        RuntimeError: training failed.
+        TrainingFailed: training did not come to its end; says why.
     """
-    name = run_name(recipe)
-    with ray_session(address):
-        return train_on_ray(recipe, name=name, show=show)
+    return train_on_ray(recipe, name=run_name(recipe), address=address, show=show)
 
 
 def prepare(

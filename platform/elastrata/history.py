@@ -41,6 +41,11 @@ def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
     return [steps[step] for step in sorted(steps)]
 
 
+def world_sizes(entries: Iterable[Mapping[str, Any]]) -> list[int]:
+    """World size of every group of workers that took a step, in order."""
+    return [entry["world_size"] for entry in entries if entry["kind"] == "started"]
+
+
 class HistoryWriter:
     """Writes the history of one attempt.
 

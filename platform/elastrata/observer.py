@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from elastrata.events import Committed, Evaluated, Event, Refused, Removed, Stalled, Started
 from elastrata.record import StepRecord
 from elastrata.tracking import Tracker
+
+
+def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Logs what is in a run's history but not in its record: the driver died in between."""
+    metrics = []
+    for entry in entries:
+        values = {key: value for key, value in entry.items() if key not in ("kind", "attempt")}
+        if entry["kind"] == "step":
+            metrics.append({"step": entry["step"], **StepRecord(**values).to_metrics()})
+        elif entry["kind"] == "evaluated":
+            metrics.append(values)
+    tracker.log_steps(metrics)
 
 
 class Observer:
@@ -15,12 +28,15 @@ class Observer:
     Args:
         tracker: of the run.
         show: called with every event.
+        world_sizes: of the groups of workers before this launch.
     """
 
-    def __init__(self, tracker: Tracker, show: Callable[[Event], None]) -> None:
+    def __init__(
+        self, tracker: Tracker, show: Callable[[Event], None], world_sizes: Sequence[int]
+    ) -> None:
         self._tracker = tracker
         self._show = show
-        self._world_sizes: list[int] = []
+        self._world_sizes = list(world_sizes)
         self.refused: tuple[str, ...] = ()
 
     def __call__(self, events: Sequence[Event]) -> None:

@@ -142,7 +142,7 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
 def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
     done = run("train", recipe, "--name", "undisturbed", "optimizer.lr=0.5", "seed=3")
     assert done.returncode == 2
-    assert "optimizer.lr: 0.001 in the run of this name, 0.5 in this recipe" in done.stderr
+    assert "optimizer.lr: 0.01 in the run of this name, 0.5 in this recipe" in done.stderr
     assert "seed: 0 in the run of this name, 3 in this recipe" in done.stderr
 
 
