@@ -21,6 +21,9 @@ class Balance:
     imbalance_max_over_mean: float
     imbalance_worst: float
     """Of the worst step."""
+    imbalance_least: float
+    """No deal of whole rows can do better than this: of the k W + 1 longest rows, some rank of W
+    gets k + 1."""
     imbalance_random: float
     """Where every rank gets consecutive rows of the batch, as many as the others."""
     micro_batches: float
@@ -41,7 +44,7 @@ def measure_balance(
     Raises:
         ValueError: a row alone exceeds the token budget, or there is no batch.
     """
-    imbalances, random_imbalances, counts = [], [], []
+    imbalances, least_imbalances, random_imbalances, counts = [], [], [], []
     rows = tokens = padded = padded_random = longest = 0
     for lengths in batches:
         dealt = deal(
@@ -51,6 +54,7 @@ def measure_balance(
             tokens_per_micro_batch=tokens_per_micro_batch,
         )
         imbalances.append(dealt.imbalance)
+        least_imbalances.append(_least_imbalance(lengths, workers, work))
         random_imbalances.append(_random_imbalance(lengths, workers, work))
         counts.append(len(dealt.hands[0].cuts) - 1)
         filled, size = _padded(dealt, lengths)
@@ -64,12 +68,20 @@ def measure_balance(
         steps=len(imbalances),
         imbalance_max_over_mean=float(np.mean(imbalances)),
         imbalance_worst=max(imbalances),
+        imbalance_least=float(np.mean(least_imbalances)),
         imbalance_random=float(np.mean(random_imbalances)),
         micro_batches=float(np.mean(counts)),
         padding_fraction=1 - tokens / padded,
         padding_random=1 - tokens / padded_random,
         padding_to_longest=1 - tokens / (rows * longest),
     )
+
+
+def _least_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
+    costs = np.sort(work(lengths))[::-1]
+    every_wth = costs[::workers]
+    largest = int((every_wth * np.arange(1, len(every_wth) + 1)).max())
+    return max(1.0, largest * workers / int(costs.sum()))
 
 
 def _random_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:

@@ -1,0 +1,167 @@
+"""MB of text per second of `prepare`, beside Hugging Face datasets with the same tokenizer.
+
+    pip install datasets
+    python benchmarks/preparation.py ../shared/data
+
+The corpus is WikiText and the .py files of this Python's standard library and site-packages, a
+document a file, some 100 MB in one JSON Lines file. `prepare` is timed whole: reading, tokenising,
+shuffling, writing shards; `datasets` is timed for `map` alone, after reading. Both use two
+processes and the tokenizers trained here beforehand. Runs alternate; the result is the median of
+three. Every run of `prepare` has a Ray of its own, whose start is timed separately.
+Results go to benchmarks/results/preparation.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastrata.ray_session import ray_session
+from elastrata_pipelines.preparation import PrepareConfig, prepare
+
+CORPUS_BYTES = 100 * 10**6
+PROCESSES = 2
+RUNS = 3
+VOCAB_SIZE = 16384
+SEQ_LEN = 512
+PACKAGES = ("datasets", "pyarrow", "ray", "tiktoken", "tokenizers", "transformers")
+
+
+def documents(data: Path) -> Iterator[str]:
+    yield (data / "wikitext" / "train.txt").read_text()
+    yield (data / "wikitext" / "validation.txt").read_text()
+    for place in ("stdlib", "purelib"):
+        for path in sorted(Path(sysconfig.get_paths()[place]).rglob("*.py")):
+            try:
+                text = path.read_text()
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text.strip():
+                yield text
+
+
+def write_corpus(data: Path, target: Path) -> int:
+    """Writes the corpus and returns its size: bytes of text."""
+    size = 0
+    with target.open("w") as stream:
+        for text in documents(data):
+            stream.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size >= CORPUS_BYTES:
+                break
+    return size
+
+
+def config(corpus: Path, tokenizer: dict[str, Any]) -> PrepareConfig:
+    return PrepareConfig.model_validate(
+        {"sources": [{"paths": [str(corpus)]}], "tokenizer": tokenizer, "seq_len": SEQ_LEN}
+    )
+
+
+def train_tokenizer(corpus: Path, kind: str, folder: Path) -> Path:
+    """Trains a tokenizer by preparing the corpus with it, and returns its folder."""
+    settings = {"train": kind, "vocab_size": VOCAB_SIZE, "max_bytes": 8 * 2**20}
+    with ray_session("local", num_cpus=PROCESSES):
+        prepare(config(corpus, settings), str(folder))
+    return folder / "tokenizer"
+
+
+def run_elastrata(corpus: Path, tokenizer: Path) -> tuple[float, float, int]:
+    """Seconds to start Ray, seconds to prepare, and the tokens without special ones."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, ray_session("local", num_cpus=PROCESSES):
+        started = time.perf_counter()
+        manifest = prepare(config(corpus, {"load": str(tokenizer)}), f"{folder}/out")
+        done = time.perf_counter()
+    return started - begun, done - started, manifest.tokens
+
+
+def run_datasets(corpus: Path, tokenizer: Path) -> tuple[float, int]:
+    """Seconds of `map`, and the tokens."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    datasets.disable_progress_bars()
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encoded = loaded(
+            batch["text"], add_special_tokens=False, return_attention_mask=False,
+            return_token_type_ids=False,
+        )  # fmt: skip
+        return {"input_ids": encoded["input_ids"]}
+
+    with tempfile.TemporaryDirectory() as cache:
+        data = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
+        begun = time.perf_counter()
+        mapped = data.map(tokenize, batched=True, num_proc=PROCESSES, remove_columns=["text"])
+        seconds = time.perf_counter() - begun
+        tokens = sum(len(chunk.flatten()) for chunk in mapped.data.column("input_ids").chunks)
+    return seconds, tokens
+
+
+def measure(kind: str, corpus: Path, megabytes: float, scratch: Path) -> dict[str, Any]:
+    tokenizer = train_tokenizer(corpus, kind, scratch / kind)
+    ours, theirs, ray_starts = [], [], []
+    tokens = (0, 0)
+    for run in range(RUNS):
+        start, seconds, our_tokens = run_elastrata(corpus, tokenizer)
+        other_seconds, their_tokens = run_datasets(corpus, tokenizer)
+        ray_starts.append(start)
+        ours.append(megabytes / seconds)
+        theirs.append(megabytes / other_seconds)
+        tokens = our_tokens, their_tokens
+        print(f"{kind} {run}: prepare {ours[-1]:.2f} MB/s, datasets.map {theirs[-1]:.2f} MB/s")
+    result = {
+        "tokenizer": kind,
+        "vocab_size": VOCAB_SIZE,
+        "prepare_megabytes_per_second": round(statistics.median(ours), 2),
+        "datasets_map_megabytes_per_second": round(statistics.median(theirs), 2),
+        "ratio": round(statistics.median(ours) / statistics.median(theirs), 2),
+        "runs": {"prepare": [round(x, 2) for x in ours], "map": [round(x, 2) for x in theirs]},
+        "tokens_prepare_with_special_and_map": tokens,
+        "seconds_to_start_ray": round(statistics.median(ray_starts), 1),
+    }
+    print(json.dumps(result))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds wikitext/")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results/preparation.json"
+    )
+    arguments = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # two processes of one thread each, as here
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        size = write_corpus(arguments.data, corpus)
+        rows = [measure(kind, corpus, size / 1e6, Path(folder)) for kind in ("bpe", "wordpiece")]
+    result = {
+        "command": "python benchmarks/preparation.py ../shared/data",
+        "machine": f"{os.cpu_count()} cores, shared with other work",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+        "corpus_megabytes": round(size / 1e6, 1),
+        "processes": PROCESSES,
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
