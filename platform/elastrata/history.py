@@ -63,7 +63,7 @@ class HistoryWriter:
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
-        line = {"kind": kind, "attempt": self._attempt, **entry}
+        line = {"kind": kind, "attempt": self._attempt, "time": round(time.time(), 3), **entry}
         self._lines.append(json.dumps(line).encode() + b"\n")
         if time.monotonic() - self._written > PART_SECONDS:
             self.flush()

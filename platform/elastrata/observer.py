@@ -14,7 +14,7 @@ def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
     """Logs what is in a run's history but not in its record: the driver died in between."""
     metrics = []
     for entry in entries:
-        values = {key: value for key, value in entry.items() if key not in ("kind", "attempt")}
+        values = {key: value for key, value in entry.items() if key not in ("kind", "attempt", "time")}
         if entry["kind"] == "step":
             metrics.append({"step": entry["step"], **StepRecord(**values).to_metrics()})
         elif entry["kind"] == "evaluated":

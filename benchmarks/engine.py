@@ -1,0 +1,121 @@
+"""What the engine costs: steps/s of `elastrata train` beside a bare PyTorch loop.
+
+    python benchmarks/engine.py DATA_SET
+
+Both run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
+and the same clipping; the bare loop gets its micro-batches ready-made. They take turns, and the
+median over the rounds of the ratio of their median steps counts. DATA_SET is prepared by
+`elastrata prepare bert/wikitext-mini`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from report import write_result
+
+from elastrata import history
+from elastrata.optimizer import build_optimizer
+from elastrata.preflight import training_data
+from elastrata.recipe import Recipe
+from elastrata.recipe_file import load_recipe
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import decode
+from elastrata_pipelines.storage import Storage
+
+STEPS, WARM_UP = 60, 10
+
+
+def overrides(data: str, storage: str) -> list[str]:
+    return [
+        f"data.path={data}",
+        f"storage={storage}",
+        f"steps={STEPS}",
+        "schedule.warmup_steps=0",
+        "workers.max=1",
+        "workers.threads=1",
+        "evaluation.every=100000",
+        "checkpoint.every=100000",
+    ]
+
+
+def engine_seconds(data: str) -> float:
+    """Median seconds from one step's end to the next, through `elastrata train`."""
+    with tempfile.TemporaryDirectory() as storage:
+        command = ["elastrata", "train", "bert/wikitext-mini", *overrides(data, storage)]
+        subprocess.run([*command, "--name", "run"], check=True, capture_output=True)
+        steps = history.effective_steps(history.read(Storage(storage).sub("run", "history")))
+    times = [step["time"] for step in steps][WARM_UP:-1]
+    return statistics.median(later - earlier for earlier, later in pairwise(times))
+
+
+def bare_seconds(recipe: Recipe) -> float:
+    """Median seconds of a step of a plain loop over the same micro-batches."""
+    torch.set_num_threads(1)
+    batches = training_data(recipe).train
+    vocabulary, workload = batches.manifest.vocabulary, recipe.workload
+    torch.manual_seed(recipe.seed)
+    model = workload.build_model(vocabulary, batches.manifest.seq_len)
+    optimizer = build_optimizer(recipe.optimizer, model)
+    ready = [
+        [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
+        for group in batches.groups(
+            Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20
+        )
+        for payload in batches.payloads(group, 1)
+        for step in decode(payload, batches.manifest.token_dtype)
+    ]
+    seconds = []
+    for micro_batches in ready:
+        started = time.perf_counter()
+        weight = sum(batch.weights["mlm"] for batch in micro_batches)
+        for batch in micro_batches:
+            (workload.loss(model, batch).terms["mlm"] / weight).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_set")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bare", action="store_true", help="only print the bare loop's seconds")
+    arguments = parser.parse_args()
+    data = str(Path(arguments.data_set).resolve())
+    if arguments.bare:
+        print(bare_seconds(load_recipe("bert/wikitext-mini", overrides(data, "unused"))))
+        return
+    rounds = []
+    for _ in range(arguments.rounds):
+        bare = subprocess.run(
+            [sys.executable, __file__, data, "--bare"], check=True, capture_output=True, text=True
+        )
+        bare_step, engine_step = float(bare.stdout), engine_seconds(data)
+        rounds.append(
+            {
+                "bare_steps_per_second": round(1 / bare_step, 3),
+                "engine_steps_per_second": round(1 / engine_step, 3),
+                "engine_over_bare": round(bare_step / engine_step, 4),
+            }
+        )
+        print(rounds[-1])
+    figures = {
+        "engine_over_bare": statistics.median(r["engine_over_bare"] for r in rounds),
+        "rounds": rounds,
+    }
+    write_result("engine", figures, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()

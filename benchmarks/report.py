@@ -1,0 +1,37 @@
+"""The result of a benchmark: figures with the command, the versions and the machine beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, figures: Mapping[str, Any], packages: tuple[str, ...]) -> None:
+    """Prints figures and writes them to `results/<name>.json`.
+
+    Args:
+        name: of the benchmark's file.
+        figures: JSON values.
+        packages: those whose versions matter.
+    """
+    arguments = " ".join(os.path.relpath(a) if os.path.isabs(a) else a for a in sys.argv[1:])  # noqa: PTH117
+    result = {
+        "command": f"python benchmarks/{name}.py {arguments}".strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in packages},
+        },
+        **figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))

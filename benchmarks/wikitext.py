@@ -1,0 +1,124 @@
+"""BERT-mini on WikiText: does it learn, how much, how fast.
+
+    python benchmarks/wikitext.py ../shared/data/wikitext
+
+Prepares the text, trains `bert/wikitext-mini` with two workers through the command line, and
+compares the validation masked-LM accuracy with that of always guessing the most frequent token.
+Writes `results/wikitext.json` with the loss curve, and the curve as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import RESULTS, write_result
+
+from elastrata import history
+from elastrata.evaluate import EVALUATION_SEED, held_out_rows
+from elastrata.pictures import FOLDER, LOSS_CURVE
+from elastrata.preflight import training_data
+from elastrata.recipe_file import load_recipe
+from elastrata_pipelines.storage import Storage
+
+RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, text=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def most_frequent_accuracy(overrides: list[str]) -> float:
+    """Accuracy, on the very predictions of the evaluation, of the commonest masked token."""
+    recipe = load_recipe(RECIPE, overrides)
+    held_out = training_data(recipe).held_out
+    assert held_out is not None
+    rows = held_out_rows(held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
+    vocabulary = held_out.manifest.vocabulary
+    labels: list[np.ndarray] = []
+    for part in rows:
+        batch: Any = recipe.workload.collate(part, vocabulary, EVALUATION_SEED)
+        labels.append(batch.labels.numpy())
+    counts = np.bincount(np.concatenate(labels))
+    return float(counts.max() / counts.sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wikitext", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = [
+            f'"{(arguments.wikitext / f"{part}.txt").resolve()}"'
+            for part in ("train", "validation")
+        ]
+        article = "document_start: '^ = [^=].* = $'"
+        overrides = [
+            f"data.path={scratch}/data",
+            f"data.prepare.sources=[{{name: train, paths: {texts[0]}, {article}}}]",
+            f"data.prepare.held_out=[{{name: validation, paths: {texts[1]}, {article}}}]",
+            f"storage={scratch}/runs",
+            *arguments.overrides,
+        ]
+        prepared = command("prepare", RECIPE, *overrides)
+        started = time.perf_counter()
+        trained = command("train", RECIPE, *overrides)
+        seconds = time.perf_counter() - started
+        run = Storage(trained["run_dir"])
+        shutil.copy(run.path(FOLDER, LOSS_CURVE), RESULTS / "wikitext-loss.png")
+        write_result(
+            "wikitext",
+            {
+                "data": {key: prepared[key] for key in ("samples", "tokens", "vocabulary")},
+                "seconds": round(seconds, 1),
+                **{
+                    key: trained[key]
+                    for key in ("steps", "samples_seen", "tokens_seen", "world_sizes")
+                },
+                "final_training_loss": trained["final_loss"],
+                "most_frequent_token_accuracy": most_frequent_accuracy(overrides),
+                **curves(run),
+            },
+            ("elastrata", "ray", "torch"),
+        )
+
+
+def curves(run: Storage) -> dict[str, Any]:
+    """Validation figures, and the training loss as means over equal spans of steps."""
+    entries = history.read(run.sub("history"))
+    steps = history.effective_steps(entries)
+    evaluations = [
+        {"step": entry["step"], "loss": entry["eval/loss"], "accuracy": entry["eval/mlm_accuracy"]}
+        for entry in entries
+        if entry["kind"] == "evaluated"
+    ]
+    spans = np.array_split(np.arange(len(steps)), CURVE_POINTS)
+    return {
+        "validation_accuracy": evaluations[-1]["accuracy"],
+        "validation_loss": evaluations[-1]["loss"],
+        "validation": evaluations,
+        "training_loss": [
+            {
+                "step": steps[span[-1]]["step"],
+                "tokens": steps[span[-1]]["tokens"],
+                "loss": round(float(np.mean([steps[i]["loss"] for i in span])), 4),
+            }
+            for span in spans
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()
