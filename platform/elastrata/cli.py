@@ -98,9 +98,9 @@ def _usage(error: typer.TyperException) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    text = lines[0].strip() if lines else "no message"
-    return f"{type(error).__name__}: {text} (--traceback shows all)"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"{type(error).__name__}: {text or 'no message'} (--traceback shows all)"
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
 
+_SECONDS_TO_ANSWER = 5.0
 _NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
 
 
@@ -43,8 +45,9 @@ def ray_session(
             yield
         return
     try:
+        _check_answers(wanted)
         ray.init(address=wanted, log_to_driver=log_to_driver, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except OSError as error:  # refused, timed out, no such host
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--address: {wanted}: no Ray cluster answers there ({reason})") from error
     _quiet_loggers()
@@ -83,6 +86,13 @@ def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
         ray.shutdown()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_answers(address: str) -> None:
+    """Raises at once where nobody listens: Ray itself would try for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER).close()
 
 
 def _quiet_settings() -> None:

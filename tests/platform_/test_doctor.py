@@ -1,0 +1,36 @@
+"""The doctor: finds what works, and says of the rest what to do."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from elastrata.doctor import examine
+from support.command import run, run_json
+
+
+def test_a_machine_that_is_well(tmp_path: Path) -> None:
+    result = run_json(
+        *("doctor", "--storage", tmp_path / "store"),
+        *("--tracking", f"sqlite:///{tmp_path}/mlflow.db"),
+    )
+    assert result["ok"] is True
+    checks = {check["name"]: check for check in result["checks"]}
+    assert {"ray", "torch", "cpus", "ray start", "storage", "tracking", "recipes"} <= checks.keys()
+    assert checks["ray start"]["found"].startswith("a local cluster starts, runs a task")
+    assert list((tmp_path / "store").iterdir()) == []
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_problems_come_with_advice_and_exit_code_1() -> None:
+    done = run("doctor", "--storage", "/proc/none", "--tracking", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "FAIL storage" in done.stdout
+    assert "FAIL tracking" in done.stdout
+    assert "-> start it (mlflow server --port 5000), or check the address" in done.stdout
+    assert "2 to put right" in done.stdout
+
+
+def test_findings_come_one_by_one() -> None:
+    names = [finding.name for finding in islice(examine(storage=None, tracking=None), 5)]
+    assert names == ["python", "elastrata", "ray", "torch", "transformers"]

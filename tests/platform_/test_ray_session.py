@@ -1,0 +1,41 @@
+"""The Ray session of a command: it is its own, quiet, and gone afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+OWN_AND_GONE = """
+import ray
+from pathlib import Path
+from elastrata.ray_session import ray_session
+
+before = set(Path("/tmp").glob("ray-*"))
+with ray_session(num_cpus=1):
+    (mine,) = set(Path("/tmp").glob("ray-*")) - before
+    with ray_session():
+        assert ray.cluster_resources()["CPU"] == 1
+    assert ray.is_initialized()
+assert not ray.is_initialized()
+assert not mine.exists()
+try:
+    with ray_session(num_cpus=1):
+        (mine,) = set(Path("/tmp").glob("ray-*")) - before
+        raise RuntimeError("broken")
+except RuntimeError as error:
+    assert error.__notes__ == [f"Ray's logs: {mine}/session_latest/logs"]
+assert mine.exists()
+import shutil
+shutil.rmtree(mine)
+"""
+
+
+def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
+    done = subprocess.run([sys.executable, "-c", OWN_AND_GONE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_cluster_that_does_not_answer_is_told() -> None:
+    code = "from elastrata.ray_session import ray_session\nwith ray_session('127.0.0.1:1'): pass\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UserError: --address: 127.0.0.1:1: no Ray cluster answers there" in done.stderr
