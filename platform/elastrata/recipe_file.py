@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
@@ -43,32 +42,6 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as a file that `load_recipe` reads back to an equal one."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def dotted(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's values by dotted path, as MLflow's parameters name them."""
-    return dict(_flatten(recipe.model_dump(mode="json"), ""))
-
-
-def recipe_differences(a: Recipe, b: Recipe) -> list[str]:
-    """The dotted paths at which two recipes differ, sorted."""
-    left, right = dotted(a), dotted(b)
-    missing = object()
-    return sorted(
-        path
-        for path in left.keys() | right.keys()
-        if left.get(path, missing) != right.get(path, missing)
-    )
-
-
-def _flatten(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat += _flatten(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat
 
 
 def _described(text: RecipeText) -> type[BaseModel]:

@@ -33,7 +33,6 @@ def quickstart(
 ) -> None:
     """Train a small BERT on Python's own library: text to shards to model, in minutes."""
     from elastrata.quickstart import (
-        RUN_NAME,
         collect_corpus,
         fill_masks,
         last_evaluation,
@@ -61,7 +60,7 @@ def quickstart(
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
     _summarize(console, recipe, result, evaluation, model, time.monotonic() - started)
     if json:
-        print_json_line(_result(result, evaluation, model, filled) | {"name": RUN_NAME})
+        print_json_line(_result(result, evaluation, model, filled))
 
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
@@ -81,29 +80,10 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     console.print(
         f"3/5  train: {recipe.steps} steps of {recipe.batch_size} samples, {workers} workers"
     )
-    result = train(
+    return train(
         recipe,
         show=Progress(recipe.steps, lambda line: console.print(f"     {line}", markup=False)),
     )
-    _draw(recipe, result, manifest.length_histogram)
-    return result
-
-
-def _draw(recipe: Recipe, result: TrainResult, histogram: tuple[int, ...]) -> None:
-    from elastrata.pictures import publish_pictures
-    from elastrata.tracking import open_tracker
-    from elastrata_pipelines.storage import Storage
-
-    tracker = open_tracker(
-        recipe.tracking,
-        Storage(recipe.storage),
-        run_name=str(recipe.name),
-        run_id=result.mlflow_run_id,
-        params={},
-        tags={},
-    )
-    publish_pictures(Storage(result.run_dir), histogram, tracker)
-    tracker.finish("FINISHED")
 
 
 def _export(result: TrainResult, out: Path) -> Path:
