@@ -32,6 +32,20 @@ class Rows:
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    @property
+    def segment_starts(self) -> npt.NDArray[np.int64]:
+        """First tokens of samples and of the documents packed in them, ascending, shape [G]."""
+        starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
+        if self.boundaries is None:
+            return starts
+        inner = [start + offsets for start, offsets in zip(starts, self.boundaries, strict=True)]
+        return np.unique(np.concatenate([starts, *inner]))
+
+    @property
+    def segment_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, or packed document: what attends to itself, shape [G]."""
+        return np.diff(np.append(self.segment_starts, len(self.tokens)))
+
     def __getitem__(self, part: slice) -> Rows:
         start, stop, step = part.indices(len(self))
         if step != 1:

@@ -146,7 +146,7 @@ class CommitWriter(FileSystemWriter):
         self._folder = folder
         self._finished = finished
         self._files = StorageFiles(storage)
-        self.fs = self._files
+        self.fs = cast(Any, self._files)
         self.path = folder
 
     @override
@@ -190,7 +190,7 @@ class CommitReader(FileSystemReader):
     def __init__(self, storage: Storage, commit: Commit, metadata: Metadata) -> None:
         super().__init__(commit.folder)
         self._metadata = metadata
-        self.fs = StorageFiles(storage)
+        self.fs = cast(Any, StorageFiles(storage))
         self.path = commit.folder
 
     @override
@@ -212,7 +212,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
+        found: Any = _ALLOWED.get((module, name))
         if found is None and module == "torch":
             value = getattr(torch, name, None)
             found = value if isinstance(value, torch.dtype | torch.layout) else None

@@ -91,13 +91,13 @@ class Loop:
                 weights[_WEIGHT + term] = weights.get(_WEIGHT + term, 0.0) + weight
         upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
         predictions = int(max(weights.values(), default=0))
-        lengths = part.rows.lengths.tolist()
+        segments = part.rows.segment_lengths.tolist()
         return {
             **weights,
             "samples": len(part.rows),
-            "tokens": sum(lengths),
+            "tokens": len(part.rows.tokens),
             "positions": sum(batch.num_positions for batch in batches),
-            "flops": self.workload.flops(lengths, predictions, self.vocabulary),
+            "flops": self.workload.flops(segments, predictions, self.vocabulary),
             "digest_upper": upper,
             "digest_lower": lower,
         }

@@ -95,7 +95,7 @@ class Workload(Config):
 
     @abstractmethod
     def flops(self, lengths: Sequence[int], num_predictions: int, vocabulary: Vocabulary) -> int:
-        """FLOPs of forward and backward for samples of these lengths.
+        """FLOPs of forward and backward for samples, or packed documents, of these lengths.
 
         6 per matmul parameter and token it is applied to, plus attention, halved where it is
         causal. Recomputation is not counted.

@@ -41,8 +41,7 @@ class Objective:
         if not len(rows):
             return self._filler(vocabulary.pad_id)
         rng = SampleRng(seed, rows)
-        starts = segment_starts(rows)
-        lengths = np.diff(np.append(starts, len(rows.tokens)))
+        starts, lengths = rows.segment_starts, rows.segment_lengths
         table = tables(vocabulary)
         predicted = choose(rows, starts, table, self.masking, rng)
         tokens = rows.tokens.astype(np.int64)
@@ -87,15 +86,6 @@ class Objective:
             not_next=pairs,
             dropout_keys=zeros if self.dropout else None,
         )
-
-
-def segment_starts(rows: Rows) -> Ints:
-    """First tokens of samples and of packed documents, ascending, shape [G]."""
-    starts: Ints = np.cumsum(rows.lengths) - rows.lengths
-    if rows.boundaries is None:
-        return starts
-    inner = [start + offsets for start, offsets in zip(starts, rows.boundaries, strict=True)]
-    return np.unique(np.concatenate([starts, *inner]))
 
 
 def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch) -> Loss:
