@@ -17,7 +17,6 @@ from elastrata_pipelines.preparation.packing import Frame
 from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.preparation.training import train_tokenizer
-from elastrata_pipelines.storage import Storage
 
 SCRIPT = """
 import sys
@@ -35,6 +34,11 @@ def trained(kind: str) -> TokenizerFiles:
 
     config = TokenizerConfig.model_validate({"train": kind, "vocab_size": 900})
     return train_tokenizer(tricky_texts(), config, seq_len=64)
+
+
+def save(files: TokenizerFiles, folder: Path) -> None:
+    for name, text in files.contents.items():
+        (folder / name).write_text(text)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
@@ -58,7 +62,7 @@ def test_transformers_loads_what_was_saved(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     files = trained(kind)
-    files.save(Storage(str(tmp_path)))
+    save(files, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     vocabulary = files.vocabulary()
     assert loaded.pad_token_id == vocabulary.pad_id
@@ -79,7 +83,7 @@ def test_the_fast_encoders_give_the_ids_of_transformers(
     from support.texts import tricky_texts
 
     files = trained(kind)
-    files.save(Storage(str(tmp_path)))
+    save(files, tmp_path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     texts = tricky_texts()
     tokens, lengths, used = make_encoder(files.tokenizer_json).encode(texts)

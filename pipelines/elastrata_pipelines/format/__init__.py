@@ -1,5 +1,6 @@
 """The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
 
+from elastrata_pipelines.format.checked import write_file
 from elastrata_pipelines.format.manifest import FORMAT_VERSION, MANIFEST, FileEntry, Manifest
 from elastrata_pipelines.format.shard import read_stripes, shard_schema, write_shard
 from elastrata_pipelines.format.vocabulary import Vocabulary
@@ -12,5 +13,6 @@ __all__ = [
     "Vocabulary",
     "read_stripes",
     "shard_schema",
+    "write_file",
     "write_shard",
 ]

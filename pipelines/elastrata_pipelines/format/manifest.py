@@ -19,6 +19,7 @@ MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
 """Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
 TOKENIZER_DIR = "tokenizer"
+_AGAIN = "prepare the data set again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Manifest:
 
     @property
     def shards(self) -> tuple[FileEntry, ...]:
+        """The files that hold samples, in order."""
         return tuple(entry for entry in self.files if entry.stripes)
 
     @property
@@ -72,9 +74,11 @@ class Manifest:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
+        """The manifest's text: keys sorted, so that equal manifests are equal to the byte."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     def write(self, storage: Storage) -> None:
+        """Makes the folder a data set. All its files must be there."""
         storage.write(self.to_json().encode(), MANIFEST)
 
     @staticmethod
@@ -93,32 +97,18 @@ class Manifest:
                 "make one with `elastrata prepare`"
             ) from None
         except ValueError as error:
-            raise UserError(f"{where}: not valid JSON ({error}); prepare the data set again") from None
+            raise UserError(f"{where}: not valid JSON ({error}); {_AGAIN}") from None
         if not isinstance(raw, dict) or raw.get("format") != "elastrata-shards":
             raise UserError(f"{where}: not the manifest of an Elastrata data set")
         if raw.get("version") != FORMAT_VERSION:
             raise UserError(
                 f"{where}: format version {raw.get('version')}, this Elastrata reads version "
-                f"{FORMAT_VERSION}; prepare the data set again"
+                f"{FORMAT_VERSION}; {_AGAIN}"
             )
         try:
-            return Manifest(
-                **{
-                    **raw,
-                    "length_histogram": tuple(raw["length_histogram"]),
-                    "vocabulary": Vocabulary(
-                        **{
-                            **raw["vocabulary"],
-                            "special_ids": tuple(raw["vocabulary"]["special_ids"]),
-                            "continuation_ids": tuple(raw["vocabulary"]["continuation_ids"]),
-                        }
-                    ),
-                    "sources": tuple(raw["sources"]),
-                    "files": tuple(FileEntry(**entry) for entry in raw["files"]),
-                }
-            )
+            return _from_json(raw)
         except (TypeError, KeyError) as error:
-            raise UserError(f"{where}: damaged manifest ({error}); prepare the data set again") from None
+            raise UserError(f"{where}: damaged manifest ({error}); {_AGAIN}") from None
 
     def read_lengths(self, storage: Storage) -> npt.NDArray[np.int32]:
         """Lengths of all samples in stored order, shape [samples], int32.
@@ -131,12 +121,25 @@ class Manifest:
             with storage.open(LENGTHS) as stream:
                 lengths = np.load(stream, allow_pickle=False)
         except FileNotFoundError:
-            raise UserError(f"{where}: missing; prepare the data set again") from None
-        except ValueError as error:
-            raise UserError(f"{where}: unreadable ({error}); prepare the data set again") from None
-        if lengths.shape != (self.samples,) or int(lengths.sum(dtype=np.int64)) != self.tokens:
+            raise UserError(f"{where}: missing; {_AGAIN}") from None
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{where}: unreadable ({error}); {_AGAIN}") from None
+        tokens = int(lengths.sum(dtype=np.int64))
+        if lengths.shape != (self.samples,) or tokens != self.tokens:
             raise UserError(
-                f"{where}: {lengths.size} samples, {int(lengths.sum(dtype=np.int64))} tokens, but the manifest says "
-                f"{self.samples} and {self.tokens}: the index does not match; prepare the data set again"
+                f"{where}: {lengths.size} samples, {tokens} tokens, but the manifest says "
+                f"{self.samples} and {self.tokens}: the index does not match; {_AGAIN}"
             )
         return np.asarray(lengths, dtype=np.int32)
+
+
+def _from_json(raw: dict[str, Any]) -> Manifest:
+    vocabulary = raw["vocabulary"]
+    ids = {name: tuple(vocabulary[name]) for name in ("special_ids", "continuation_ids")}
+    parsed = {
+        "length_histogram": tuple(raw["length_histogram"]),
+        "vocabulary": Vocabulary(**{**vocabulary, **ids}),
+        "sources": tuple(raw["sources"]),
+        "files": tuple(FileEntry(**entry) for entry in raw["files"]),
+    }
+    return Manifest(**{**raw, **parsed})

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.checked import CheckedStream
 from elastrata_pipelines.format.manifest import FileEntry, Manifest
 from elastrata_pipelines.storage import Storage
 
@@ -42,25 +43,28 @@ def write_shard(storage: Storage, path: str, stripes: Iterable[pa.Table]) -> Fil
     """
     samples = count = 0
     with storage.create(path) as stream:
+        checked = CheckedStream(stream)
         writer: pq.ParquetWriter | None = None
         for table in stripes:
-            writer = writer or pq.ParquetWriter(
-                stream,
-                table.schema,
-                compression="none",
-                use_dictionary=False,
-                write_statistics=False,
-                store_schema=False,
-                write_page_checksum=True,
-            )
+            writer = writer or _parquet_writer(checked, table.schema)
             writer.write_table(table, row_group_size=table.num_rows)
             samples += table.num_rows
             count += 1
         if writer is None:
             raise ValueError(f"{path}: a shard needs at least one stripe")
         writer.close()
-    return FileEntry(
-        path=path, bytes=storage.size(path), sha256=storage.sha256(path), samples=samples, stripes=count
+    return checked.entry(path, samples=samples, stripes=count)
+
+
+def _parquet_writer(stream: CheckedStream, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        stream,
+        schema,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+        store_schema=False,
+        write_page_checksum=True,
     )
 
 

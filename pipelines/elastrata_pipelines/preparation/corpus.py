@@ -119,7 +119,11 @@ class Corpus:
             token_dtype=token_dtype(tokenizer),
             runs=runs,
         )
-        return self._process(work, "tokenize")
+        tokenized = self._process(work, "tokenize")
+        encoders = sorted({result.encoder for result in tokenized} - {""})
+        size = sum(result.bytes for result in tokenized)
+        self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
+        return tokenized
 
     @property
     def _text_bytes(self) -> int:
@@ -147,7 +151,6 @@ class Corpus:
         problems = [problem for result in results for problem in result.problems]
         if problems:
             raise UserError(*_at_most(problems))
-        self.report(stage, done, done, "bytes")
         return results
 
 

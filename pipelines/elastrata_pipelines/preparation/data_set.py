@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import FileEntry, Manifest
+from elastrata_pipelines.format import FileEntry, Manifest, write_file
 from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
@@ -87,11 +88,12 @@ class DataSetWriter:
     def write(self, storage: Storage, layout: Layout) -> Manifest:
         """Writes a data set, its manifest last."""
         shards = self._write_shards(storage, layout.plan)
-        buffer = io.BytesIO()
-        np.save(buffer, layout.plan.lengths.astype("<i4"))
-        storage.write(buffer.getvalue(), LENGTHS)
-        self.tokenizer.save(storage.sub(TOKENIZER_DIR))
         lengths = layout.plan.lengths
+        tokenizer_files = {
+            f"{TOKENIZER_DIR}/{name}": text.encode()
+            for name, text in self.tokenizer.contents.items()
+        }
+        others = {LENGTHS: _npy(lengths), **tokenizer_files}
         manifest = Manifest(
             samples=len(lengths),
             tokens=int(lengths.sum(dtype=np.int64)),
@@ -108,7 +110,7 @@ class DataSetWriter:
             vocabulary=self.tokenizer.vocabulary(),
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             sources=layout.sources,
-            files=(*shards, *(_entry(storage, path) for path in _other_files(storage))),
+            files=(*shards, *(write_file(storage, path, data) for path, data in others.items())),
             preparation=self.fingerprint,
         )
         manifest.write(storage)
@@ -131,9 +133,7 @@ class DataSetWriter:
         return sorted(entries, key=lambda entry: entry.path)
 
 
-def _other_files(storage: Storage) -> list[str]:
-    return [LENGTHS, *(f"{TOKENIZER_DIR}/{name}" for name in storage.names(TOKENIZER_DIR))]
-
-
-def _entry(storage: Storage, path: str) -> FileEntry:
-    return FileEntry(path=path, bytes=storage.size(path), sha256=storage.sha256(path))
+def _npy(lengths: npt.NDArray[np.int32]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, lengths.astype("<i4"))
+    return buffer.getvalue()

@@ -12,6 +12,7 @@ from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.portions import Piece, Portion, too_long
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_LEADING_BLANK_LINES = re.compile(r"(?:[ \t\r]*\n)+")
 _BOM = b"\xef\xbb\xbf"
 _HELD_OUT_SALT, _COPY_SALT = text_hash("held-out"), text_hash("copy")
 
@@ -131,8 +132,10 @@ def _split(text: str, line: int, config: SourceConfig) -> Iterator[tuple[int, st
     elif config.documents == "line":
         yield from enumerate((part.rstrip("\r") for part in text.split("\n")), line)
     else:
-        begin = 0
-        for gap in _BLANK_LINES.finditer(text):
+        leading = _LEADING_BLANK_LINES.match(text)
+        begin = leading.end() if leading else 0
+        line += text.count("\n", 0, begin)
+        for gap in _BLANK_LINES.finditer(text, begin):
             yield line, text[begin : gap.start()].strip("\r\n")
             line += text.count("\n", begin, gap.end())
             begin = gap.end()
@@ -143,10 +146,10 @@ def _split_at_starts(text: str, line: int, starts: re.Pattern[str]) -> Iterator[
     first, lines = line, list[str]()
     for number, part in enumerate(text.split("\n"), line):
         if lines and starts.match(part):
-            yield first, "\n".join(lines)
+            yield first, "\n".join(lines).strip("\r\n")
             first, lines = number, []
         lines.append(part)
-    yield first, "\n".join(lines)
+    yield first, "\n".join(lines).strip("\r\n")
 
 
 def is_held_out(document: Document, fraction: float) -> bool:

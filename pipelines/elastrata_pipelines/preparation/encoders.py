@@ -7,18 +7,19 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
 
 _BATCH_CHARACTERS = 2**20
 _SAMPLE_TEXTS = 48
 _SAMPLE_CHARACTERS = 2**10
-_CACHED_WORDS = 2**20
-_CACHED_WORD_CHARACTERS = 64
+_CACHED_WORDS = 2**19
 
 # GPT-2's pattern, as tokenizers' ByteLevel has it, in the equivalent form that never backtracks
 _GPT2_PATTERN = (
@@ -31,9 +32,32 @@ class Encoder(Protocol):
 
     name: str
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens around it."""
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        """Ids of all texts, without special tokens around them."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """The ids of some texts."""
+
+    tokens: Tokens
+    """Of all texts end to end, uint32."""
+    lengths: Ints
+    """Tokens of each text."""
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Encoded)
+            and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.tokens, other.tokens)
+        )
+
+
+def _end_to_end(lists: Sequence[list[int]]) -> Encoded:
+    lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    flat = itertools.chain.from_iterable(lists)
+    return Encoded(np.fromiter(flat, dtype=np.uint32, count=int(lengths.sum())), lengths)
 
 
 class ExactEncoder:
@@ -44,10 +68,10 @@ class ExactEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens around it."""
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        """Ids of all texts."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        return _end_to_end([encoding.ids for encoding in encoded])
 
 
 class TiktokenEncoder:
@@ -62,14 +86,20 @@ class TiktokenEncoder:
         self._encoding = tiktoken.Encoding(
             "elastrata", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
-        self._ids = None if ids_by_rank == list(range(len(ids_by_rank))) else ids_by_rank
+        self._ids = np.array(ids_by_rank, dtype=np.uint32)
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        encoded = [self._encoding.encode_ordinary(text) for text in texts]
-        if self._ids is None:
-            return encoded
-        return [[self._ids[rank] for rank in ranks] for ranks in encoded]
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        """Ids of all texts."""
+        ranks = _end_to_end([self._encoding.encode_ordinary(text) for text in texts])
+        return Encoded(self._ids[ranks.tokens], ranks.lengths)
+
+
+class _Numbers(dict[str, int]):
+    """A number for every word it is ever asked for."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = number = len(self)
+        return number
 
 
 class WordCacheEncoder:
@@ -85,25 +115,37 @@ class WordCacheEncoder:
 
     def __init__(self, exact: ExactEncoder) -> None:
         self._exact = exact
-        self._known: dict[str, list[int]] = {}
+        self._forget()
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        words = [self._parts.findall(text) for text in texts]
-        found = set().union(*words)
-        known = self._known
-        new = sorted(word for word in found if word not in known)
-        fresh = dict(zip(new, self._exact(new), strict=True))
-        if len(known) + len(fresh) > _CACHED_WORDS:
-            known.clear()
-            fresh = dict(zip(everything := sorted(found), self._exact(everything), strict=True))
-        known.update(fresh)
-        chain = itertools.chain.from_iterable
-        encoded = [list(chain(map(known.__getitem__, parts))) for parts in words]
-        for word in fresh:
-            if len(word) > _CACHED_WORD_CHARACTERS:
-                del known[word]
-        return encoded
+    def _forget(self) -> None:
+        self._numbers = _Numbers()
+        self._words = Encoded(np.empty(0, np.uint32), np.empty(0, np.int64))
+        self._starts = np.empty(0, np.int64)
+
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        """Ids of all texts."""
+        if len(self._numbers) > _CACHED_WORDS:
+            self._forget()
+        numbers = [self._number(text) for text in texts]
+        self._learn()
+        counts = [int(self._words.lengths[inside].sum()) for inside in numbers]
+        words = np.concatenate([np.empty(0, np.int64), *numbers])
+        places = ranges(self._starts[words], self._words.lengths[words])
+        return Encoded(self._words.tokens[places], np.array(counts, dtype=np.int64))
+
+    def _number(self, text: str) -> Ints:
+        parts = self._parts.findall(text)
+        return np.fromiter(map(self._numbers.__getitem__, parts), dtype=np.int64, count=len(parts))
+
+    def _learn(self) -> None:
+        """Looks up the words that were numbered since the last time."""
+        new = list(itertools.islice(self._numbers, len(self._words.lengths), None))
+        if not new:
+            return
+        encoded = self._exact(new)
+        lengths = np.concatenate([self._words.lengths, encoded.lengths])
+        self._words = Encoded(np.concatenate([self._words.tokens, encoded.tokens]), lengths)
+        self._starts = np.cumsum(lengths) - lengths
 
 
 class CheckedEncoder:
@@ -116,16 +158,10 @@ class CheckedEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[Tokens, Ints, str]:
         """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
         chosen = self._choose(texts)
-        parts: list[Tokens] = []
-        lengths: list[int] = []
-        for batch in _batches(texts):
-            encoded = chosen(batch)
-            sizes = list(map(len, encoded))
-            flat = itertools.chain.from_iterable(encoded)
-            parts.append(np.fromiter(flat, dtype=np.uint32, count=sum(sizes)))
-            lengths += sizes
-        tokens = np.concatenate([np.empty(0, np.uint32), *parts])
-        return tokens, np.array(lengths, dtype=np.int64), chosen.name
+        parts = [chosen(batch) for batch in _batches(texts)]
+        tokens = np.concatenate([np.empty(0, np.uint32), *(part.tokens for part in parts)])
+        lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
+        return tokens, lengths, chosen.name
 
     def _choose(self, texts: Sequence[str]) -> Encoder:
         if self._fast is None:

@@ -61,7 +61,7 @@ def cut(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples
         out[starts + offset] = token
     for offset, token in enumerate(frame.suffix):
         out[starts + len(frame.prefix) + lengths + offset] = token
-    out[_ranges(starts + len(frame.prefix), lengths)] = tokens[_ranges(fragments.begins, lengths)]
+    out[ranges(starts + len(frame.prefix), lengths)] = tokens[ranges(fragments.begins, lengths)]
     return Samples(ids=fragments.ids, lengths=framed, tokens=out)
 
 
@@ -154,7 +154,7 @@ def _numbered(ids: U64, pieces: Sequence[tuple[int, int, int]]) -> _Fragments:
     return _Fragments(combine(ids[document], number), table[:, 1], table[:, 2])
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
+def ranges(starts: Ints, lengths: Ints) -> Ints:
     """All indices start .. start + length - 1, range after range."""
     before = np.cumsum(lengths) - lengths
     ranges: Ints = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)

@@ -28,7 +28,7 @@ def run_in_parallel(items: Sequence[Item], work: Callable[[Item], Result]) -> It
     """`work(item)` of each item, in any order, on all CPUs of the cluster.
 
     Raises:
-        UserError: as raised by `work`.
+        UserError: as raised by `work`, or where it cannot read or write files.
     """
     return _results(_stage(_source(items), _OneResult(work), num_cpus=1))
 
@@ -41,7 +41,7 @@ def split_in_parallel(
     Parts pass from process to process; few exist at any time.
 
     Raises:
-        UserError: as raised by `split` or `work`.
+        UserError: as raised by `split` or `work`, or where they cannot read or write files.
     """
     parts = _stage(_source(items), split, num_cpus=_READER_CPUS)
     return _results(_stage(parts, _OneResult(work), num_cpus=1))
@@ -78,6 +78,8 @@ class _Stage:
                     yield _row(result)
             except UserError as error:
                 yield _row(_Failed(error.problems))
+            except OSError as error:  # a full disk, a store that went away
+                yield _row(_Failed((f"{type(error).__name__}: {error}",)))
 
 
 def _row(value: Any) -> pa.Table:

@@ -26,6 +26,7 @@ from elastrata_pipelines.preparation.sources import SourceFile
 
 _MIN_PORTION_BYTES, _MAX_PORTION_BYTES = 2 * 2**20, 64 * 2**20
 _PORTIONS_AIMED_AT = 1024
+_BLOCKS_PER_PORTION = 8
 _PARQUET_ROWS = 256
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
@@ -138,7 +139,7 @@ def _text_pieces(
     with open_file(file) as stream:
         buffer = b""
         while True:
-            block = stream.read(size)
+            block = stream.read(max(size // _BLOCKS_PER_PORTION, len(buffer)))
             buffer += block
             at = cut(buffer) if block else len(buffer)
             if at:

@@ -51,7 +51,7 @@ def find_files(number: int, config: SourceConfig) -> tuple[list[SourceFile], lis
     for path in config.paths:
         try:
             found = list(_expand(path))
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # every store has exceptions of its own
             problems.append(f"{path}: cannot be read ({_reason(error)})")
             continue
         if not found:

@@ -30,7 +30,7 @@ class Target:
         where = self.storage.uri()
         try:
             names = self.storage.names()
-        except OSError as error:
+        except Exception as error:  # every store has exceptions of its own
             raise UserError(f"{where}: cannot be read ({error})") from None
         foreign = [name for name in names if not name.startswith(_OURS)]
         if foreign:
@@ -57,7 +57,7 @@ class Target:
         try:
             self.storage.delete(BUILDING)
             self.storage.write(b"", BUILDING, "begun")
-        except OSError as error:
+        except Exception as error:  # every store has exceptions of its own
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
             yield self.storage.sub(BUILDING)

@@ -126,10 +126,10 @@ class TokenizerFiles:
             return ()
         return tuple(sorted(i for i, token in words if _continues(token, marker)))
 
-    def save(self, storage: Storage) -> None:
-        """Writes both files."""
-        storage.write(self.tokenizer_json.encode(), "tokenizer.json")
-        storage.write(self.config_json.encode(), "tokenizer_config.json")
+    @property
+    def contents(self) -> dict[str, str]:
+        """The text of both files by their names."""
+        return {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": self.config_json}
 
 
 def _find(ids: Sequence[int], part: Sequence[int]) -> int:

@@ -1,0 +1,121 @@
+"""Portions: however the files are cut, and however they are stored, the documents are the same."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.documents import Document, copies, read_documents
+from elastrata_pipelines.preparation.portions import group_files, read_portions
+from elastrata_pipelines.preparation.sources import find_files
+
+LIMIT = 10**6
+
+
+def documents(path: Path, size: int, **source: Any) -> list[Document]:
+    config = SourceConfig.model_validate({"paths": [str(path)], "name": "s", **source})
+    files, problems = find_files(0, config)
+    assert problems == []
+    found: list[Document] = []
+    for group in group_files(files, size):
+        for portion in read_portions(group, config, size=size, max_document_bytes=LIMIT):
+            read = read_documents(portion, config, max_document_bytes=LIMIT)
+            assert (read.problems, read.fatal) == ([], ())
+            found += read.documents
+    return found
+
+
+WAYS = [
+    {"documents": "file"},
+    {"documents": "line"},
+    {"documents": "paragraph"},
+    {"document_start": "#"},
+]
+lines = st.lists(st.sampled_from(["", " ", "a", "# b", "ü" * 7, "\t", "c" * 40]), min_size=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(lines=lines, ending=st.sampled_from(["\n", "\r\n"]))
+def test_cutting_elsewhere_changes_no_document(
+    way: dict[str, str], lines: list[str], ending: str, tmp_path: Path
+) -> None:
+    text = ending.join(lines)
+    if not text.strip():
+        return
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    whole = documents(tmp_path / "a.txt", LIMIT, **way)
+    assert "".join("".join(found.text for found in whole).split()) == "".join(text.split())
+    for size in (8, 64):
+        assert documents(tmp_path / "a.txt", size, **way) == whole
+
+
+def _zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", _zstd)],
+)
+def test_compressed_files_hold_the_same_texts(
+    ending: str, compress: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    text = "".join(f"line {number}\n" for number in range(3000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / f"b.txt{ending}").write_bytes(compress(text.encode()))
+    plain = documents(tmp_path / "a.txt", 1000, documents="line")
+    packed = documents(tmp_path / f"b.txt{ending}", 1000, documents="line")
+    assert [found.text for found in packed] == [found.text for found in plain]
+    assert len({found.id for found in (*plain, *packed)}) == 6000
+
+
+def test_parquet_rows(tmp_path: Path) -> None:
+    texts = [f"row {number} ü" for number in range(1000)]
+    column = pa.chunked_array([texts[:300], texts[300:]]).dictionary_encode()
+    pq.write_table(pa.table({"body": column}), tmp_path / "a.parquet", row_group_size=170)
+    found = documents(tmp_path, 500, text_field="body")
+    assert [document.text for document in found] == texts
+
+
+def test_moving_a_corpus_leaves_its_identities_alone(tmp_path: Path) -> None:
+    found = []
+    for folder in (tmp_path / "one", tmp_path / "two" / "deeper"):
+        (folder / "sub").mkdir(parents=True)
+        (folder / "sub" / "a.txt").write_text("x\ny\n")
+        (folder / "b.txt").write_text("z")
+        (folder / ".hidden").write_text("not this")
+        found.append(documents(folder, LIMIT))
+    assert found[0] == found[1]
+    assert [document.text for document in found[0]] == ["z", "x\ny\n"]
+
+
+def test_files_are_found_by_glob_once(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "c.txt"):
+        (tmp_path / name).write_text(name)
+    config = SourceConfig(paths=(f"{tmp_path}/*.txt", str(tmp_path), f"{tmp_path}/a.txt"))
+    files, problems = find_files(0, config)
+    assert [file.name for file in files] == ["a.txt", "c.txt", "b.md"]
+    assert problems == []
+
+
+def test_weights() -> None:
+    many = [Document(number * 2**40 + 7, "") for number in range(2000)]
+    counts = [copies(document, 2.25) for document in many]
+    assert set(counts) == {2, 3}
+    assert 400 < counts.count(3) < 600
+    assert {copies(document, 3.0) for document in many} == {3}
