@@ -74,17 +74,9 @@ def inspect(
     """
     manifest = Manifest.read(storage)
     lengths = manifest.read_lengths(storage)
-    where = storage.uri()
-    if batch_size > manifest.samples:
-        raise UserError(
-            f"{where}: a batch of {batch_size} is larger than the data set "
-            f"({manifest.samples} samples)"
-        )
-    if int(lengths.max()) > tokens_per_micro_batch:
-        raise UserError(
-            f"{where}: its longest sample has {int(lengths.max())} tokens, more than the "
-            f"{tokens_per_micro_batch} of a micro-batch"
-        )
+    problems = _misfits(manifest, int(lengths.max()), batch_size, tokens_per_micro_batch)
+    if problems:
+        raise UserError(*(f"{storage.uri()}: {problem}" for problem in problems))
     order = Order(
         num_samples=manifest.samples,
         stripe_size=manifest.stripe_size,
@@ -113,6 +105,23 @@ def inspect(
             work=work,
         ),
     )
+
+
+def _misfits(
+    manifest: Manifest, longest: int, batch_size: int, tokens_per_micro_batch: int
+) -> list[str]:
+    """Why these settings do not suit the data set."""
+    problems = []
+    if batch_size > manifest.samples:
+        problems.append(
+            f"a batch of {batch_size} is larger than the data set ({manifest.samples} samples)"
+        )
+    if longest > tokens_per_micro_batch:
+        problems.append(
+            f"its longest sample has {longest} tokens, more than the {tokens_per_micro_batch} of "
+            "a micro-batch"
+        )
+    return problems
 
 
 def advise(

@@ -60,34 +60,32 @@ def make_pairs(
     """
     room = seq_len - frame.num_tokens
     out_ids: list[int] = []
-    tokens: list[Tokens] = []
-    extras: list[bytes] = []
-    lengths: list[int] = []
+    framed: list[tuple[Tokens, bytes]] = []
     for place, (sentences, identity) in enumerate(zip(documents, ids, strict=True)):
         begin = number = 0
         while begin < len(sentences):
             sample_id = int(combine(identity, number))
             first, second, is_next, begin = _pair(documents, place, begin, sample_id, room)
             number += 1
-            if not len(second) or len(first) + len(second) < min_tokens:
-                continue
-            framed = [
-                np.array(frame.prefix),
-                first,
-                np.array(frame.middle),
-                second,
-                np.array(frame.suffix),
-            ]
-            tokens += [part.astype(dtype) for part in framed]
-            lengths.append(frame.num_tokens + len(first) + len(second))
-            extras.append(pair_extra(len(frame.prefix) + len(first) + len(frame.middle), is_next))
-            out_ids.append(sample_id)
+            if len(second) and len(first) + len(second) >= min_tokens:
+                out_ids.append(sample_id)
+                framed.append(_framed(first, second, is_next, frame, dtype))
     return Samples(
         ids=np.array(out_ids, dtype=np.uint64),
-        lengths=np.array(lengths, dtype=np.int64),
-        tokens=np.concatenate([np.empty(0, dtype), *tokens]),
-        extras=tuple(extras),
+        lengths=np.array([len(tokens) for tokens, _ in framed], dtype=np.int64),
+        tokens=np.concatenate([np.empty(0, dtype), *(tokens for tokens, _ in framed)]),
+        extras=tuple(extra for _, extra in framed),
     )
+
+
+def _framed(
+    first: Tokens, second: Tokens, is_next: bool, frame: PairFrame, dtype: np.dtype[Any]
+) -> tuple[Tokens, bytes]:
+    """The pair's ids, and what else a shard stores of it."""
+    parts = [frame.prefix, first, frame.middle, second, frame.suffix]
+    tokens = np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
+    start = len(frame.prefix) + len(first) + len(frame.middle)
+    return tokens, pair_extra(start, is_next)
 
 
 def _draw(sample_id: int, purpose: int) -> float:
