@@ -41,7 +41,7 @@ def train(
 
     Raises:
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
-        TrainingFailed: training did not come to its end; says why.
+        TrainingError: training did not come to its end; says why.
     """
     return train_on_ray(recipe, name=run_name(recipe), address=address, show=show)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from elastrata import history
 from elastrata.commit import commits
 from elastrata.events import Event
 from elastrata.facts import start_tags
+from elastrata.job import Job, TrainingError
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer, catch_up
 from elastrata.pictures import publish_pictures
@@ -27,8 +29,6 @@ from elastrata.run_folder import (
 )
 from elastrata.source import Source
 from elastrata.tracking import Status, Tracker, open_tracker
-from elastrata.trainer import TrainingFailed, fit
-from elastrata.worker import Job
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -65,13 +65,14 @@ def train(
 
     Raises:
         UserError: something in the recipe, the data or the cluster cannot work.
-        TrainingFailed: training did not come to its end; says why.
+        TrainingError: training did not come to its end; says why.
     """
     data = training_data(recipe)
     run = Storage(recipe.storage).sub(name)
     identity = read_identity(run)
     if identity:
         check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+    Thread(target=_import_ahead, daemon=True).start()
     with ray_session(address):
         gpus = _gpus_per_worker(recipe)
         if problems := cluster_problems(recipe, gpus, _cluster_resources()):
@@ -90,6 +91,12 @@ def train(
         finally:
             tracker.finish(status)
     return _result(run, tracker.run_id, status)
+
+
+def _import_ahead() -> None:
+    """Imports what is needed next while Ray starts, which leaves a core idle: saves 1 to 2 s."""
+
+    import elastrata.trainer  # noqa: F401
 
 
 def _cluster_resources() -> dict[str, float]:
@@ -129,6 +136,8 @@ def _is_finished(run: Storage, steps: int) -> bool:
 
 
 def _fit(observer: Observer, recipe: Recipe, run: Storage, data: TrainingData, gpus: float) -> None:
+    from elastrata.trainer import fit
+
     mailbox = open_mailbox()
     source = Source(
         run=run,
@@ -152,7 +161,7 @@ def _fit(observer: Observer, recipe: Recipe, run: Storage, data: TrainingData, g
             gpus_per_worker=gpus,
             launch=launch,
         )
-    except TrainingFailed:
+    except TrainingError:
         receiver.close()
         if observer.refused:
             raise UserError(*observer.refused) from None

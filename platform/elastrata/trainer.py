@@ -10,9 +10,10 @@ import ray.train
 import ray.train.torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 
+from elastrata.job import Job, TrainingError
 from elastrata.recipe import WorkersConfig
 from elastrata.source import Source
-from elastrata.worker import STREAM, Job, train_worker
+from elastrata.worker import STREAM, train_worker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.stream import StreamConfig
 
@@ -22,10 +23,6 @@ CONTROLLER_SETTINGS = {
 }
 """How often Ray Train's controller looks at the workers, and how long it waits for a group to
 start before it asks for another size. Ray takes them from the driver's environment only."""
-
-
-class TrainingFailed(Exception):
-    """Training ended before its last step; says how, in one line."""
 
 
 def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> None:
@@ -39,7 +36,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
             are bound to its version, so a launch never reads those of another.
 
     Raises:
-        TrainingFailed: more groups of workers were lost than the recipe allows, or the input of
+        TrainingError: more groups of workers were lost than the recipe allows, or the input of
             a worker cannot work.
     """
     os.environ.update(CONTROLLER_SETTINGS)
@@ -63,7 +60,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
     try:
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-        raise TrainingFailed(_last_line(error)) from error
+        raise TrainingError(_last_line(error)) from error
 
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray.train
@@ -17,6 +17,7 @@ from elastrata.device import current_device
 from elastrata.evaluate import evaluate, held_out_rows
 from elastrata.events import Refused, Started
 from elastrata.history import next_attempt
+from elastrata.job import Job
 from elastrata.keeper import Keeper
 from elastrata.loop import Loop
 from elastrata.mailbox import Sender
@@ -24,27 +25,13 @@ from elastrata.optimizer import build_optimizer
 from elastrata.parallel import data_mesh, parallelize
 from elastrata.recipe import Recipe
 from elastrata.training_state import restore
-from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.rows import Rows
-from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 
 STREAM = "train"
 """The name of the data set that Ray Train hands to the workers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything a worker is told. A value: it can be sent to any process."""
-
-    recipe: Recipe
-    run: Storage
-    batches: Batches
-    held_out: Batches | None
-    mailbox: Any
-    """Handle of the driver's mailbox."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -79,11 +66,16 @@ def _train(job: Job, sender: Sender) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
     device = current_device()
-    stream = RankStream(ray.train.get_dataset_shard(STREAM), manifest.token_dtype)
-    phases.passed("data")
-    model = _build_model(recipe, manifest, device, world_size)
-    optimizer = build_optimizer(recipe.optimizer, model)
-    phases.passed("model")
+    with ThreadPoolExecutor(1) as background:
+        opening = background.submit(
+            RankStream, ray.train.get_dataset_shard(STREAM), manifest.token_dtype
+        )
+        phases.passed("shard")
+        model = _build_model(recipe, manifest, device, world_size)
+        optimizer = build_optimizer(recipe.optimizer, model)
+        phases.passed("model")
+        stream = opening.result()
+        phases.passed("data")
     start = stream.start
     if start is None:  # another group had finished the last step before it was lost
         return
