@@ -9,6 +9,7 @@ from transformers import AutoModelForMaskedLM
 
 from elastrata.quickstart import collect_corpus
 from support.command import run, run_json
+from support.documented import documented_keys
 
 SHORT = (
     "steps=4",
@@ -21,6 +22,7 @@ SHORT = (
 
 def test_the_main_job(tmp_path: Path) -> None:
     result = run_json("quickstart", *SHORT, "--out", "q", cwd=tmp_path)
+    assert list(result) == [*documented_keys("train"), *documented_keys("quickstart")]
     assert (result["status"], result["steps"], result["world_sizes"]) == ("FINISHED", 4, [2])
     assert result["samples_seen"] == 32
     assert result["evaluation"]["eval/loss"] > 0
@@ -33,6 +35,9 @@ def test_the_main_job(tmp_path: Path) -> None:
     plots = {item.path for item in client.list_artifacts(result["mlflow_run_id"], "plots")}
     assert plots == {"plots/loss-curve.png", "plots/length-strata.png"}
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    exported = run_json("export", result["run_dir"], "--out", tmp_path / "q" / "again")
+    assert list(exported) == documented_keys("export")
+    AutoModelForMaskedLM.from_pretrained(exported["path"])
 
     again = run("quickstart", *SHORT, "--out", "q", cwd=tmp_path)
     assert again.returncode == 0, again.stderr

@@ -43,6 +43,7 @@ def quickstart(
 
     started = time.monotonic()
     console = open_console(as_json=json)
+    out = out.resolve()  # the run can then be exported from any folder
     corpus = collect_corpus(out / "corpus")
     console.print(
         f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"

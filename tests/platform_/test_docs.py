@@ -1,0 +1,87 @@
+"""The documents: what they say is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elastrata.cli import app, run
+from elastrata.doctor import Finding
+from elastrata.launch import TrainResult
+from elastrata.recipe_file import load_recipe
+from support.documented import documented_keys
+from support.synthetic import write_data_set
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
+def _blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_command_is_documented() -> None:
+    readme = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert set(readme) == COMMANDS
+    sections = re.findall(r"^### (\w+)$", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    assert set(sections) == COMMANDS
+
+
+def test_the_keys_of_train_are_those_of_its_result() -> None:
+    assert documented_keys("train") == [field.name for field in fields(TrainResult)]
+
+
+def test_the_keys_of_inspect_are_those_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data_set(tmp_path, samples=100)
+    assert run(["inspect", str(tmp_path), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == documented_keys("inspect")
+
+
+def test_the_keys_of_a_check_are_those_of_a_finding() -> None:
+    assert documented_keys("doctor") == ["ok", "checks"]
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert all(f"`{field.name}`" in text for field in fields(Finding))
+
+
+def test_the_recipes_in_the_documents_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme, guide = _blocks("README.md", "yaml")[0], _blocks("docs/recipes.md", "yaml")[0]
+    (tmp_path / "mine.yaml").write_text(readme)
+    (tmp_path / "guide.yaml").write_text(guide)
+    assert load_recipe("mine.yaml", ["optimizer.lr=3e-4"]).optimizer.lr == 3e-4
+    assert load_recipe("guide.yaml").workload.name == "bert"
+
+
+def test_the_variant_and_the_overrides_of_the_guide_work(tmp_path: Path) -> None:
+    variant = _blocks("docs/recipes.md", "yaml")[2]
+    (tmp_path / "v.yaml").write_text(variant)
+    assert load_recipe(str(tmp_path / "v.yaml")).optimizer.lr == yaml.safe_load("0.001")
+    command = _blocks("docs/recipes.md", "sh")[0].split()
+    recipe = load_recipe(command[2], command[3:])
+    assert (recipe.workers.max, recipe.optimizer.betas[1]) == (8, 0.95)
+
+
+def test_the_mistakes_of_the_guide_are_told_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "extends: bert/mini\noptimizer: {lrr: 3e-4}\nschedule: {shape: lin}\n"
+    )
+    assert run(["train", "mine.yaml", "steps=0"]) == 2
+    shown = re.findall(r"```\n(mine.yaml.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted(shown[0].splitlines())
