@@ -183,6 +183,16 @@ def test_a_regular_expression_begins_documents(tmp_path: Path) -> None:
     assert len(decoded(tmp_path / "out")) == 40
 
 
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join(texts(30)))
+    source = {"paths": ["a.txt"], "documents": "line"}
+    values = {"sources": [source], "tokenizer": WORDPIECE, "seq_len": 128}
+    manifest = prepare(PrepareConfig.model_validate(values), "out")
+    assert manifest == Manifest.read(Storage(str(tmp_path / "out")))
+    assert manifest.samples == 30
+
+
 def test_preparing_again(tmp_path: Path) -> None:
     stages: list[str] = []
     first = make(tmp_path / "out", texts(50))

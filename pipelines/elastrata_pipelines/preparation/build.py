@@ -31,7 +31,7 @@ def prepare(
     load = config.tokenizer.load
     tokenizer = load_tokenizer(load) if load is not None else None
     fingerprint = corpus.fingerprint(tokenizer)
-    target = Target(Storage(out))
+    target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
     if found := target.prepared(fingerprint, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
