@@ -9,6 +9,14 @@ from elastrata.record import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched:
+    """The driver hands the run over to Ray Train."""
+
+    seconds: Mapping[str, float]
+    """What the time since the launch went to, by phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started:
     """A group of workers is ready to take its first step."""
 
@@ -84,4 +92,6 @@ class Refused:
     problems: tuple[str, ...]
 
 
-Event = StepRecord | Started | Evaluated | Committed | Removed | Stalled | Warned | Refused
+Event = (
+    Launched | Started | StepRecord | Evaluated | Committed | Removed | Stalled | Warned | Refused
+)

@@ -11,11 +11,12 @@ import ray
 
 from elastrata import history
 from elastrata.commit import commits
-from elastrata.events import Event
+from elastrata.events import Event, Launched
 from elastrata.facts import start_tags
 from elastrata.job import Job, TrainingError
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer, catch_up
+from elastrata.phases import Phases
 from elastrata.pictures import publish_pictures
 from elastrata.preflight import TrainingData, cluster_problems, training_data
 from elastrata.ray_session import ray_session
@@ -67,17 +68,22 @@ def train(
         UserError: something in the recipe, the data or the cluster cannot work.
         TrainingError: training did not come to its end; says why.
     """
+    phases = Phases()
     data = training_data(recipe)
     run = Storage(recipe.storage).sub(name)
     identity = read_identity(run)
     if identity:
         check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+    phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     with ray_session(address):
+        phases.passed("ray")
         gpus = _gpus_per_worker(recipe)
         if problems := cluster_problems(recipe, gpus, _cluster_resources()):
             raise UserError(*problems)
         tracker = _open_record(recipe, name, run, identity, data)
+        phases.passed("record")
+        show(Launched(seconds=phases.seconds))
         status: Status = "FAILED"
         try:
             if not _is_finished(run, recipe.steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from elastrata.clip import ClipConfig
 from elastrata.device import peak_flops, peak_memory_bytes
 from elastrata.optimizer import set_learning_rate
+from elastrata.phases import Phases
 from elastrata.record import StepRecord
 from elastrata.schedule import ScheduleConfig, learning_rate
 from elastrata.step import StepResult, reduce_sums, train_step
@@ -50,15 +50,15 @@ class Loop:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
         the seconds and the memory."""
         samples, tokens = start.samples, start.tokens
-        clock = _Clock()
+        phases = Phases()
         for part in stream:
-            clock.lap("seconds_waiting_for_data")
+            phases.passed("seconds_waiting_for_data")
             batches = [
                 self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
                 for rows in part.micro_batches
             ]
             batch = reduce_sums(self._sums(part, batches), self.device)
-            clock.lap("seconds_collating")
+            phases.passed("seconds_collating")
             lr = learning_rate(
                 self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps
             )
@@ -78,9 +78,9 @@ class Loop:
                 memory_bytes=peak_memory_bytes(self.device),
                 **_loss_fields(result),
                 **_batch_fields(batch),
-                **self._time_fields(clock, batch["flops"]),
+                **self._time_fields(phases, batch["flops"]),
             )
-            clock = _Clock()
+            phases = Phases()
 
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
@@ -102,10 +102,12 @@ class Loop:
             "digest_lower": lower,
         }
 
-    def _time_fields(self, clock: _Clock, flops: float) -> dict[str, Any]:
-        peak, seconds = peak_flops(self.device), clock.total()
+    def _time_fields(self, phases: Phases, flops: float) -> dict[str, Any]:
+        parts = dict(phases.seconds)
+        phases.passed("rest")
+        seconds, peak = sum(phases.seconds.values()), peak_flops(self.device)
         mfu = flops / (seconds * peak * self.world_size) if peak else None
-        return {"seconds": seconds, "mfu": mfu, **clock.laps}
+        return {"seconds": seconds, "mfu": mfu, **parts}
 
 
 def _weights(batch: Mapping[str, float]) -> dict[str, float]:
@@ -136,18 +138,3 @@ def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
         "padding": 1 - batch["tokens"] / batch["positions"],
         "flops": int(batch["flops"]),
     }
-
-
-class _Clock:
-    """What the seconds since its birth went to."""
-
-    def __init__(self) -> None:
-        self._birth = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-    def total(self) -> float:
-        return time.perf_counter() - self._birth

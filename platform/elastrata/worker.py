@@ -23,6 +23,7 @@ from elastrata.loop import Loop
 from elastrata.mailbox import Sender
 from elastrata.optimizer import build_optimizer
 from elastrata.parallel import data_mesh, parallelize
+from elastrata.phases import Phases
 from elastrata.recipe import Recipe
 from elastrata.training_state import restore
 from elastrata_pipelines.errors import UserError
@@ -47,21 +48,9 @@ def train_worker(config: dict[str, Any]) -> None:
         sender.close()
 
 
-class _Phases:
-    """Names what the seconds went to."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def passed(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
-
-
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step."""
-    phases, context = _Phases(), ray.train.get_context()
+    phases, context = Phases(), ray.train.get_context()
     recipe, manifest = job.recipe, job.batches.manifest
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
