@@ -55,7 +55,7 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
 
 
 def misread_booleans(model: Model, text: RecipeText) -> list[str]:
-    """The places where `true` or `false` stands for a number: validation would take it as 1 or 0."""
+    """The places where `true` or `false` stands for a number: pydantic would take it as 1 or 0."""
     return [
         f"{text.origin(place.path)}: {'.'.join(place.path)}: {shown_value(place.value)}: "
         f"expected {expected(place.annotation)}"
