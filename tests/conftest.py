@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 from elastrata.ray_session import ray_session
+from support.s3 import s3_bucket
 
 
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[None]:
-    """A Ray cluster of the test run's own, with two logical CPUs, whose workers can import tests."""
+    """A Ray cluster of the test run's own: two logical CPUs, workers that can import tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         with ray_session("local", num_cpus=2):
             yield
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """The URL of an empty bucket on an S3 server of the test's own."""
+    with s3_bucket() as url:
+        yield url

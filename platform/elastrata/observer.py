@@ -10,11 +10,15 @@ from elastrata.record import StepRecord
 from elastrata.tracking import Tracker
 
 
+NOT_OF_THE_EVENT = ("kind", "attempt", "time")
+"""Keys of an entry of the history that its writer adds."""
+
+
 def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
     """Logs what is in a run's history but not in its record: the driver died in between."""
     metrics = []
     for entry in entries:
-        values = {key: value for key, value in entry.items() if key not in ("kind", "attempt", "time")}
+        values = {key: value for key, value in entry.items() if key not in NOT_OF_THE_EVENT}
         if entry["kind"] == "step":
             metrics.append({"step": entry["step"], **StepRecord(**values).to_metrics()})
         elif entry["kind"] == "evaluated":

@@ -6,12 +6,8 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -91,47 +87,11 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     assert found == ["held_out", "lengths.npy", "manifest.json", "shards", "tokenizer"]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    url: str
-    endpoint: str
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A bucket on an S3 server of this test's own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    server = subprocess.Popen(
-        [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert server.stderr is not None
-        next(line for line in server.stderr if "Running on" in line)
-        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
-        with urllib.request.urlopen(request):
-            yield Bucket("s3://bucket", endpoint)
-    finally:
-        os.kill(server.pid, signal.SIGTERM)
-        server.communicate()
-
-
-def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: Bucket) -> None:
-    source = Storage(f"{bucket.url}/corpus")
+def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: str) -> None:
+    source = Storage(f"{bucket}/corpus")
     for path in corpus.iterdir():
         source.write(path.read_bytes(), path.name)
-    out = f"{bucket.url}/data/set"
+    out = f"{bucket}/data/set"
     process = child(2, whole_config(source.url), out)
     process.communicate()
     assert process.returncode == 0

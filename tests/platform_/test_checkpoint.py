@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from s3fs import S3FileSystem
 from torch import Tensor
 
 from elastrata.commit import commits, newest_verified, problems
@@ -144,42 +140,6 @@ def test_a_failed_write_is_told_cleaned_up_and_survived(group: Group, tmp_path: 
     assert [name[:9] for name in storage.names()] == ["000000001", "000000003"]
 
 
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty bucket of an S3 server on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    server = subprocess.Popen(
-        [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if "Running on" in line:
-                break
-        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
-        with urllib.request.urlopen(request):
-            yield "s3://bucket/run/checkpoints"
-    finally:
-        # A file system that is kept for the next test would go on asking this server.
-        S3FileSystem.clear_instance_cache()
-        os.kill(server.pid, signal.SIGTERM)
-        server.communicate()
-
-
 def break_off(storage: Storage) -> None:
     with storage.create("torn") as stream:
         stream.write(b"half")
@@ -187,15 +147,16 @@ def break_off(storage: Storage) -> None:
 
 
 def test_the_same_on_s3(group: Group, bucket: str) -> None:
-    storage = Storage(bucket)
-    saved = group("save", 2, bucket)
+    checkpoints = f"{bucket}/run/checkpoints"
+    storage = Storage(checkpoints)
+    saved = group("save", 2, checkpoints)
     assert [commit.step for commit in commits(storage)] == [3, 2, 1]
     assert [name[:9] for name in storage.names()] == ["000000001", "000000002", "000000003"]
 
     newest = commits(storage)[0]
     altered = bytearray(storage.read(newest.folder, "__1_0.distcp"))
     altered[-1] ^= 1
-    loaded = group("load", 1, bucket)
+    loaded = group("load", 1, checkpoints)
     assert_equal(loaded.tensors["saved"], saved.tensors["saved"])
 
     storage.write(bytes(altered), newest.folder, "__1_0.distcp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -185,7 +184,7 @@ def test_damaged_shards_are_told(recipe, tmp_path) -> None:
     assert done.returncode == 2
     assert f"{shard}: {len(whole) - 100} bytes, but the manifest says {len(whole)}" in done.stderr
 
-    os.remove(shard)
+    shard.unlink()
     done = run("train", recipe, f"data.path={data}", "--name", "missing")
     assert done.returncode == 2
     assert f"{shard}: missing" in done.stderr

@@ -17,7 +17,7 @@ from elastrata_pipelines.storage import Storage
 SEQ_LEN, VOCABULARY, STRIPE, STRIPES_PER_SHARD = 48, 97, 32, 2
 
 
-def write_data_set(folder: Path, samples: int, seed: int = 0) -> Manifest:
+def write_data_set(folder: Path | str, samples: int, seed: int = 0) -> Manifest:
     """Writes `samples` samples of uneven lengths, each one token over and over: easy to learn."""
     rng = np.random.default_rng(seed)
     storage = Storage(str(folder))
@@ -70,7 +70,7 @@ def _stripes(lengths: np.ndarray, rng: np.random.Generator, seed: int) -> Iterat
         )
 
 
-def tiny_recipe(data: Path, storage: Path, **changes: Any) -> dict[str, Any]:
+def tiny_recipe(data: Path | str, storage: Path | str, **changes: Any) -> dict[str, Any]:
     """A recipe as a dict: BERT of two layers, two steps; `changes` replace top-level keys."""
     return {
         "workload": {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2},
