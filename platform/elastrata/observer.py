@@ -9,7 +9,6 @@ from elastrata.events import Committed, Evaluated, Event, Refused, Removed, Stal
 from elastrata.record import StepRecord
 from elastrata.tracking import Tracker
 
-
 NOT_OF_THE_EVENT = ("kind", "attempt", "time")
 """Keys of an entry of the history that its writer adds."""
 
