@@ -31,11 +31,13 @@ class StageProgress:
         )
         self._stage = ""
         self._task: TaskID | None = None
-        self._started = 0.0
+        self._begun = time.monotonic()
+        """When the stage before ended: the first report of a stage comes with its first result."""
         self._finished = True
 
     def __enter__(self) -> Self:
         self._bars.start()
+        self._begun = time.monotonic()
         return self
 
     def __exit__(
@@ -56,12 +58,13 @@ class StageProgress:
         if done >= total and not self._finished:
             self._finished = True
             if self._task is None:
-                seconds = time.monotonic() - self._started
+                seconds = time.monotonic() - self._begun
                 line = f"{stage}: {quantity(done)} {unit} in {seconds:.1f} s"
                 self._console.print(line, markup=False)
+            self._begun = time.monotonic()
 
     def _begin(self, stage: str) -> None:
-        self._stage, self._started, self._finished = stage, time.monotonic(), False
+        self._stage, self._finished = stage, False
         if self._console.is_terminal:
             self._task = self._bars.add_task(stage, amount="")
 
