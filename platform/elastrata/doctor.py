@@ -45,7 +45,8 @@ def examine(*, storage: str | None, tracking: str | None) -> Iterator[Finding]:
     yield _recipes()
     yield from _machine()
     yield from _gpus()
-    yield _tried("ray start", "free memory and disk under /tmp, then look at Ray's logs", _start_ray)
+    advice = "free memory and disk under /tmp, then look at Ray's logs"
+    yield _tried("ray start", advice, _start_ray)
     if storage is not None:
         advice = "check the path or URL, the credentials and the rights"
         yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))

@@ -19,6 +19,8 @@ _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _RAW, _SMOOTH, _HELD_OUT = "#b8d4ee", "#1769aa", "#d1495b"
 _STRATA = 8
 _MOST_BARS = 128
+_TALL = 3
+"""A bar more than this many times as high as the next one is cut off, its height written beside."""
 _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
@@ -80,11 +82,19 @@ def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
 
     colors = colormaps["viridis"](np.linspace(0.12, 0.88, _STRATA))
     width = math.ceil(max(1, len(counts) - 1) / _MOST_BARS)
-    for start in range(0, len(counts), width):
-        inside = counts[start : start + width]
-        if inside.any():
-            color = colors[strata[start + int(np.argmax(inside))]]
-            axes.bar(start, inside.sum(), width * 0.92, align="edge", color=color)
+    starts = np.arange(0, len(counts), width)
+    heights = np.add.reduceat(counts, starts)
+    for start, height in zip(starts, heights, strict=True):
+        stratum = strata[start + int(np.argmax(counts[start : start + width]))]
+        axes.bar(start, height, width * 0.92, align="edge", color=colors[stratum])
+    *_, second, tallest = sorted([0, *heights.tolist()])
+    if tallest > _TALL * second > 0:
+        # Samples cut at seq_len: their bar would flatten all the others.
+        axes.set_ylim(0, _TALL * second / 2)
+        place = int(starts[int(np.argmax(heights))])
+        axes.annotate(f"{tallest:,} \u2191", (place, 1), xycoords=("data", "axes fraction"),
+                      xytext=(-4, -4), textcoords="offset points", ha="right", va="top",
+                      color=_INK)  # fmt: skip
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:

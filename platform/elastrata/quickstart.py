@@ -82,10 +82,12 @@ def _sources(library: Path) -> Iterator[tuple[Path, bytes]]:
 
 def quickstart_recipe(out: Path, corpus: Corpus, overrides: tuple[str, ...] = ()) -> Recipe:
     """The recipe `bert/quickstart` with everything it reads and writes under `out`."""
+    # Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len.
+    source = {"name": "python", "paths": str(corpus.folder), "documents": "paragraph"}
     places = {
         "name": RUN_NAME,
         "data.path": str(out / "data"),
-        "data.prepare.sources": [{"name": "python", "paths": str(corpus.folder)}],
+        "data.prepare.sources": [source],
         "storage": str(out / "runs"),
     }
     written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
