@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from elastrata.commit import Commit, commits, problems
 from elastrata.retention import best_commit
-from elastrata.run_folder import RECIPE_FILE, read_recipe
+from elastrata.run_folder import RUN_FILE, read_identity, read_recipe
 from elastrata.training_state import load_full_model_state
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
@@ -30,8 +30,9 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
         UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
     """
     run = Storage(run_dir)
-    if not run.exists(RECIPE_FILE):
-        raise UserError(f"{run.uri()}: no run here ({RECIPE_FILE} is missing)")
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     checkpoints = run.sub("checkpoints")
@@ -39,7 +40,7 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
-    data = Storage(recipe.data.path)
+    data = Storage(identity.data)
     manifest = Manifest.read(data)
     state = load_full_model_state(checkpoints, commit)
     with TemporaryDirectory() as scratch:

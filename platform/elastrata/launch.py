@@ -129,7 +129,12 @@ def _open_record(
         params=flatten(recipe.model_dump(mode="json")),
         tags=start_tags(fingerprint, run.uri()),
     )
-    now = RunIdentity(name=name, data_fingerprint=fingerprint, mlflow_run_id=tracker.run_id)
+    now = RunIdentity(
+        name=name,
+        data=data.train.url,
+        data_fingerprint=fingerprint,
+        mlflow_run_id=tracker.run_id,
+    )
     write_identity(run, now, recipe)
     if identity:
         catch_up(tracker, history.read(run.sub("history")))

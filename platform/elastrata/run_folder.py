@@ -37,8 +37,10 @@ class RunIdentity:
     """What makes a run the same run after a restart."""
 
     name: str
+    data: str
+    """Absolute path or URL of the data set it trains on, as the newest launch found it."""
     data_fingerprint: str
-    """Of the manifest it trains on."""
+    """Of that data set's manifest."""
     mlflow_run_id: str | None = None
 
 

@@ -31,8 +31,8 @@ class StageProgress:
         )
         self._stage = ""
         self._task: TaskID | None = None
+        # when the stage before ended: the first report of a stage comes with its first result
         self._begun = time.monotonic()
-        """When the stage before ended: the first report of a stage comes with its first result."""
         self._finished = True
 
     def __enter__(self) -> Self:
