@@ -9,6 +9,9 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import (
+    PlacementGroupCleanerCallback,
+)
 
 from elastrata.job import Job, TrainingError
 from elastrata.recipe import WorkersConfig
@@ -41,7 +44,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
     """
     os.environ.update(CONTROLLER_SETTINGS)
     workers = job.recipe.workers
-    trainer = ray.train.torch.TorchTrainer(
+    trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
@@ -76,6 +79,21 @@ def _last_line(error: Exception) -> str:
     """What went wrong first, without the way it came through Ray's processes."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
+
+
+class _Trainer(ray.train.torch.TorchTrainer):
+    """Without Ray's cleaner of placement groups where the cluster has no dashboard.
+
+    The cleaner asks the dashboard every second whether the controller lives. A cluster without one
+    makes it ask whatever dashboard listens on the default port: when another cluster on the machine
+    has one, that does not know the controller, and the cleaner takes the workers' resources away.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
+        if ray._private.worker.get_dashboard_url():  # type: ignore[no-untyped-call]
+            return callbacks
+        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
 
 
 class _EndOnUserError(UserCallback):

@@ -120,11 +120,10 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
     )
     wait_until(lambda: _has_commit(recipe, name), 120, "a first checkpoint")
-    workers = [
-        child
-        for child in psutil.Process(driver.pid).children(recursive=True)
-        if "RayTrainWorker" in child.name() or "RayTrainWorker" in " ".join(child.cmdline())
-    ]
+    started = psutil.Process(driver.pid).children(recursive=True)
+    workers = [process for process in started if _is_actor(process, "RayTrainWorker")]
+    # it would take the workers' resources away as soon as another cluster has a dashboard here
+    assert not any(_is_actor(process, "PlacementGroupCleaner") for process in started)
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
 
@@ -136,6 +135,10 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
     ]
     assert attempts == [2, 2]
     _assert_same_run(recipe, name)
+
+
+def _is_actor(process: psutil.Process, name: str) -> bool:
+    return f"ray::{name}" in " ".join(process.cmdline())
 
 
 def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
