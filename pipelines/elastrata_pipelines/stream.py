@@ -22,8 +22,9 @@ from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources
 from elastrata_pipelines.batches import Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
 
-READER_CPUS = 0.25
-"""Logical CPUs of a reading task. Small, because readers mostly wait for the trainers."""
+READER_CPUS = 0
+"""Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
+that wait for a CPU; `CONCURRENT_READERS` bounds what they take."""
 CONCURRENT_READERS = 2
 MAX_GROUP_TOKENS = 4 * 2**20
 MAX_DESCRIPTORS = 256

@@ -49,7 +49,8 @@ class CheckpointConfig(Config):
     keep_last: PositiveInt = 2
     """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
     keep_best: bool = True
-    """Keeps the checkpoint with the smallest evaluation loss too, however old it is."""
+    """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
+    steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
 
 
 class DurableSaver:

@@ -23,7 +23,7 @@ EVALUATION_SEED = 0
 class EvaluationConfig(Config):
     """When and on how much held-out data the model is evaluated."""
 
-    every: PositiveInt = 200
+    every: PositiveInt = 250
     """Steps between evaluations; there is always one after the last step."""
     path: str | None = None
     """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,6 +43,8 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
     recipe = read_recipe(run)
     data = Storage(identity.data)
     manifest = Manifest.read(data)
+    if manifest.fingerprint != identity.data_fingerprint:
+        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
     state = load_full_model_state(checkpoints, commit)
     with TemporaryDirectory() as scratch:
         recipe.workload.export(
@@ -76,7 +79,12 @@ def _chosen(checkpoints: Storage, wanted: str) -> Commit:
 
 def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
     """The data set's tokenizer, copied to `folder`; None where it has none."""
-    names = [entry.path for entry in manifest.files if entry.path.startswith(f"{TOKENIZER_DIR}/")]
-    for name in names:
-        (folder / Path(name).name).write_bytes(data.read(name))
-    return folder if names else None
+    found = False
+    for entry in manifest.files:
+        if entry.path.startswith(f"{TOKENIZER_DIR}/"):
+            content = data.read(entry.path)
+            if hashlib.sha256(content).hexdigest() != entry.sha256:
+                raise UserError(f"{data.uri(entry.path)}: altered; prepare the data set again")
+            (folder / Path(entry.path).name).write_bytes(content)
+            found = True
+    return folder if found else None

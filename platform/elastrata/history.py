@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastrata_pipelines.storage import Storage
@@ -19,15 +19,20 @@ PART_SECONDS = 15.0
 
 def next_attempt(storage: Storage) -> int:
     """1 for a new run, then one more for every group of workers that wrote into the history."""
-    return max((int(name.split("-")[0]) for name in storage.names()), default=0) + 1
+    return max((int(name.split("-")[0]) for name in _parts(storage)), default=0) + 1
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
     """All entries of all attempts, in the order they were written."""
     entries: list[dict[str, Any]] = []
-    for name in storage.names():
+    for name in _parts(storage):
         entries += [json.loads(line) for line in storage.read(name).splitlines()]
     return entries
+
+
+def _parts(storage: Storage) -> list[str]:
+    """The parts in order. A writer that was killed may have left a file that is none."""
+    return [name for name in storage.names() if name.endswith(".jsonl")]
 
 
 def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -42,7 +47,7 @@ def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def world_sizes(entries: Iterable[Mapping[str, Any]]) -> list[int]:
-    """World size of every group of workers that took a step, in order."""
+    """World size of every group of workers that was ready for a step, in order."""
     return [entry["world_size"] for entry in entries if entry["kind"] == "started"]
 
 
@@ -52,9 +57,11 @@ class HistoryWriter:
     Args:
         storage: the run's folder of history.
         attempt: from `next_attempt`.
+        warn: called with one line where storage does not take a part; it is tried again later.
     """
 
-    def __init__(self, storage: Storage, attempt: int) -> None:
+    def __init__(self, storage: Storage, attempt: int, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._storage = storage
         self._attempt = attempt
         self._lines: list[bytes] = []
@@ -72,6 +79,9 @@ class HistoryWriter:
         """Writes what has been added since the last time."""
         if self._lines:
             name = f"{self._attempt:04d}-{self._parts:08d}.jsonl"
-            self._storage.write(b"".join(self._lines), name)
-            self._lines, self._parts = [], self._parts + 1
+            try:
+                self._storage.write(b"".join(self._lines), name)
+                self._lines, self._parts = [], self._parts + 1
+            except Exception as error:
+                self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
         self._written = time.monotonic()

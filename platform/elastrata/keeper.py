@@ -46,7 +46,10 @@ class Keeper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._history = HistoryWriter(run.sub("history"), attempt) if rank == 0 else None
+        def warn(line: str) -> None:
+            sender.send(Warned(text=line))
+
+        self._history = HistoryWriter(run.sub("history"), attempt, warn) if rank == 0 else None
         self._checkpoints = run.sub("checkpoints")
         self._sender, self._model, self._optimizer = sender, model, optimizer
         self._evaluated: Evaluated | None = None
@@ -54,7 +57,7 @@ class Keeper:
             self._checkpoints,
             keep_last=checkpoint.keep_last,
             keep_best=checkpoint.keep_best,
-            warn=lambda line: sender.send(Warned(text=line)),
+            warn=warn,
             on_commit=self._committed,
             on_remove=lambda commit: sender.send(Removed(uri=self._checkpoints.uri(commit.folder))),
         )

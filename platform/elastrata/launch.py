@@ -10,15 +10,15 @@ from typing import Any
 import ray
 
 from elastrata import history
-from elastrata.commit import commits
-from elastrata.events import Event, Launched
+from elastrata.commit import newest_verified
+from elastrata.events import Event, Launched, Warned
 from elastrata.facts import start_tags
 from elastrata.job import Job, TrainingError
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer, catch_up
 from elastrata.phases import Phases
 from elastrata.pictures import publish_pictures
-from elastrata.preflight import TrainingData, cluster_problems, training_data
+from elastrata.preflight import TrainingData, check_storage, cluster_problems, training_data
 from elastrata.ray_session import ray_session
 from elastrata.recipe import Recipe
 from elastrata.run_folder import (
@@ -70,10 +70,13 @@ def train(
     """
     phases = Phases()
     data = training_data(recipe)
-    run = Storage(recipe.storage).sub(name)
+    root = Storage(recipe.storage)
+    check_storage(root)
+    run = root.sub(name)
     identity = read_identity(run)
     if identity:
         check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+    is_finished = _is_finished(run, recipe.steps)
     phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     with ray_session(address):
@@ -86,17 +89,27 @@ def train(
         show(Launched(seconds=phases.seconds))
         status: Status = "FAILED"
         try:
-            if not _is_finished(run, recipe.steps):
+            if not is_finished:
                 before = history.world_sizes(history.read(run.sub("history")))
                 _fit(Observer(tracker, show, before), recipe, run, data, gpus)
-            publish_pictures(run, data.train.manifest.length_histogram, tracker)
             status = "FINISHED"
+            _publish(run, data, tracker, show)
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
             tracker.finish(status)
     return _result(run, tracker.run_id, status)
+
+
+def _publish(
+    run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
+) -> None:
+    """A picture that cannot be drawn or written does not undo a finished run."""
+    try:
+        publish_pictures(run, data.train.manifest.length_histogram, tracker)
+    except Exception as error:
+        show(Warned(text=f"no pictures of the run: {error}"))
 
 
 def _import_ahead() -> None:
@@ -142,7 +155,12 @@ def _open_record(
 
 
 def _is_finished(run: Storage, steps: int) -> bool:
-    newest = next(iter(commits(run.sub("checkpoints"))), None)
+    """Whether the newest whole checkpoint is that of the last step.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    newest = newest_verified(run.sub("checkpoints"), lambda _: None)  # told when training begins
     return newest is not None and newest.step >= steps
 
 
@@ -177,7 +195,13 @@ def _fit(observer: Observer, recipe: Recipe, run: Storage, data: TrainingData, g
         if observer.refused:
             raise UserError(*observer.refused) from None
         raise
-    receiver.close()
+    finally:
+        receiver.close()
+    if not _is_finished(run, recipe.steps):
+        raise TrainingError(
+            "the last checkpoint could not be saved; the same command redoes the steps after the "
+            "one before"
+        )
 
 
 def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:

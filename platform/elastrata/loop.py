@@ -88,16 +88,15 @@ class Loop:
         weights: dict[str, float] = {}
         for batch in batches:
             for term, weight in batch.weights.items():
-                weights[_WEIGHT + term] = weights.get(_WEIGHT + term, 0.0) + weight
+                weights[term] = weights.get(term, 0.0) + weight
         upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
-        predictions = int(max(weights.values(), default=0))
         segments = part.rows.segment_lengths.tolist()
         return {
-            **weights,
+            **{_WEIGHT + term: weight for term, weight in weights.items()},
             "samples": len(part.rows),
             "tokens": len(part.rows.tokens),
             "positions": sum(batch.num_positions for batch in batches),
-            "flops": self.workload.flops(segments, predictions, self.vocabulary),
+            "flops": self.workload.flops(segments, weights, self.vocabulary),
             "digest_upper": upper,
             "digest_lower": lower,
         }

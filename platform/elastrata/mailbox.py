@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastrata.events import Event
+from elastrata.events import Event, Refused
 from elastrata.record import StepRecord
 
 POST_SECONDS = 0.2
@@ -31,10 +32,9 @@ class _Mailbox:
 
     async def take(self, seconds: float) -> list[Event]:
         """All events since the last take; waits for the first one, but no longer than `seconds`."""
-        try:
-            await asyncio.wait_for(self._arrived.wait(), seconds)
-        except TimeoutError:
-            return []
+        if not self._events:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), seconds)
         self._arrived.clear()
         taken, self._events = self._events, []
         return taken
@@ -47,26 +47,29 @@ def open_mailbox() -> Any:
 
 
 class Sender:
-    """The workers' side. Only rank 0's sender sends."""
+    """The workers' side; any thread may send. Ranks beside rank 0 send nothing but refusals."""
 
     def __init__(self, mailbox: Any, *, rank: int) -> None:
-        self._mailbox = mailbox if rank == 0 else None
+        self._mailbox = mailbox
+        self._speaks = rank == 0
+        self._lock = Lock()
         self._waiting: list[Event] = []
         self._posted = time.monotonic()
 
     def send(self, event: Event) -> None:
         """Sends an event; step records go together with the next ones. Never waits."""
-        if self._mailbox is None:
+        if not self._speaks and not isinstance(event, Refused):
             return
-        self._waiting.append(event)
-        now = time.monotonic()
-        if not isinstance(event, StepRecord) or now - self._posted >= POST_SECONDS:
-            self._mailbox.post.remote(self._waiting)
-            self._waiting, self._posted = [], now
+        with self._lock:
+            self._waiting.append(event)
+            now = time.monotonic()
+            if not isinstance(event, StepRecord) or now - self._posted >= POST_SECONDS:
+                self._mailbox.post.remote(self._waiting)
+                self._waiting, self._posted = [], now
 
     def close(self) -> None:
-        """Sends what is left and waits until it has arrived."""
-        if self._mailbox is not None:
+        """Sends what is left and waits until all has arrived."""
+        with self._lock:
             ray.get(self._mailbox.post.remote(self._waiting))
             self._waiting = []
 

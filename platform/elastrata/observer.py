@@ -25,6 +25,10 @@ def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
     tracker.log_steps(metrics)
 
 
+def _nothing(event: Event) -> None:
+    """Shows an event to nobody."""
+
+
 class Observer:
     """Passes events on to MLflow and to whoever shows progress, and remembers how the run stands.
 
@@ -53,7 +57,15 @@ class Observer:
             self._tracker.log_steps(steps)
         for event in events:
             self._note(event)
+        for event in events:
+            self._show_safely(event)
+
+    def _show_safely(self, event: Event) -> None:
+        """A terminal that is gone, as after `| head`, must not end the record."""
+        try:
             self._show(event)
+        except (Exception, SystemExit):
+            self._show = _nothing
 
     def _note(self, event: Event) -> None:
         match event:

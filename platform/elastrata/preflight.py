@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
+from elastrata.evaluate import EVALUATION_SEED
 from elastrata.recipe import Recipe
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
@@ -41,10 +43,28 @@ def training_data(recipe: Recipe) -> TrainingData:
         problems += _held_out_problems(recipe, manifest, *held_out)
     if problems:
         raise UserError(*problems)
+    manifest.read_lengths(storage)
+    window = recipe.data.window_stripes
     return TrainingData(
-        train=_batches(recipe, storage, manifest),
-        held_out=_batches(recipe, *held_out) if held_out else None,
+        train=_batches(recipe, storage, manifest, seed=recipe.seed, window_stripes=window),
+        held_out=_held_out_batches(recipe, *held_out) if held_out else None,
     )
+
+
+def check_storage(storage: Storage) -> None:
+    """Makes sure that runs can be kept there, by writing and deleting a small file.
+
+    Raises:
+        UserError: it cannot be reached, read or written.
+    """
+    probe = f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        storage.write(b"probe", probe)
+        storage.delete(probe)
+    except Exception as error:
+        raise UserError(
+            f"storage: {storage.url}: cannot be written ({type(error).__name__}: {error})"
+        ) from None
 
 
 def cluster_problems(
@@ -106,6 +126,13 @@ def _held_out(recipe: Recipe, data: Storage) -> tuple[Storage, Manifest] | None:
     return storage, Manifest.read(storage)
 
 
+def _held_out_batches(recipe: Recipe, storage: Storage, manifest: Manifest) -> Batches:
+    """All stripes in one window and one seed for all runs: the draw is always the same."""
+    return _batches(
+        recipe, storage, manifest, seed=EVALUATION_SEED, window_stripes=manifest.stripes
+    )
+
+
 def _held_out_problems(
     recipe: Recipe, manifest: Manifest, storage: Storage, held_out: Manifest
 ) -> list[str]:
@@ -120,15 +147,17 @@ def _held_out_problems(
     return problems
 
 
-def _batches(recipe: Recipe, storage: Storage, manifest: Manifest) -> Batches:
+def _batches(
+    recipe: Recipe, storage: Storage, manifest: Manifest, *, seed: int, window_stripes: int
+) -> Batches:
     return Batches(
         url=storage.uri(),
         manifest=manifest,
         order=Order(
             num_samples=manifest.samples,
             stripe_size=manifest.stripe_size,
-            window_stripes=recipe.data.window_stripes,
-            seed=recipe.seed,
+            window_stripes=window_stripes,
+            seed=seed,
         ),
         work=recipe.workload.work(manifest.vocabulary),
         tokens_per_micro_batch=recipe.micro_batch_tokens,

@@ -94,8 +94,12 @@ class Workload(Config):
         """Cost of a sample by its length, for the deal; in FLOPs of a forward pass."""
 
     @abstractmethod
-    def flops(self, lengths: Sequence[int], num_predictions: int, vocabulary: Vocabulary) -> int:
+    def flops(
+        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
+    ) -> int:
         """FLOPs of forward and backward for samples, or packed documents, of these lengths.
+
+        `weights` are those of the batches.
 
         6 per matmul parameter and token it is applied to, plus attention, halved where it is
         causal. Recomputation is not counted.

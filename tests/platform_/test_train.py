@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -137,6 +139,48 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
     _assert_same_run(recipe, name)
 
 
+def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> None:
+    # two workers want 2.4 of the CPUs, of which a cluster of this machine has os.cpu_count()
+    cpus = 0.6 * (os.cpu_count() or 2)
+    workers = ["workers.min=1", "workers.max=2", f"workers.cpus={cpus}"]
+    done = run_json("train", recipe, *workers, "--name", "elastic")
+    assert done["world_sizes"] == [1]
+    _assert_same_run(recipe, "elastic")
+
+
+def test_workers_may_claim_every_cpu(recipe, undisturbed) -> None:
+    done = run_json("train", recipe, f"workers.cpus={os.cpu_count()}", "--name", "all-cpus")
+    assert done["status"] == "FINISHED"
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tmp_path) -> None:
+    whole = recipe.parent / "runs" / "undisturbed"
+    shutil.copytree(whole, recipe.parent / "runs" / "damaged")
+    checkpoints = recipe.parent / "runs" / "damaged" / "checkpoints"
+    newest, older = commits(Storage(str(checkpoints)))[:2]
+    _alter(checkpoints / newest.folder / "__0_0.distcp")
+
+    done = run("train", recipe, "--name", "damaged", "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert "__0_0.distcp is altered" in done.stderr
+    assert f"falling back to the checkpoint of step {older.step}" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["world_sizes"] == [1, 1]
+    _assert_same_run(recipe, "damaged")
+
+    for commit in commits(Storage(str(checkpoints))):
+        _alter(checkpoints / commit.folder / "__0_0.distcp")
+    done = run("train", recipe, "--name", "damaged")
+    assert done.returncode == 2
+    assert "no older checkpoint is whole either" in done.stderr
+
+
+def _alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
 def _is_actor(process: psutil.Process, name: str) -> bool:
     return f"ray::{name}" in " ".join(process.cmdline())
 
@@ -156,11 +200,15 @@ def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
         ("workload.max_positions=32", "workload.max_positions: 32, but this data set has samples"),
         ("workload.next_sentence=true", "workload.next_sentence: true, but this data set has no"),
         ("data.path=nowhere", "no data set here (manifest.json is missing)"),
-        ("workers.min=9 workers.max=9", "workers.min: 9: needs 3.6 CPUs, the cluster has"),
+        ("data.path=recipe.yaml", "recipe.yaml: no data set can be read there"),
+        ("data.path=nope://bucket/data", "nope://bucket/data: no data set can be read there"),
+        ("storage=recipe.yaml/runs", "storage: recipe.yaml/runs: cannot be written"),
+        ("tracking.uri=http://127.0.0.1:9", "http://127.0.0.1:9"),
+        ("workers.min=99 workers.max=99", "workers.min: 99: needs 39.6 CPUs, the cluster has"),
     ],
 )
 def test_input_that_cannot_work_is_refused(recipe, override, line) -> None:
-    done = run("train", recipe, *override.split(), "--name", "refused")
+    done = run("train", recipe, *override.split(), "--name", "refused", cwd=recipe.parent)
     assert done.returncode == 2, done.stderr
     assert line in done.stderr
     assert "Traceback" not in done.stderr

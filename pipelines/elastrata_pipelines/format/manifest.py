@@ -88,14 +88,18 @@ class Manifest:
         Raises:
             UserError: no manifest there, not one of ours, or of another format version.
         """
-        where = storage.uri(MANIFEST)
         try:
-            raw = json.loads(storage.read(MANIFEST))
+            where = storage.uri(MANIFEST)
+            data = storage.read(MANIFEST)
         except FileNotFoundError:
             raise UserError(
                 f"{storage.uri()}: no data set here ({MANIFEST} is missing); "
                 "make one with `elastrata prepare`"
             ) from None
+        except Exception as error:  # each kind of store has its own
+            raise UserError(f"{storage.url}: no data set can be read there ({error})") from None
+        try:
+            raw = json.loads(data)
         except ValueError as error:
             raise UserError(f"{where}: not valid JSON ({error}); {_AGAIN}") from None
         if not isinstance(raw, dict) or raw.get("format") != "elastrata-shards":

@@ -61,11 +61,13 @@ def make_pairs(
     room = seq_len - frame.num_tokens
     out_ids: list[int] = []
     framed: list[tuple[Tokens, bytes]] = []
-    for place, (sentences, identity) in enumerate(zip(documents, ids, strict=True)):
+    numbered = [(place, identity) for place, identity in enumerate(ids) if documents[place]]
+    filled = [documents[place] for place, _ in numbered]
+    for place, (sentences, (_, identity)) in enumerate(zip(filled, numbered, strict=True)):
         begin = number = 0
         while begin < len(sentences):
             sample_id = int(combine(identity, number))
-            first, second, is_next, begin = _pair(documents, place, begin, sample_id, room)
+            first, second, is_next, begin = _pair(filled, place, begin, sample_id, room)
             number += 1
             if len(second) and len(first) + len(second) >= min_tokens:
                 out_ids.append(sample_id)
@@ -122,9 +124,9 @@ def _other_text(
     room: int,
 ) -> Tokens:
     """Sentences from a random place of another document; of this one where there is no other."""
-    others = [number for number, sentences in enumerate(documents) if number != place and sentences]
-    if others:
-        sentences = documents[others[int(_draw(sample_id, _OTHER) * len(others))]]
+    other = int(_draw(sample_id, _OTHER) * (len(documents) - 1))
+    if len(documents) > 1:
+        sentences = documents[other + (other >= place)]
     else:
         sentences = [*documents[place][:begin], *documents[place][middle + 1 :]]
     start = int(_draw(sample_id, _FIRST) * len(sentences))

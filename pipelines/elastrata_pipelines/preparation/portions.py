@@ -85,9 +85,12 @@ def read_portions(
     pieces: list[Piece] = []
     problems: list[str] = []
     for file in files:
-        read = _parquet_pieces if file.kind == "parquet" else _text_pieces
+        if file.kind == "parquet":
+            found = _parquet_pieces(file, config, size)
+        else:
+            found = _text_pieces(file, config, size, max_document_bytes)
         try:
-            for piece in read(file, config, size, max_document_bytes):
+            for piece in found:
                 pieces.append(piece)
                 if sum(len(piece.data) for piece in pieces) >= size:
                     yield Portion(tuple(pieces), tuple(problems))
@@ -189,9 +192,14 @@ def _last_blank_line(buffer: bytes) -> int:
         tail *= 16
 
 
-def _parquet_pieces(
-    file: SourceFile, config: SourceConfig, size: int, max_document_bytes: int
-) -> Iterator[Piece]:
+def _rows_at_once(metadata: pq.FileMetaData, size: int) -> int:
+    """Rows that have about `size` bytes where a row group's rows are longest; at least one."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    longest = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
+    return max(1, min(_PARQUET_ROWS, int(size / max(1.0, longest))))
+
+
+def _parquet_pieces(file: SourceFile, config: SourceConfig, size: int) -> Iterator[Piece]:
     with open_file(file) as stream:
         parquet = pq.ParquetFile(stream)
         schema = parquet.schema_arrow
@@ -203,7 +211,9 @@ def _parquet_pieces(
             raise OSError(f"column {config.text_field!r} holds {kind}, not text")
         row = offset = 0
         for batch in parquet.iter_batches(
-            batch_size=_PARQUET_ROWS, columns=[config.text_field], use_threads=False
+            batch_size=_rows_at_once(parquet.metadata, size),
+            columns=[config.text_field],
+            use_threads=False,
         ):
             texts = batch.column(0).cast(pa.large_string())
             if texts.null_count:

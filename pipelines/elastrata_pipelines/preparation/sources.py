@@ -20,7 +20,7 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-_PROBE_BYTES = 64 * 2**10
+_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +112,8 @@ def _stamp(fs: Any, name: str, info: dict[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     try:
         with open(name, "rb") as stream:
-            digest.update(stream.read(_PROBE_BYTES))
-            stream.seek(max(0, int(info["size"]) - _PROBE_BYTES))
-            digest.update(stream.read())
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
     except OSError:  # reading it reports the problem, with its line
         return ""
     return digest.hexdigest()

@@ -17,14 +17,14 @@ def test_flops_are_those_pytorch_counts(make_bert, make_rows, vocabulary, pairs,
     # The counter knows plain matrix products; CPU's fused attention it does not know.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         sum(bert.loss(model, batch).terms.values()).backward()
-    assert bert.flops(lengths, len(batch.predicted), vocabulary) == counter.get_total_flops()
+    assert bert.flops(lengths, batch.weights, vocabulary) == counter.get_total_flops()
 
 
 def test_work_is_the_forward_part_of_flops(make_bert, vocabulary) -> None:
     bert = make_bert()
     work = bert.work(vocabulary)
     for length in (20, 40, 200):
-        flops = bert.flops([length], round(0.15 * length), vocabulary)
+        flops = bert.flops([length], {"mlm": round(0.15 * length)}, vocabulary)
         assert int(work(length)) == pytest.approx(flops / 3, rel=1e-4)
 
 

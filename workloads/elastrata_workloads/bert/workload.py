@@ -131,12 +131,14 @@ class Bert(Workload):
         """Cost of a sample by its length: FLOPs of the forward pass."""
         return cost.work(self.shape(vocabulary), self.mask_probability)
 
-    def flops(self, lengths: Sequence[int], num_predictions: int, vocabulary: Vocabulary) -> int:
+    def flops(
+        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
+    ) -> int:
         """FLOPs of forward and backward for samples of these lengths.
 
         Documents packed into one sample attend to themselves only: give their lengths instead.
         """
-        return cost.training_flops(self.shape(vocabulary), lengths, num_predictions)
+        return cost.training_flops(self.shape(vocabulary), lengths, int(weights["mlm"]))
 
     def export(
         self,
