@@ -49,7 +49,7 @@ def most_frequent_accuracy(overrides: list[str]) -> float:
     labels: list[np.ndarray] = []
     for part in rows:
         batch: Any = recipe.workload.collate(part, vocabulary, EVALUATION_SEED)
-        labels.append(batch.labels.numpy())
+        labels.append(batch.targets.numpy())
     counts = np.bincount(np.concatenate(labels))
     return float(counts.max() / counts.sum())
 

@@ -177,7 +177,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
 
 def _alter(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    data[len(data) // 2] = (data[len(data) // 2] + 1) % 256  # twice is altered, too
     path.write_bytes(bytes(data))
 
 
@@ -204,7 +204,10 @@ def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
         ("data.path=nope://bucket/data", "nope://bucket/data: no data set can be read there"),
         ("storage=recipe.yaml/runs", "storage: recipe.yaml/runs: cannot be written"),
         ("tracking.uri=http://127.0.0.1:9", "http://127.0.0.1:9"),
-        ("workers.min=99 workers.max=99", "workers.min: 99: needs 39.6 CPUs, the cluster has"),
+        (
+            "workers.min=99 workers.max=99 batch_size=99",
+            "workers.min: 99: needs 39.6 CPUs, the cluster has",
+        ),
     ],
 )
 def test_input_that_cannot_work_is_refused(recipe, override, line) -> None:
