@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from elastrata import history
-from elastrata.commit import newest_verified
-from elastrata.events import Event, Launched, Warned
+from elastrata.commit import commits, newest_verified
+from elastrata.events import Committed, Event, Launched, Warned
 from elastrata.facts import start_tags
 from elastrata.job import Job, TrainingError
 from elastrata.mailbox import Receiver, open_mailbox
@@ -150,8 +150,20 @@ def _open_record(
     )
     write_identity(run, now, recipe)
     if identity:
-        catch_up(tracker, history.read(run.sub("history")))
+        catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))
     return tracker
+
+
+def _committed(checkpoints: Storage) -> list[Committed]:
+    """The checkpoints there are, the oldest first."""
+    return [
+        Committed(
+            step=commit.step,
+            uri=checkpoints.uri(commit.folder),
+            evaluation_loss=commit.evaluation_loss,
+        )
+        for commit in reversed(commits(checkpoints))
+    ]
 
 
 def _is_finished(run: Storage, steps: int) -> bool:

@@ -13,8 +13,16 @@ NOT_OF_THE_EVENT = ("kind", "attempt", "time")
 """Keys of an entry of the history that its writer adds."""
 
 
-def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Logs what is in a run's history but not in its record: the driver died in between."""
+def catch_up(
+    tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
+) -> None:
+    """Records what a driver that died did not: steps of the history, checkpoints on storage.
+
+    Args:
+        tracker: of the run.
+        entries: its whole history.
+        checkpoints: all that there are, the oldest first.
+    """
     metrics = []
     for entry in entries:
         values = {key: value for key, value in entry.items() if key not in NOT_OF_THE_EVENT}
@@ -23,6 +31,9 @@ def catch_up(tracker: Tracker, entries: Iterable[Mapping[str, Any]]) -> None:
         elif entry["kind"] == "evaluated":
             metrics.append(values)
     tracker.log_steps(metrics)
+    tracker.keep_checkpoints([checkpoint.uri for checkpoint in checkpoints])
+    for checkpoint in checkpoints:
+        tracker.record_checkpoint(checkpoint.uri, checkpoint.step, checkpoint.to_metrics())
 
 
 def _nothing(event: Event) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -72,11 +72,14 @@ class Tracker:
         self._outbox.put(lambda: _set_tags(self._client, self.run_id, kept))
 
     def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a checkpoint that lies at `uri` as an external model of the run."""
+        """Records a checkpoint that lies at `uri` as an external model of the run, once."""
         self.tag({"checkpoint.latest": uri, "checkpoint.latest_step": step})
         params = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
 
         def record() -> None:
+            if recorded := self._recorded_models(uri):
+                self._models[uri] = recorded[0]
+                return
             model = self._client.create_logged_model(
                 experiment_id=self.experiment_id,
                 name=f"step-{step}",
@@ -96,6 +99,17 @@ class Tracker:
         def forget() -> None:
             for model_id in self._recorded_models(uri):
                 self._client.delete_logged_model(model_id)
+
+        self._outbox.put(forget)
+
+    def keep_checkpoints(self, uris: Collection[str]) -> None:
+        """Takes the records of all checkpoints but these off the run."""
+        kept = set(uris)
+
+        def forget() -> None:
+            for model in self._search_models():
+                if model.tags.get("uri") not in kept:
+                    self._client.delete_logged_model(model.model_id)
 
         self._outbox.put(forget)
 
@@ -140,10 +154,13 @@ class Tracker:
     def _recorded_models(self, uri: str) -> list[str]:
         if uri in self._models:
             return [self._models.pop(uri)]
-        found = self._client.search_logged_models(
+        return [m.model_id for m in self._search_models() if m.tags.get("uri") == uri]
+
+    def _search_models(self) -> list[Any]:
+        found: list[Any] = self._client.search_logged_models(
             [self.experiment_id], filter_string=f"source_run_id = '{self.run_id}'"
         )
-        return [model.model_id for model in found if model.tags.get("uri") == uri]
+        return found
 
 
 def open_tracker(

@@ -128,7 +128,11 @@ def test_checkpoints_are_models_of_the_run_until_they_are_deleted(runs: Path) ->
     first.record_checkpoint("s3://bucket/step-20", 20, {})
     first.finish("FAILED")
     second = _open(runs, first.run_id)
+    second.record_checkpoint("s3://bucket/step-20", 20, {})  # again: still one record
     second.forget_checkpoint("s3://bucket/step-10")
+    second.record_checkpoint("s3://bucket/step-15", 15, {})
+    second.keep_checkpoints(["s3://bucket/step-20"])
+    second.tag({"checkpoint.latest": "s3://bucket/step-20"})
     second.finish("FINISHED")
     models = _client(runs).search_logged_models([second.experiment_id])
     assert [(model.name, model.tags["uri"]) for model in models] == [

@@ -100,6 +100,7 @@ def test_killed_driver_resumes_at_another_size(recipe, undisturbed, tmp_path) ->
     assert done["tokens_seen"] == undisturbed["tokens_seen"]
     _assert_same_run(recipe, name)
     _assert_logged_once(recipe, done["mlflow_run_id"])
+    _assert_checkpoints_recorded(recipe, name, done["mlflow_run_id"])
 
 
 def _assert_logged_once(recipe: Path, run_id: str) -> None:
@@ -114,6 +115,16 @@ def _assert_logged_once(recipe: Path, run_id: str) -> None:
         len(client.search_runs([run_record.info.experiment_id], "tags.mlflow.runName = 'killed'"))
         == 1
     )
+
+
+def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
+    client = mlflow.MlflowClient(f"sqlite:///{recipe.parent / 'runs' / 'mlflow.db'}")
+    models = client.search_logged_models(
+        [client.get_run(run_id).info.experiment_id], filter_string=f"source_run_id = '{run_id}'"
+    )
+    checkpoints = Storage(str(recipe.parent / "runs" / name / "checkpoints"))
+    present = [checkpoints.uri(commit.folder) for commit in commits(checkpoints)]
+    assert sorted(model.tags["uri"] for model in models) == sorted(present)
 
 
 def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path) -> None:
