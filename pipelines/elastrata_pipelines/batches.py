@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from elastrata_pipelines.deal import Deal, WorkModel, deal
-from elastrata_pipelines.format import Manifest, read_stripes
+from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Ints, Order, Places
 from elastrata_pipelines.payload import StepLayout, encode
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,25 @@ class Batches:
     work: WorkModel
     tokens_per_micro_batch: int
 
-    def payloads(self, group: Group, num_ranks: int) -> Iterator[pa.Buffer]:
+    def stripes(self) -> Stripes:
+        """A reader of the data set."""
+        return Stripes(Storage(self.url), self.manifest)
+
+    def payloads(
+        self, group: Group, num_ranks: int, stripes: Stripes | None = None
+    ) -> Iterator[pa.Buffer]:
         """Each rank's rows of the group's steps, encoded; rank after rank.
+
+        Args:
+            group: the steps.
+            num_ranks: number of data-parallel ranks.
+            stripes: the reader; whoever reads consecutive groups gives them the same one.
 
         Raises:
             UserError: a shard is missing or damaged.
         """
         places = self.order.places(group.first_position, group.num_steps * group.batch_size)
-        table, index = self._read(places)
+        table, index = _read(stripes or self.stripes(), places)
         lengths = table["length"].to_numpy()[index]
         deals = [
             self._deal(lengths[k * group.batch_size : (k + 1) * group.batch_size], num_ranks)
@@ -107,9 +119,10 @@ class Batches:
             tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
 
-    def _read(self, places: Places) -> tuple[pa.Table, Ints]:
-        """The stripes that hold `places` as one table, and the places as indices into it."""
-        stripes, which = np.unique(places.stripes, return_inverse=True)
-        tables = read_stripes(Storage(self.url), self.manifest, stripes.tolist())
-        starts = np.cumsum([0] + [table.num_rows for table in tables])
-        return pa.concat_tables(tables).combine_chunks(), starts[which] + places.rows
+
+def _read(stripes: Stripes, places: Places) -> tuple[pa.Table, Ints]:
+    """The stripes that hold `places` as one table, and the places as indices into it."""
+    numbers, which = np.unique(places.stripes, return_inverse=True)
+    tables = stripes.read(numbers.tolist())
+    starts = np.cumsum([0] + [table.num_rows for table in tables])
+    return pa.concat_tables(tables).combine_chunks(), starts[which] + places.rows

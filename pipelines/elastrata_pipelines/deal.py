@@ -73,16 +73,25 @@ def deal(
             "of a micro-batch"
         )
     by_length = np.argsort(-lengths, kind="stable")
-    costs = work(lengths[by_length])
-    ranks = least_loaded(costs, num_ranks)
-    rows = _split(by_length, ranks, num_ranks)
+    rows, imbalance = _share(by_length, lengths, work, num_ranks)
     num_micro_batches = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
     hands = tuple(
         Hand(rows=r, cuts=cut(lengths[r], num_micro_batches, tokens_per_micro_batch)) for r in rows
     )
+    return Deal(hands=hands, imbalance=imbalance)
+
+
+def _share(rows: Ints, lengths: Ints, work: WorkModel, num_ranks: int) -> tuple[list[Ints], float]:
+    """Each rank's rows, in the given order; and the largest work of a rank over the mean."""
+    if num_ranks == 1:
+        return [rows], 1.0
+    costs = work(lengths[rows])
+    ranks = least_loaded(costs, num_ranks)
+    grouped = rows[np.argsort(ranks, kind="stable")]
+    parts = np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     mean = loads.mean()
-    return Deal(hands=hands, imbalance=float(loads.max() / mean) if mean else 1.0)
+    return parts, float(loads.max() / mean) if mean else 1.0
 
 
 def least_loaded(costs: Ints, num_ranks: int) -> Ints:
@@ -90,8 +99,6 @@ def least_loaded(costs: Ints, num_ranks: int) -> Ints:
 
     Ties go to the lowest rank.
     """
-    if num_ranks == 1:
-        return np.zeros(len(costs), dtype=np.int64)
     heap = list(range(num_ranks))  # load * num_ranks + rank: one integer orders by load, then rank
     ranks = []
     for cost in costs.tolist():
@@ -99,11 +106,6 @@ def least_loaded(costs: Ints, num_ranks: int) -> Ints:
         ranks.append(rank)
         heapq.heapreplace(heap, heap[0] + cost * num_ranks)
     return np.array(ranks, dtype=np.int64)
-
-
-def _split(rows: Ints, ranks: Ints, num_ranks: int) -> list[Ints]:
-    grouped = rows[np.argsort(ranks, kind="stable")]
-    return np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
 
 
 def greedy_count(lengths: Ints, budget: int) -> int:
@@ -115,8 +117,11 @@ def cut(lengths: Ints, num_micro_batches: int, budget: int) -> Ints:
     """Cuts rows, in order, into parts of about equal tokens, none of more than `budget`.
 
     Returns the cuts, shape [num_micro_batches + 1]. Where equal parts would burst the budget, rows
-    are taken greedily instead, and the last parts may be empty.
+    are taken greedily instead, and the last parts may be empty. `num_micro_batches` is at least
+    `greedy_count` of the same rows.
     """
+    if num_micro_batches == 1:
+        return np.array([0, len(lengths)], dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     targets = ends[-1] * np.arange(num_micro_batches + 1) / num_micro_batches
     cuts: Ints = np.searchsorted(ends, targets, side="left").astype(np.int64)

@@ -26,7 +26,7 @@ READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
 that wait for a CPU; `CONCURRENT_READERS` bounds what they take."""
 CONCURRENT_READERS = 2
-MAX_GROUP_TOKENS = 4 * 2**20
+MAX_GROUP_TOKENS = 8 * 2**20
 MAX_DESCRIPTORS = 256
 PREFETCHED_PAYLOADS = 2
 READ_AHEAD_BYTES = 512 * 2**20
@@ -100,9 +100,10 @@ class _Reader:
     num_ranks: int
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
+        stripes = self.batches.stripes()
         for row in descriptor.to_pylist():
             for group in json.loads(row["groups"]):
-                for payload in self.batches.payloads(Group(**group), self.num_ranks):
+                for payload in self.batches.payloads(Group(**group), self.num_ranks, stripes):
                     yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
 
 

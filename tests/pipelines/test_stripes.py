@@ -1,0 +1,36 @@
+"""The reader of stripes: what consecutive groups share is read once, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest, read_stripes
+from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
+from support.synthetic import write_data_set
+
+
+def test_stripes_come_in_the_order_asked_for(tmp_path: Path) -> None:
+    manifest, storage = write_data_set(tmp_path, samples=300), Storage(str(tmp_path))
+    stripes = Stripes(storage, manifest)
+    for wanted in ([4, 0, 7], [7, 2, 4], [2]):
+        assert stripes.read(wanted) == read_stripes(storage, manifest, wanted)
+
+
+def test_only_the_stripes_of_the_last_call_are_kept(tmp_path: Path) -> None:
+    manifest = write_data_set(tmp_path, samples=300)
+    stripes = Stripes(Storage(str(tmp_path)), manifest)
+    stripes.read([0, 1, 4])
+    first = stripes.read([1, 4])
+    _remove_shards(tmp_path, manifest)
+    assert stripes.read([1, 4]) == first
+    with pytest.raises(UserError, match="the shard is missing"):
+        stripes.read([0, 1])
+
+
+def _remove_shards(folder: Path, manifest: Manifest) -> None:
+    for entry in manifest.shards:
+        (folder / entry.path).unlink()
