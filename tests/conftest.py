@@ -11,9 +11,9 @@ from elastrata.ray_session import ray_session
 from support.s3 import s3_bucket
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_local() -> Iterator[None]:
-    """A Ray cluster of the test run's own: two logical CPUs, workers that can import tests."""
+    """A Ray cluster of the module's own: two logical CPUs, workers that can import tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         with ray_session("local", num_cpus=2):

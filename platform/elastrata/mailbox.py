@@ -1,4 +1,4 @@
-"""The mailbox: how events get from the workers to the driver, in order, without anyone waiting."""
+"""The mailbox: how events get from the workers to the driver, in order."""
 
 from __future__ import annotations
 
@@ -54,24 +54,33 @@ class Sender:
         self._speaks = rank == 0
         self._lock = Lock()
         self._waiting: list[Event] = []
+        self._under_way: Any = None
         self._posted = time.monotonic()
 
     def send(self, event: Event) -> None:
-        """Sends an event; step records go together with the next ones. Never waits."""
+        """Sends an event; step records go together with the next ones."""
         if not self._speaks and not isinstance(event, Refused):
             return
         with self._lock:
             self._waiting.append(event)
             now = time.monotonic()
             if not isinstance(event, StepRecord) or now - self._posted >= POST_SECONDS:
-                self._mailbox.post.remote(self._waiting)
-                self._waiting, self._posted = [], now
+                self._post()
+                self._posted = now
 
     def close(self) -> None:
         """Sends what is left and waits until all has arrived."""
         with self._lock:
-            ray.get(self._mailbox.post.remote(self._waiting))
-            self._waiting = []
+            self._post()
+            ray.get(self._under_way)
+
+    def _post(self) -> None:
+        # The mailbox runs calls as they come, not in order: the one before must have arrived. It
+        # has, nearly always, and this costs nothing.
+        if self._under_way is not None:
+            ray.get(self._under_way)
+        self._under_way = self._mailbox.post.remote(self._waiting)
+        self._waiting = []
 
 
 class Receiver:

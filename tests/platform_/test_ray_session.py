@@ -10,9 +10,12 @@ import ray
 from pathlib import Path
 from elastrata.ray_session import ray_session
 
-before = set(Path("/tmp").glob("ray-*"))
+def folder():
+    return Path(ray._private.worker._global_node.get_session_dir_path()).parent
+
 with ray_session(num_cpus=1):
-    (mine,) = set(Path("/tmp").glob("ray-*")) - before
+    mine = folder()
+    assert mine.name.startswith("ray-")
     with ray_session():
         assert ray.cluster_resources()["CPU"] == 1
     assert ray.is_initialized()
@@ -20,7 +23,7 @@ assert not ray.is_initialized()
 assert not mine.exists()
 try:
     with ray_session(num_cpus=1):
-        (mine,) = set(Path("/tmp").glob("ray-*")) - before
+        mine = folder()
         raise RuntimeError("broken")
 except RuntimeError as error:
     assert error.__notes__ == [f"Ray's logs: {mine}/session_latest/logs"]
