@@ -1,0 +1,219 @@
+"""Real tokens per second that reach one consumer in shuffled order, by loader.
+
+    python -m venv ../rivals
+    ../rivals/bin/pip install mosaicml-streaming litdata grain datasets webdataset torch==2.13.0
+    python benchmarks/data_loading.py ../shared/data --python ../rivals/bin/python
+
+The corpus is WikiText and the .py files of this Python's standard library and site-packages,
+prepared with a BPE of 8,192 words into samples of up to 512 tokens at their natural lengths. Every
+loader gets the same samples in its own format, and must deliver all of them in an epoch: number of
+samples, of tokens and a checksum are compared. Then each is measured in a process of its own, turn
+by turn, and medians count: tokens per second of batches of 32 samples, uint16, end to end without
+padding, each token read once by the consumer; and the seconds from opening the data to the first
+batch, imports and the start of Ray not counted. Everything is in the page cache.
+
+`--scratch DIR` keeps the corpus and its formats for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from preparation import documents
+from report import write_result
+
+from elastrata.ray_session import ray_session
+from elastrata_pipelines.format import Manifest, read_stripes
+from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.storage import Storage
+
+MEGABYTES = 280
+ROUNDS = 3
+TIMEOUT_SECONDS = 600
+QUIET_LOAD = 1.0
+FORMATS = ("memmap", "mosaicml_streaming", "litdata", "grain", "huggingface", "webdataset")
+LOADERS = (
+    ("elastrata", "through Ray Data"),
+    ("elastrata", "in process"),
+    ("memmap", "in process"),
+    *((name, variant) for name in FORMATS[1:] for variant in ("in process", "2 workers")),
+    ("grain", "16 threads"),
+)
+RIVAL_PACKAGES = (
+    *("mosaicml-streaming", "litdata", "grain", "array-record", "datasets", "webdataset"),
+    *("torch", "numpy", "pyarrow"),
+)
+Loader = tuple[str, str]
+"""A file of data_loaders/ and one of its variants."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the formats lie and which Python reads which."""
+
+    scratch: Path
+    rivals: Path
+    """The Python that has the rivals."""
+
+    def write_formats(self) -> None:
+        """Writes what is not there yet."""
+        for name in FORMATS[1:]:
+            if not (self.scratch / name).exists():
+                self.run("write", (name, ""))
+
+    def run(self, action: str, loader: Loader) -> dict[str, Any]:
+        """Runs measure_loader.py in a new process and returns what it prints."""
+        name, variant = loader
+        python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
+        script = Path(__file__).with_name("measure_loader.py")
+        done = subprocess.run(
+            [python, script, action, name, variant, self.scratch / "memmap", self.scratch / name],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{action} {name}, {variant}:\n{done.stderr[-4000:]}")
+        lines = done.stdout.strip().splitlines()
+        return json.loads(lines[-1]) if action != "write" else {}
+
+    def rival_versions(self) -> dict[str, str]:
+        """Versions in the rivals' environment."""
+        code = (
+            "import json, sys; from importlib.metadata import version; "
+            "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+        )
+        command = [self.rivals, "-c", code, *RIVAL_PACKAGES]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return json.loads(done.stdout)
+
+
+def prepare_corpus(data: Path, megabytes: int, scratch: Path) -> None:
+    """Writes Elastrata's data set, and its samples as plain arrays for everybody else."""
+    if (scratch / "memmap").exists():
+        return
+    corpus, size = scratch / "corpus.jsonl", 0
+    with corpus.open("w") as stream:
+        for text in documents(data):
+            stream.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size >= megabytes * 10**6:
+                break
+    config = {
+        "sources": [{"paths": [str(corpus)]}],
+        "tokenizer": {"train": "bpe", "vocab_size": 8192},
+        "seq_len": 512,
+    }
+    with ray_session("local"):
+        prepare(PrepareConfig.model_validate(config), str(scratch / "elastrata"))
+    corpus.unlink()
+    write_arrays(scratch / "elastrata", scratch / "memmap")
+
+
+def write_arrays(data_set: Path, folder: Path) -> None:
+    storage = Storage(str(data_set))
+    manifest = Manifest.read(storage)
+    folder.mkdir()
+    lengths = manifest.read_lengths(storage)
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    with (folder / "tokens.bin").open("wb") as stream:
+        for stripe in range(manifest.stripes):
+            (table,) = read_stripes(storage, manifest, [stripe])
+            stream.write(b"".join(table["tokens"].to_pylist()))
+
+
+def check(bench: Bench) -> dict[str, int]:
+    """Reads everything once with every loader.
+
+    Raises:
+        RuntimeError: one delivers other samples than the rest.
+    """
+    keys = ("samples", "tokens", "checksum")
+    found = {loader: bench.run("check", loader) for loader in LOADERS}
+    totals = {loader: {key: result[key] for key in keys} for loader, result in found.items()}
+    expected = totals["memmap", "in process"]
+    others = {loader: total for loader, total in totals.items() if total != expected}
+    if others:
+        raise RuntimeError(f"not the same samples: {others}, expected {expected}")
+    return expected
+
+
+def wait_for_quiet(minutes: float) -> float:
+    """Waits until the machine has little else to do, at most so long, and returns the load."""
+    deadline = time.monotonic() + 60 * minutes
+    while (load := os.getloadavg()[0]) > QUIET_LOAD and time.monotonic() < deadline:
+        time.sleep(15)
+    return load
+
+
+def measure(bench: Bench, rounds: int) -> dict[Loader, list[dict[str, float]]]:
+    """All loaders, turn by turn."""
+    found: dict[Loader, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
+    for number in range(rounds):
+        for loader in LOADERS:
+            result = bench.run("measure", loader)
+            found[loader].append(result)
+            rate = result["tokens_per_second"] / 1e6
+            print(f"{number} {', '.join(loader)}: {rate:.1f} M tokens/s", flush=True)
+    return found
+
+
+def row(loader: Loader, results: list[dict[str, float]]) -> dict[str, Any]:
+    rates = [result["tokens_per_second"] / 1e6 for result in results]
+    row = {
+        "loader": loader[0],
+        "variant": loader[1],
+        "million_tokens_per_second": round(statistics.median(rates), 2),
+        "rounds": [round(rate, 2) for rate in rates],
+    }
+    for key in ("seconds_to_first_batch", "seconds_to_import", "seconds_to_start_ray"):
+        row[key] = round(statistics.median(result[key] for result in results), 3)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds wikitext/")
+    parser.add_argument("--python", type=Path, required=True, help="a Python with the rivals")
+    parser.add_argument("--scratch", type=Path, help="folder for the formats, kept")
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of the text")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--wait-minutes", type=float, default=0, help="for a load below 1 before the first round"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = arguments.scratch or Path(temporary)
+        scratch.mkdir(exist_ok=True)
+        prepare_corpus(arguments.data, arguments.megabytes, scratch)
+        bench = Bench(scratch, arguments.python)
+        bench.write_formats()
+        load = wait_for_quiet(arguments.wait_minutes)
+        found = measure(bench, arguments.rounds)
+        load_after = os.getloadavg()[0]
+        corpus = check(bench)
+    rows = [row(loader, results) for loader, results in found.items()]
+    figures = {
+        "machine_note": f"shared; 1-minute load before the first round {load:.2f}, "
+        f"after the last {load_after:.2f}",
+        "corpus": corpus,
+        "rival_versions": bench.rival_versions(),
+        "rows": sorted(rows, key=lambda row: -row["million_tokens_per_second"]),
+    }
+    write_result("data_loading", figures, ("elastrata", "ray", "pyarrow", "numpy"))
+
+
+if __name__ == "__main__":
+    main()
