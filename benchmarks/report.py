@@ -17,12 +17,14 @@ RESULTS = Path(__file__).parent / "results"
 def write_result(name: str, figures: Mapping[str, Any], packages: tuple[str, ...]) -> None:
     """Prints figures and writes them to `results/<name>.json`.
 
+    Of absolute paths on the command line only the last part is kept.
+
     Args:
         name: of the benchmark's file.
         figures: JSON values.
         packages: those whose versions matter.
     """
-    arguments = " ".join(os.path.relpath(a) if os.path.isabs(a) else a for a in sys.argv[1:])  # noqa: PTH117
+    arguments = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])
     result = {
         "command": f"python benchmarks/{name}.py {arguments}".strip(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",

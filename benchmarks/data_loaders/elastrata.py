@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,6 +31,16 @@ def through_ray(folder: Path) -> Iterator[Iterator[Batch]]:
     dataset = descriptors(batches, Start(), steps=_steps(batches), batch_size=BATCH_SIZE)
     (split,) = dealt(dataset, batches, 1)
     return _epochs(RankStream(split, batches.manifest.token_dtype), batches.manifest.samples)
+
+
+@contextmanager
+def ray_until_streams_end() -> Iterator[None]:
+    """A Ray that outlives the threads of the streams: they must not call one that is gone."""
+    with ray_session("local"):
+        others = set(threading.enumerate())
+        yield
+        for thread in set(threading.enumerate()) - others:
+            thread.join(timeout=2)  # Ray may leave one parked for ever, which calls nothing
 
 
 def in_process(folder: Path) -> Iterator[Iterator[Batch]]:
@@ -92,4 +103,4 @@ def _of_epoch(rows: Rows, epoch: int) -> Batch:
 
 
 VARIANTS = {"through Ray Data": through_ray, "in process": in_process}
-SESSIONS = {"through Ray Data": partial(ray_session, "local")}
+SESSIONS = {"through Ray Data": ray_until_streams_end}
