@@ -1,48 +1,131 @@
 """The history of a run: what every step did, kept beside the checkpoints, through all restarts.
 
-Rank 0 writes it in parts, `<attempt>-<part>.jsonl`, a line an entry. What a commit contains is in
-the history before the commit is begun.
+It is written in parts, a line an entry: by rank 0 of every group of workers as
+`<attempt>-<part>.jsonl`, by the driver, which learns of lost groups, as `<attempt>-d<part>.jsonl`.
+What a commit contains is in the history before the commit is begun.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
 
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 PART_SECONDS = 15.0
 """Entries that no commit waits for are written this often: each part is a file."""
 
+_PART = re.compile(r"(?P<attempt>\d{4,})-(?P<writer>[a-z]*)(?P<part>\d{8,})\.jsonl")
+_READ_THREADS = 8
+_Types = dict[str, type | tuple[type, ...]]
+_KEYS_OF_ALL: _Types = {"attempt": int, "time": (int, float)}
+_KEYS: dict[str, _Types] = {
+    "started": {"step": int, "world_size": int},
+    "step": {
+        "step": int,
+        "samples": int,
+        "tokens": int,
+        "batch_samples": int,
+        "world_size": int,
+        "digest": str,
+        "loss": (int, float),
+        "seconds": (int, float),
+    },
+    "halted": {"reason": str},
+    "ended": {"status": str},
+}
+"""What readers of the history compute with, by kind of entry; other kinds have more freedom."""
+
+
+@dataclass(frozen=True, order=True)
+class PartName:
+    """The name of a part. Sorted, the parts are in the order of the history."""
+
+    attempt: int
+    writer: str
+    """Empty for rank 0; a letter for any other writer."""
+    part: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt:04d}-{self.writer}{self.part:08d}.jsonl"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The parts of a file's name; None for a file that a killed writer or a user left."""
+        found = _PART.fullmatch(name)
+        if not found:
+            return None
+        return cls(int(found["attempt"]), found["writer"], int(found["part"]))
+
 
 def next_attempt(storage: Storage) -> int:
     """1 for a new run, then one more for every group of workers that wrote into the history."""
-    return max((int(name.split("-")[0]) for name in _parts(storage)), default=0) + 1
+    return max((part.attempt for part in _parts(storage)), default=0) + 1
+
+
+def last_step(storage: Storage) -> int:
+    """The last step that counts; 0 for a new run."""
+    return max((step["step"] for step in effective_steps(read(storage))), default=0)
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
-    """All entries of all attempts, in the order they were written."""
-    entries: list[dict[str, Any]] = []
-    for name in _parts(storage):
-        entries += [json.loads(line) for line in storage.read(name).splitlines()]
-    return entries
+    """All entries of all attempts, in the order they were written; an attempt's own before those
+    that the driver wrote about it.
+
+    Raises:
+        UserError: a part was altered: torn, not JSON, or without the keys of its kind.
+    """
+    names = [str(part) for part in _parts(storage)]
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        parts = pool.map(storage.read, names)
+        return [
+            _entry(line, f"{storage.uri(name)}, line {number}")
+            for name, data in zip(names, parts, strict=True)
+            for number, line in enumerate(data.splitlines(), start=1)
+        ]
 
 
-def _parts(storage: Storage) -> list[str]:
-    """The parts in order. A writer that was killed may have left a file that is none."""
-    return [name for name in storage.names() if name.endswith(".jsonl")]
+def _parts(storage: Storage) -> list[PartName]:
+    return sorted(part for name in storage.names() if (part := PartName.parse(name)))
+
+
+def _entry(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        raise UserError(f"{where}: not JSON (torn or altered)") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        raise UserError(f"{where}: not an entry of a history (altered)")
+    for key, kind in (_KEYS_OF_ALL | _KEYS.get(entry["kind"], {})).items():
+        if not isinstance(entry.get(key), kind):
+            raise UserError(f"{where}: '{entry['kind']}' with a bad '{key}' (altered)")
+    return entry
+
+
+def surviving_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The steps that no later attempt rolled back, in the order they were done.
+
+    In a sound history they are 1, 2, 3...; in one that is not, steps are missing or twice there.
+    """
+    steps: list[Mapping[str, Any]] = []
+    for entry in entries:
+        if entry["kind"] == "started":
+            steps = [step for step in steps if step["step"] <= entry["step"]]
+        elif entry["kind"] == "step":
+            steps.append(entry)
+    return steps
 
 
 def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps that made the model what it is: those a later attempt rolled back are left out."""
-    steps: dict[int, Mapping[str, Any]] = {}
-    for entry in entries:
-        if entry["kind"] == "started":
-            steps = {step: record for step, record in steps.items() if step <= entry["step"]}
-        elif entry["kind"] == "step":
-            steps[entry["step"]] = entry
+    """The steps that made the model what it is, each once: those a later attempt rolled back are
+    left out."""
+    steps = {entry["step"]: entry for entry in surviving_steps(entries)}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -51,26 +134,63 @@ def world_sizes(entries: Iterable[Mapping[str, Any]]) -> list[int]:
     return [entry["world_size"] for entry in entries if entry["kind"] == "started"]
 
 
+def restore_part(storage: Storage, name: str, data: bytes) -> bool:
+    """Writes a part that its own writer could not, because it was killed first.
+
+    Args:
+        storage: the run's folder of history.
+        name: what the writer's `part_name` was.
+        data: what its `pending` was.
+
+    Returns:
+        Whether it was written. A part that is there is left as it is: its writer came further.
+
+    Raises:
+        ValueError: that is no name of a part.
+    """
+    if PartName.parse(name) is None:
+        raise ValueError(f"{name}: expected the name of a part, such as {PartName(1, '', 0)}")
+    if not data or storage.exists(name):
+        return False
+    storage.write(data, name)
+    return True
+
+
 class HistoryWriter:
-    """Writes the history of one attempt.
+    """Writes the history of one attempt, or what the driver has to say about it.
+
+    It never writes over a part of another writer, and goes on after the last one of its own name.
 
     Args:
         storage: the run's folder of history.
         attempt: from `next_attempt`.
         warn: called with one line where storage does not take a part; it is tried again later.
+        writer: a letter that tells its parts from those of rank 0, whose letter is none.
     """
 
-    def __init__(self, storage: Storage, attempt: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, storage: Storage, attempt: int, warn: Callable[[str], None], writer: str = ""
+    ) -> None:
         self._warn = warn
         self._storage = storage
-        self._attempt = attempt
         self._lines: list[bytes] = []
-        self._parts = 0
+        self._next = _after_the_last(storage, attempt, writer)
         self._written = time.monotonic()
+
+    @property
+    def pending(self) -> bytes:
+        """The lines that are not on storage yet."""
+        return b"".join(self._lines)
+
+    @property
+    def part_name(self) -> str:
+        """The name of the part that they will be in."""
+        return str(self._next)
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
-        line = {"kind": kind, "attempt": self._attempt, "time": round(time.time(), 3), **entry}
+        now = round(time.time(), 3)
+        line = {"kind": kind, "attempt": self._next.attempt, "time": now, **entry}
         self._lines.append(json.dumps(line).encode() + b"\n")
         if time.monotonic() - self._written > PART_SECONDS:
             self.flush()
@@ -78,10 +198,17 @@ class HistoryWriter:
     def flush(self) -> None:
         """Writes what has been added since the last time."""
         if self._lines:
-            name = f"{self._attempt:04d}-{self._parts:08d}.jsonl"
             try:
-                self._storage.write(b"".join(self._lines), name)
-                self._lines, self._parts = [], self._parts + 1
+                self._storage.write(self.pending, self.part_name)
+                self._lines = []
+                self._next = PartName(self._next.attempt, self._next.writer, self._next.part + 1)
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
         self._written = time.monotonic()
+
+
+def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:
+    known = [
+        part.part for part in _parts(storage) if (part.attempt, part.writer) == (attempt, writer)
+    ]
+    return PartName(attempt, writer, max(known, default=-1) + 1)

@@ -1,0 +1,74 @@
+"""Histories of runs, entry by entry, and folders of runs that hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastrata.recipe import Recipe
+from elastrata.run_folder import RunIdentity, write_identity
+from elastrata_pipelines.storage import Storage
+from support.synthetic import tiny_recipe
+
+Entry = dict[str, Any]
+BATCH = 21
+
+
+def started(attempt: int, step: int, *, time: float = 0.0, **more: Any) -> Entry:
+    return {
+        "kind": "started",
+        "attempt": attempt,
+        "time": time,
+        "step": step,
+        "world_size": 2,
+        **more,
+    }
+
+
+def stepped(attempt: int, step: int, *, time: float = 0.0, **more: Any) -> Entry:
+    """A step of `BATCH` samples, as all before it."""
+    return {
+        "kind": "step",
+        "attempt": attempt,
+        "time": time,
+        "step": step,
+        "samples": BATCH * step,
+        "tokens": 100 * step,
+        "batch_samples": BATCH,
+        "world_size": 2,
+        "digest": f"{step:016x}",
+        "loss": 4.0 / step,
+        "seconds": 1.0,
+        **more,
+    }
+
+
+def said(kind: str, attempt: int, *, time: float, **more: Any) -> Entry:
+    """An entry of another kind."""
+    return {"kind": kind, "attempt": attempt, "time": time, **more}
+
+
+def write_run(
+    folder: Path, entries: Iterable[Mapping[str, Any]], *, data: Path | str = "nowhere", steps: int
+) -> None:
+    """A run's folder, with its history in one part per attempt."""
+    run = Storage(str(folder))
+    recipe = Recipe.model_validate(tiny_recipe(data, folder.parent, steps=steps))
+    identity = RunIdentity(name=folder.name, data=str(data), data_fingerprint="none")
+    write_identity(run, identity, recipe)
+    by_attempt: dict[int, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        by_attempt.setdefault(entry["attempt"], []).append(entry)
+    for attempt, lines in by_attempt.items():
+        write_part(folder / "history" / f"{attempt:04d}-00000000.jsonl", lines)
+
+
+def write_part(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def read_part(path: Path) -> list[Entry]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
