@@ -28,6 +28,8 @@ class Start:
     """Real tokens seen."""
     commit: str | None = None
     """Name of the checkpoint that holds this state; None: a new run."""
+    tier: str = "new"
+    """Where that checkpoint is: `durable` storage, or `hot`, in the memory of other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Durable checkpoints: saved in the background, committed last, loadable at any world size."""
+"""Checkpoints: saved in the background, committed last, loadable at any world size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -22,15 +22,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from elastrata.commit import MARKER, Commit, FileRecord, FolderName, folders, size_problems
+from elastrata.commit_storage import CommitStorage
 from elastrata.config import Config
-from elastrata.dcp import CommitWriter
+from elastrata.dcp import CommitWriter, RememberingPlanner
 from elastrata.retention import prune, remove
 from elastrata.training_state import load, load_full_model_state, restore, training_state
-from elastrata_pipelines.storage import Storage
 
 __all__ = [
     "CheckpointConfig",
     "DurableSaver",
+    "hot_saver",
     "load",
     "load_full_model_state",
     "restore",
@@ -51,6 +52,19 @@ class CheckpointConfig(Config):
     keep_best: bool = True
     """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
     steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
+    hot_steps: NonNegativeInt = 20
+    """Most steps that a lost worker costs: a copy of the state goes into the memory of other
+    processes twice in so many steps. 0: no such copies."""
+    hot_bytes: PositiveInt = 16 * 2**30
+    """Most memory that those copies may take on a node."""
+    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
+
+    @property
+    def hot_every(self) -> int:
+        """Steps from one copy in memory to the next. One that is begun waits until the one before
+        is complete, so two intervals are the most that can be lost."""
+        return max(1, self.hot_steps // 2)
 
 
 class DurableSaver:
@@ -66,6 +80,10 @@ class DurableSaver:
         storage: the run's folder of checkpoints.
         keep_last: number of the newest commits that stay.
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
+        attempt: number of this group of workers, the same on every rank, larger than that of any
+            commit in `storage`. Default: found by listing it.
+        hashed: whether the marker says every file's SHA-256; without, sizes alone are verified.
+        what: what the warnings call a commit.
         warn: called with one line when a save, or the cleaning up after it, has failed.
         on_commit: called with every new commit.
         on_remove: called with every commit that was removed to keep no more than was asked for.
@@ -76,10 +94,13 @@ class DurableSaver:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: CommitStorage,
         *,
         keep_last: int,
         keep_best: bool,
+        attempt: int | None = None,
+        hashed: bool = True,
+        what: str = "checkpoint",
         warn: Callable[[str], None],
         on_commit: Callable[[Commit], None] = lambda _: None,
         on_remove: Callable[[Commit], None] = lambda _: None,
@@ -89,11 +110,14 @@ class DurableSaver:
         self._storage = storage
         self._keep_last = keep_last
         self._keep_best = keep_best
+        self._hashed = hashed
+        self._what = what
         self._warn = warn
         self._on_commit = on_commit
         self._on_remove = on_remove
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-        self._attempt, self._token = _agree_on_attempt(storage, self._group)
+        self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
+        self._planner = RememberingPlanner()
         self._stager = _ReusingStager()
         self._idle = threading.Event()
         self._idle.set()
@@ -142,7 +166,8 @@ class DurableSaver:
 
         future = async_save(
             state,
-            storage_writer=CommitWriter(self._storage, folder, commit),
+            storage_writer=CommitWriter(self._storage, folder, commit, hashed=self._hashed),
+            planner=self._planner,
             process_group=self._group,
             async_stager=self._stager,
         )
@@ -151,6 +176,16 @@ class DurableSaver:
             lambda done: self._settle(done.exception(), step, folder)
         )
         return time.perf_counter() - started
+
+    def all_idle(self) -> bool:
+        """Whether no rank has a save in flight: `save` would not wait. Collective.
+
+        Over the default process group, which must take tensors of the CPU: all ranks call it at the
+        same place among the collectives of the training.
+        """
+        saving = torch.tensor(self.saving, dtype=torch.int32)
+        dist.all_reduce(saving, dist.ReduceOp.MAX)
+        return not saving.item()
 
     @property
     def saving(self) -> bool:
@@ -164,6 +199,7 @@ class DurableSaver:
     def close(self) -> None:
         """Waits for the save in flight and gives the process group back. All ranks call it."""
         self.wait()
+        self._planner.forget()
         dist.destroy_process_group(self._group)
 
     def _commit(self, commit: Commit) -> None:
@@ -176,7 +212,7 @@ class DurableSaver:
             for commit in removed:
                 self._on_remove(commit)
         except Exception as error:
-            self._warn(f"checkpoint of step {commit.step} is saved, but after it: {_text(error)}")
+            self._warn(f"{self._what} of step {commit.step} is saved, but after it: {_text(error)}")
 
     def _settle(self, error: BaseException | None, step: int, folder: str) -> None:
         try:
@@ -184,7 +220,9 @@ class DurableSaver:
                 self._saved_step = step
             elif dist.get_rank(self._group) == 0:
                 self._clean_up(error, folder)
-                self._warn(f"checkpoint of step {step} failed, training goes on: {_reason(error)}")
+                self._warn(
+                    f"{self._what} of step {step} failed, training goes on: {_reason(error)}"
+                )
         finally:
             self._idle.set()
 
@@ -194,6 +232,25 @@ class DurableSaver:
         if isinstance(error, CheckpointException):
             with suppress(Exception):
                 remove(self._storage, folder)
+
+
+def hot_saver(storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]) -> DurableSaver:
+    """A saver for the hot tier: it keeps the newest commit alone, and hashes nothing.
+
+    Args:
+        storage: a `HotStorage`.
+        attempt: number of this group of workers.
+        warn: called with one line when a save has failed.
+    """
+    return DurableSaver(
+        storage,
+        keep_last=1,
+        keep_best=False,
+        attempt=attempt,
+        hashed=False,
+        what="hot copy",
+        warn=warn,
+    )
 
 
 class _ReusingStager(BlockingAsyncStager):
@@ -227,8 +284,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, str]:
+def _agree_on_attempt(
+    storage: CommitStorage, group: dist.ProcessGroup, attempt: int | None
+) -> tuple[int, str]:
     """The number of this attempt to save into `storage`, and its random token; equal on all ranks.
+
+    Args:
+        storage: listed for earlier attempts where `attempt` is not given.
+        group: of the ranks.
+        attempt: the number, where it is known already.
 
     Raises:
         RuntimeError: rank 0 cannot list the storage.
@@ -236,7 +300,8 @@ def _agree_on_attempt(storage: Storage, group: dist.ProcessGroup) -> tuple[int, 
     agreed: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
+            if attempt is None:
+                attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
             agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]

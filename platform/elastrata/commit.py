@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from elastrata.commit_storage import CommitStorage
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.storage import Storage
 
 FORMAT_VERSION = 1
 MARKER = "commit.json"
@@ -61,8 +61,8 @@ class FileRecord(BaseModel):
 
     size: NonNegativeInt
     """Bytes."""
-    sha256: str
-    """As `sha256sum` prints it."""
+    sha256: str | None
+    """As `sha256sum` prints it; None where it was not taken, for a copy in memory."""
 
 
 class Commit(BaseModel):
@@ -83,6 +83,13 @@ class Commit(BaseModel):
     """JSON: recipe digest, manifest fingerprint, world size, evaluation loss..."""
     files: dict[str, FileRecord]
     """Every file of the commit but the marker, by its name in the folder."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands in the run's history: attempt and step."""
+        name = FolderName.parse(self.folder)
+        assert name is not None, self.folder
+        return name.attempt, name.step
 
     @property
     def evaluation_loss(self) -> float | None:
@@ -126,13 +133,13 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def folders(storage: Storage) -> list[FolderName]:
+def folders(storage: CommitStorage) -> list[FolderName]:
     """The folders of all commits, complete or not, the newest first."""
     named = (FolderName.parse(name) for name in storage.names())
     return sorted((name for name in named if name), reverse=True)
 
 
-def commits(storage: Storage) -> list[Commit]:
+def commits(storage: CommitStorage) -> list[Commit]:
     """All commits with a readable marker, the newest first. Their files are not looked at.
 
     Args:
@@ -142,7 +149,7 @@ def commits(storage: Storage) -> list[Commit]:
     return [commit for commit in found if isinstance(commit, Commit)]
 
 
-def newest_verified(storage: Storage, warn: Callable[[str], None]) -> Commit | None:
+def newest_verified(storage: CommitStorage, warn: Callable[[str], None]) -> Commit | None:
     """The newest commit whose every file has the size and SHA-256 that its marker says.
 
     Args:
@@ -171,7 +178,7 @@ def newest_verified(storage: Storage, warn: Callable[[str], None]) -> Commit | N
     return None
 
 
-def problems(storage: Storage, commit: Commit) -> list[str]:
+def problems(storage: CommitStorage, commit: Commit) -> list[str]:
     """One line per file that is missing, truncated, altered or unreadable."""
     if wrong := size_problems(storage, commit):
         return wrong
@@ -180,10 +187,10 @@ def problems(storage: Storage, commit: Commit) -> list[str]:
         return [problem for problem in checked if problem]
 
 
-def size_problems(storage: Storage, commit: Commit) -> list[str]:
+def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
     """One line per file that is missing or has another size, by one listing of the folder."""
     try:
-        sizes = _sizes(storage, commit.folder)
+        sizes = _sizes(storage, commit)
     except Exception as error:  # remote file systems raise what they like
         return [f"cannot be listed ({error})"]
     found = ((name, sizes.get(name), record.size) for name, record in commit.files.items())
@@ -192,7 +199,7 @@ def size_problems(storage: Storage, commit: Commit) -> list[str]:
     ]
 
 
-def _read(storage: Storage, folder: str) -> Commit | str | None:
+def _read(storage: CommitStorage, folder: str) -> Commit | str | None:
     """The commit in a folder, what is wrong with its marker, or None where there is no marker."""
     try:
         return Commit.from_json(storage.read(folder, MARKER), folder)
@@ -204,11 +211,10 @@ def _read(storage: Storage, folder: str) -> Commit | str | None:
         return f"{MARKER} cannot be read ({error})"
 
 
-def _sizes(storage: Storage, folder: str) -> dict[str, int]:
-    """Bytes of every file in a folder, by name."""
-    storage.fs.invalidate_cache()
-    entries = storage.fs.ls(storage.path(folder), detail=True)
-    return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in entries}
+def _sizes(storage: CommitStorage, commit: Commit) -> dict[str, int]:
+    """Bytes of every file of a commit that is there, by name."""
+    present = commit.files.keys() & storage.names(commit.folder)
+    return {name: storage.size(commit.folder, name) for name in present}
 
 
 def _size_problem(name: str, size: int | None, expected: int) -> str:
@@ -219,12 +225,14 @@ def _size_problem(name: str, size: int | None, expected: int) -> str:
     return f"{name} is altered ({size} bytes, expected {expected})"
 
 
-def _content_problem(storage: Storage, commit: Commit, name: str) -> str | None:
+def _content_problem(storage: CommitStorage, commit: Commit, name: str) -> str | None:
+    expected = commit.files[name].sha256
+    if expected is None:
+        return None
     try:
         digest = storage.sha256(commit.folder, name)
     except Exception as error:
         return f"{name} cannot be read ({error})"
-    expected = commit.files[name].sha256
     if digest == expected:
         return None
     return f"{name} is altered (SHA-256 {digest[:12]}..., expected {expected[:12]}...)"

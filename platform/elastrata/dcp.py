@@ -1,4 +1,4 @@
-"""PyTorch's Distributed Checkpoint (DCP) over `Storage`, with files hashed while they are written.
+"""PyTorch's Distributed Checkpoint (DCP) over a `CommitStorage`, hashing what it writes.
 
 The files are those of DCP's own file system writer, so its tools read them. What differs: no file
 is renamed at the end (object stores cannot), and reading unpickles nothing but what a checkpoint's
@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import pickle
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -19,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemBase,
@@ -30,21 +31,22 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
 from elastrata.commit import Commit, FileRecord
-from elastrata_pipelines.storage import Storage
+from elastrata.commit_storage import CommitStorage
 
 METADATA = ".metadata"
 
 
 class HashingStream(io.RawIOBase):
-    """A stream for writing that hashes and counts what goes through it."""
+    """A stream for writing that counts what goes through it and, if asked to, hashes it."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
+    def __init__(self, raw: IO[bytes], *, hashed: bool) -> None:
         self._raw = raw
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if hashed else None
         self._size = 0
 
     @override
@@ -56,7 +58,8 @@ class HashingStream(io.RawIOBase):
         """Writes all of `data`, an object with the buffer protocol; returns its bytes."""
         view = memoryview(data).cast("B")
         self._raw.write(view)
-        self._digest.update(view)
+        if self._digest:
+            self._digest.update(view)
         self._size += view.nbytes
         return view.nbytes
 
@@ -66,15 +69,18 @@ class HashingStream(io.RawIOBase):
 
     @property
     def record(self) -> FileRecord:
-        """Size and SHA-256 of all that was written."""
-        return FileRecord(size=self._size, sha256=self._digest.hexdigest())
+        """Size of all that was written, and its SHA-256 if it was hashed."""
+        return FileRecord(
+            size=self._size, sha256=self._digest.hexdigest() if self._digest else None
+        )
 
 
 class StorageFiles(FileSystemBase):
-    """What DCP needs of a file system, by `Storage`. Paths are relative to its root."""
+    """What DCP needs of a file system. Paths are relative to the root of the storage."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: CommitStorage, *, hashed: bool = True) -> None:
         self._storage = storage
+        self._hashed = hashed
         self.records: dict[str, FileRecord] = {}
         """What was written completely, by path."""
 
@@ -87,7 +93,7 @@ class StorageFiles(FileSystemBase):
                 yield stream
             return
         with self._storage.create(path) as raw:
-            hashing = HashingStream(raw)
+            hashing = HashingStream(raw, hashed=self._hashed)
             yield hashing
         self.records[path] = hashing.record
 
@@ -134,18 +140,24 @@ class CommitWriter(FileSystemWriter):
 
     Args:
         finished: called on the coordinator when all files are there, with a record of each one.
+        hashed: whether the records say the SHA-256.
     """
 
     def __init__(
-        self, storage: Storage, folder: str, finished: Callable[[dict[str, FileRecord]], None]
+        self,
+        storage: CommitStorage,
+        folder: str,
+        finished: Callable[[dict[str, FileRecord]], None],
+        *,
+        hashed: bool = True,
     ) -> None:
         # DCP's own fsync falls back to syncing the whole machine where a stream has no descriptor;
-        # Storage.create() syncs the one file, where that means something.
+        # The storage's create() syncs the one file, where that means something.
         super().__init__(folder, sync_files=False)
         self._storage = storage
         self._folder = folder
         self._finished = finished
-        self._files = StorageFiles(storage)
+        self._files = StorageFiles(storage, hashed=hashed)
         self.fs = cast(Any, self._files)
         self.path = folder
 
@@ -187,7 +199,7 @@ class CommitWriter(FileSystemWriter):
 class CommitReader(FileSystemReader):
     """Reads one commit, by metadata that `read_metadata` has returned."""
 
-    def __init__(self, storage: Storage, commit: Commit, metadata: Metadata) -> None:
+    def __init__(self, storage: CommitStorage, commit: Commit, metadata: Metadata) -> None:
         super().__init__(commit.folder)
         self._metadata = metadata
         self.fs = cast(Any, StorageFiles(storage))
@@ -196,6 +208,47 @@ class CommitReader(FileSystemReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+
+class RememberingPlanner(DefaultSavePlanner):
+    """Plans the save of a state once; later ones of the same names and shapes follow that plan.
+
+    Planning is Python for every tensor, on every rank and again on rank 0, at the expense of the
+    training that runs meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        # DCP remembers for the whole process, by this key.
+        self._cached_plans_key = uuid.uuid4().hex
+        self._layout: list[tuple[Any, ...]] | None = None
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        layout = [_layout(name, value) for name, value in self.state_dict.items()]
+        known = SavePlanner._cached_save_plan.get(self._cached_plans_key)
+        if known is not None and layout == self._layout:
+            self.plan = known
+            return SavePlan([], usable=False)
+        self._layout = layout
+        return super().create_local_plan()
+
+    def forget(self) -> None:
+        """Frees what DCP remembers for this planner."""
+        for remembered in (
+            SavePlanner._cached_save_plan,
+            SavePlanner._cached_final_save_plan,
+            SavePlanner._cached_all_plans,
+            SavePlanner._cached_global_plan,
+            SavePlanner._cached_metadata,
+        ):
+            remembered.pop(self._cached_plans_key, None)
+
+
+def _layout(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, DTensor):
+        return name, value.shape, value.dtype, value.to_local().shape, value.placements
+    return (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name,)
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
@@ -238,7 +291,7 @@ _ALLOWED = {
 }
 
 
-def read_metadata(storage: Storage, commit: Commit) -> Metadata:
+def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
     """What a commit holds: names, shapes, and where the bytes lie.
 
     Raises:
@@ -246,6 +299,7 @@ def read_metadata(storage: Storage, commit: Commit) -> Metadata:
         pickle.UnpicklingError: it asks for something that no metadata consists of.
     """
     data = storage.read(commit.folder, METADATA)
-    if hashlib.sha256(data).hexdigest() != commit.files[METADATA].sha256:
+    expected = commit.files[METADATA].sha256
+    if expected is not None and hashlib.sha256(data).hexdigest() != expected:
         raise RuntimeError(f"{storage.uri(commit.folder, METADATA)} is altered")
     return cast(Metadata, _MetadataUnpickler(io.BytesIO(data)).load())

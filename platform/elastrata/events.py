@@ -24,6 +24,12 @@ class Started:
     world_size: int
     step: int
     """Steps done in the state it continues from."""
+    state: str
+    """Where that state comes from: `new`, `hot` (the memory of other processes) or `durable`."""
+    rolled_back: int
+    """Steps that the groups before have done and this one does again."""
+    pids: Mapping[int, tuple[str, int]]
+    """Node id and process id of every rank."""
     seconds: Mapping[str, float]
     """What the time since the worker's function was called went to, by phase."""
 
@@ -79,6 +85,25 @@ class Stalled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Halted:
+    """The workers have saved the state after `step` and take no more steps, as they were asked."""
+
+    step: int
+    reason: str
+    """`resize`, `drain` or `stop`."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A group of workers is gone that was not asked to go."""
+
+    text: str
+    ranks: tuple[int, ...]
+    """Those that failed; empty where the whole group did not start or did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned:
     """Something the user should know, in one line; the run goes on."""
 
@@ -93,5 +118,15 @@ class Refused:
 
 
 Event = (
-    Launched | Started | StepRecord | Evaluated | Committed | Removed | Stalled | Warned | Refused
+    Launched
+    | Started
+    | StepRecord
+    | Evaluated
+    | Committed
+    | Removed
+    | Stalled
+    | Halted
+    | Lost
+    | Warned
+    | Refused
 )

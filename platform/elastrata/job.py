@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from elastrata.hot import HotStorage
 from elastrata.recipe import Recipe
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.storage import Storage
-
-
-class TrainingError(Exception):
-    """Training ended before its last step; says how, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +21,5 @@ class Job:
     held_out: Batches | None
     mailbox: Any
     """Handle of the driver's mailbox."""
+    hot: HotStorage | None
+    """Where the copies in memory are kept; None: nowhere."""

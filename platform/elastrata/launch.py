@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -11,16 +12,22 @@ import ray
 
 from elastrata import history
 from elastrata.commit import commits, newest_verified
+from elastrata.ends import TrainingError
 from elastrata.events import Committed, Event, Launched, Warned
 from elastrata.facts import start_tags
-from elastrata.job import Job, TrainingError
+from elastrata.history import HistoryWriter
+from elastrata.hot import HotStorage, close_hot_tier, open_hot_tier
+from elastrata.interrupt import Interrupt
+from elastrata.job import Job
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer, catch_up
+from elastrata.ownership import DRIVER_FILE, own_run
 from elastrata.phases import Phases
 from elastrata.pictures import publish_pictures
 from elastrata.preflight import TrainingData, check_storage, cluster_problems, training_data
 from elastrata.ray_session import ray_session
 from elastrata.recipe import Recipe
+from elastrata.request import Act, Request
 from elastrata.run_folder import (
     RunIdentity,
     check_same_run,
@@ -30,6 +37,7 @@ from elastrata.run_folder import (
 )
 from elastrata.source import Source
 from elastrata.tracking import Status, Tracker, open_tracker
+from elastrata.watchdog import Watchdog
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -73,33 +81,147 @@ def train(
     root = Storage(recipe.storage)
     check_storage(root)
     run = root.sub(name)
-    identity = read_identity(run)
-    if identity:
-        check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
-    is_finished = _is_finished(run, recipe.steps)
+    interrupt = Interrupt()
     phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
-    with ray_session(address):
-        phases.passed("ray")
-        gpus = _gpus_per_worker(recipe)
-        if problems := cluster_problems(recipe, gpus, _cluster_resources()):
-            raise UserError(*problems)
-        tracker = _open_record(recipe, name, run, identity, data)
-        phases.passed("record")
-        show(Launched(seconds=phases.seconds))
+    with _owned(run, interrupt, show):
+        identity = read_identity(run)
+        if identity:
+            check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+        is_finished = _is_finished(run, recipe.steps)
+        phases.passed("ownership")
+        with ray_session(address):
+            phases.passed("ray")
+            gpus = _gpus_per_worker(recipe)
+            if problems := cluster_problems(recipe, gpus, _cluster_resources()):
+                raise UserError(*problems)
+            mailbox = open_mailbox()
+            tracker = _open_record(recipe, name, run, identity, data)
+            phases.passed("record")
+            show(Launched(seconds=phases.seconds))
+            launch = _Launch(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
+            with interrupt.heard(lambda name: _ask_to_stop(mailbox, show, name)):
+                status = launch.to_end(is_finished)
+    return _result(run, tracker.run_id, status)
+
+
+@contextmanager
+def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) -> Iterator[None]:
+    """Runs its block as the run's only driver. A run that was never begun leaves no folder."""
+    begun = False
+    try:
+        with own_run(run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))):
+            begun = True
+            yield
+    finally:
+        if begun and run.names() == [DRIVER_FILE]:
+            run.delete()
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One driver's part in a run."""
+
+    recipe: Recipe
+    run: Storage
+    data: TrainingData
+    tracker: Tracker
+    mailbox: Any
+    interrupt: Interrupt
+    gpus: float
+    show: Callable[[Event], None]
+
+    def to_end(self, is_finished: bool) -> Status:
+        """Trains what is left, and records how it ended, whatever comes."""
+        entries = history.read(self.run.sub("history"))
+        number = history.next_attempt(self.run.sub("history"))
+        writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
         status: Status = "FAILED"
+        text = ""
         try:
             if not is_finished:
-                before = history.world_sizes(history.read(run.sub("history")))
-                _fit(Observer(tracker, show, before), recipe, run, data, gpus)
+                observer = Observer(self.tracker, writer, self.show, history.world_sizes(entries))
+                self._fit(observer, number)
             status = "FINISHED"
-            _publish(run, data, tracker, show)
+            _publish(self.run, self.data, self.tracker, self.show)
         except KeyboardInterrupt:
             status = "KILLED"
             raise
+        except Exception as error:
+            text = str(error)
+            raise
         finally:
-            tracker.finish(status)
-    return _result(run, tracker.run_id, status)
+            writer.add("ended", {"status": status, "text": text})
+            writer.flush()
+            self.tracker.finish(status)
+        return status
+
+    def _fit(self, observer: Observer, number: int) -> None:
+        from elastrata.trainer import fit
+
+        recipe = self.recipe
+        hot = open_hot_tier(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
+
+        def handle(events: Sequence[Event]) -> None:
+            watchdog.hear(events)
+            observer(events)
+
+        receiver = Receiver(self.mailbox, handle)
+        try:
+            self.interrupt.run(
+                lambda: fit(
+                    self._job(hot), self._source(hot), gpus_per_worker=self.gpus, launch=number
+                ),
+                recipe.checkpoint.grace_seconds,
+            )
+        except TrainingError:
+            receiver.close()
+            if observer.refused:
+                raise UserError(*observer.refused) from None
+            if self.interrupt.signal:
+                raise KeyboardInterrupt(self.interrupt.signal) from None
+            raise
+        finally:
+            receiver.close()
+            watchdog.close()
+            if hot:
+                close_hot_tier(hot)
+        if not _is_finished(self.run, recipe.steps):
+            raise TrainingError(
+                "the last checkpoint could not be saved; the same command redoes the steps after "
+                "the one before"
+            )
+
+    def _job(self, hot: HotStorage | None) -> Job:
+        return Job(
+            recipe=self.recipe,
+            run=self.run,
+            batches=self.data.train,
+            held_out=self.data.held_out,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _source(self, hot: HotStorage | None) -> Source:
+        return Source(
+            run=self.run,
+            batches=self.data.train,
+            steps=self.recipe.steps,
+            batch_size=self.recipe.batch_size,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _warn(self, line: str) -> None:
+        self.show(Warned(text=line))
+
+
+def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:
+    """Called in a signal's handler: only sends, and waits for nothing."""
+    text = f"{name}: saving a checkpoint first; once more to stop at once"
+    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
+    show(Warned(text=text))
 
 
 def _publish(
@@ -174,46 +296,6 @@ def _is_finished(run: Storage, steps: int) -> bool:
     """
     newest = newest_verified(run.sub("checkpoints"), lambda _: None)  # told when training begins
     return newest is not None and newest.step >= steps
-
-
-def _fit(observer: Observer, recipe: Recipe, run: Storage, data: TrainingData, gpus: float) -> None:
-    from elastrata.trainer import fit
-
-    mailbox = open_mailbox()
-    source = Source(
-        run=run,
-        batches=data.train,
-        steps=recipe.steps,
-        batch_size=recipe.batch_size,
-        mailbox=mailbox,
-    )
-    receiver = Receiver(mailbox, observer)
-    launch = history.next_attempt(run.sub("history"))
-    try:
-        fit(
-            Job(
-                recipe=recipe,
-                run=run,
-                batches=data.train,
-                held_out=data.held_out,
-                mailbox=mailbox,
-            ),
-            source,
-            gpus_per_worker=gpus,
-            launch=launch,
-        )
-    except TrainingError:
-        receiver.close()
-        if observer.refused:
-            raise UserError(*observer.refused) from None
-        raise
-    finally:
-        receiver.close()
-    if not _is_finished(run, recipe.steps):
-        raise TrainingError(
-            "the last checkpoint could not be saved; the same command redoes the steps after the "
-            "one before"
-        )
 
 
 def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from elastrata.clip import ClipConfig
 from elastrata.device import peak_flops, peak_memory_bytes
+from elastrata.ends import TrainingError
 from elastrata.optimizer import set_learning_rate
 from elastrata.phases import Phases
 from elastrata.record import StepRecord
+from elastrata.request import Act
 from elastrata.schedule import ScheduleConfig, learning_rate
 from elastrata.step import StepResult, reduce_sums, train_step
 from elastrata.workload import Batch, Workload
@@ -24,6 +26,7 @@ from elastrata_pipelines.payload import RankStep
 
 _HALF = 2**32
 _WEIGHT = "weight/"
+_ACT = "act"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class Loop:
     schedule: ScheduleConfig
     steps: int
     clip: ClipConfig
+    on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
 
@@ -46,9 +50,18 @@ class Loop:
         optimizer: torch.optim.Optimizer,
         stream: Iterable[RankStep],
         start: Start,
-    ) -> Iterator[StepRecord]:
+        asked: Callable[[], Act],
+    ) -> Iterator[tuple[StepRecord, Act]]:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
-        the seconds and the memory."""
+        the seconds and the memory, and what all ranks are to do after it.
+
+        Args:
+            model: as `parallelize` returned it.
+            optimizer: over its parameters.
+            stream: this rank's part of every step that is left.
+            start: the state of the run before the first of them.
+            asked: what is asked of all ranks, on rank 0; elsewhere `Act.GO_ON`.
+        """
         samples, tokens = start.samples, start.tokens
         phases = Phases()
         for part in stream:
@@ -57,7 +70,7 @@ class Loop:
                 self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
                 for rows in part.micro_batches
             ]
-            batch = reduce_sums(self._sums(part, batches), self.device)
+            batch = reduce_sums({**self._sums(part, batches), _ACT: asked()}, self.device)
             phases.passed("seconds_collating")
             lr = learning_rate(
                 self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps
@@ -66,8 +79,10 @@ class Loop:
             result = train_step(
                 model, optimizer, self.workload, batches, weights=_weights(batch), clip=self.clip
             )
+            if result.skipped and self.on_nonfinite == "stop":
+                raise TrainingError(_nonfinite(part.step, result))
             samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
-            yield StepRecord(
+            record = StepRecord(
                 step=part.step,
                 samples=samples,
                 tokens=tokens,
@@ -80,6 +95,7 @@ class Loop:
                 **_batch_fields(batch),
                 **self._time_fields(phases, batch["flops"]),
             )
+            yield record, Act(int(batch[_ACT]))
             phases = Phases()
 
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
@@ -117,12 +133,22 @@ def _weights(batch: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _nonfinite(step: int, result: StepResult) -> str:
+    terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
+    return (
+        f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
+        f"{result.gradient_norm:g}: not finite, nothing was updated; try a smaller optimizer.lr, "
+        "or on_nonfinite=skip to leave such batches out"
+    )
+
+
 def _loss_fields(result: StepResult) -> dict[str, Any]:
     return {
         "loss": result.loss.total,
         "terms": result.loss.terms,
         "metrics": result.loss.metrics,
         "gradient_norm": result.gradient_norm,
+        "skipped": result.skipped,
         "seconds_in_model": result.seconds_in_model,
         "seconds_in_optimizer": result.seconds_in_optimizer,
     }

@@ -1,4 +1,4 @@
-"""The mailbox: how events get from the workers to the driver, in order."""
+"""The mailbox: how events get from the workers to the driver, and requests to the workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastrata.events import Event, Refused
+from elastrata.events import Committed, Event, Halted, Refused, Started
 from elastrata.record import StepRecord
+from elastrata.request import Act, Request
 
 POST_SECONDS = 0.2
 """Step records are posted together at most this often: a post costs the step some 0.2 ms."""
@@ -25,10 +26,35 @@ class _Mailbox:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
+        self._request: Request | None = None
+        self._halted = False
 
-    async def post(self, events: list[Event]) -> None:
+    async def post(self, events: list[Event]) -> Request | None:
+        """Takes events, and returns what is asked of the workers."""
         self._events.extend(events)
         self._arrived.set()
+        for event in events:
+            if isinstance(event, Started):
+                self._halted = False
+            elif isinstance(event, Committed):
+                self._drop(Act.SAVE)
+            elif isinstance(event, Halted):
+                self._halted = True
+                self._drop(Act.HALT)
+        return self._request
+
+    async def ask(self, request: Request) -> None:
+        """Asks this of the workers; a request that asks for less than one that waits is dropped."""
+        if self._request is None or request.act > self._request.act:
+            self._request = request
+
+    async def withdraw(self, most: Act) -> None:
+        """Nothing up to `most` is asked any more."""
+        self._drop(most)
+
+    async def has_halted(self) -> bool:
+        """Whether the group of workers has saved its state and takes no more steps."""
+        return self._halted
 
     async def take(self, seconds: float) -> list[Event]:
         """All events since the last take; waits for the first one, but no longer than `seconds`."""
@@ -38,6 +64,10 @@ class _Mailbox:
         self._arrived.clear()
         taken, self._events = self._events, []
         return taken
+
+    def _drop(self, most: Act) -> None:
+        if self._request and self._request.act <= most:
+            self._request = None
 
 
 def open_mailbox() -> Any:
@@ -56,6 +86,8 @@ class Sender:
         self._waiting: list[Event] = []
         self._under_way: Any = None
         self._posted = time.monotonic()
+        self.request: Request | None = None
+        """What was asked when the events sent last arrived."""
 
     def send(self, event: Event) -> None:
         """Sends an event; step records go together with the next ones."""
@@ -68,17 +100,17 @@ class Sender:
                 self._post()
                 self._posted = now
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Sends what is left and waits until all has arrived."""
         with self._lock:
             self._post()
-            ray.get(self._under_way)
+            self.request = ray.get(self._under_way)
 
     def _post(self) -> None:
         # The mailbox runs calls as they come, not in order: the one before must have arrived. It
         # has, nearly always, and this costs nothing.
         if self._under_way is not None:
-            ray.get(self._under_way)
+            self.request = ray.get(self._under_way)
         self._under_way = self._mailbox.post.remote(self._waiting)
         self._waiting = []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastrata.events import Committed, Evaluated, Event, Refused, Removed, Stalled, Started
+from elastrata.events import Committed, Evaluated, Event, Lost, Refused, Removed, Stalled, Started
+from elastrata.history import HistoryWriter
 from elastrata.record import StepRecord
 from elastrata.tracking import Tracker
 
@@ -45,16 +46,23 @@ class Observer:
 
     Args:
         tracker: of the run.
+        history: of the run, written by the driver.
         show: called with every event.
         world_sizes: of the groups of workers before this launch.
     """
 
     def __init__(
-        self, tracker: Tracker, show: Callable[[Event], None], world_sizes: Sequence[int]
+        self,
+        tracker: Tracker,
+        history: HistoryWriter,
+        show: Callable[[Event], None],
+        world_sizes: Sequence[int],
     ) -> None:
         self._tracker = tracker
+        self._history = history
         self._show = show
         self._world_sizes = list(world_sizes)
+        self._attempt = 0
         self.refused: tuple[str, ...] = ()
 
     def __call__(self, events: Sequence[Event]) -> None:
@@ -81,12 +89,17 @@ class Observer:
     def _note(self, event: Event) -> None:
         match event:
             case Started():
+                self._attempt = event.attempt
                 self._world_sizes.append(event.world_size)
                 self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
             case Committed():
                 self._tracker.record_checkpoint(event.uri, event.step, event.to_metrics())
             case Removed():
                 self._tracker.forget_checkpoint(event.uri)
+            case Lost():
+                fault = {"text": event.text, "ranks": list(event.ranks)}
+                self._history.add("fault", {"attempt": self._attempt, **fault})
+                self._history.flush()
             case Refused():
                 self.refused = event.problems
             case _:

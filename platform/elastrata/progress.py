@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastrata.events import Committed, Evaluated, Event, Started, Warned
+from elastrata.events import Committed, Evaluated, Event, Halted, Lost, Started, Warned
 from elastrata.record import StepRecord
 
 _LINE_SECONDS = 1.0
 _ETA_STEPS = 50
+_TIERS = {"hot": "kept in memory", "durable": "on storage"}
 
 
 class Progress:
@@ -61,13 +62,19 @@ def _line(event: Event) -> str | None:
     match event:
         case Started():
             workers = "worker" if event.world_size == 1 else "workers"
-            since = f" from step {event.step}" if event.step else ""
-            return f"training on {event.world_size} {workers}{since} (attempt {event.attempt})"
+            since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
+            again = f", {event.rolled_back} steps again" if event.rolled_back else ""
+            count = f"{event.world_size} {workers}"
+            return f"training on {count}{since}{again} (attempt {event.attempt})"
         case Evaluated():
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
             return f"evaluation after step {event.step}: loss {event.loss:.4f}  {metrics}"
         case Committed():
             return f"checkpoint of step {event.step}: {event.uri}"
+        case Halted():
+            return f"saved after step {event.step} for a {event.reason}: {event.text}"
+        case Lost():
+            return f"lost workers: {event.text}; going on from the newest state"
         case Warned():
             return f"warning: {event.text}"
         case _:

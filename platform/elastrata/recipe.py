@@ -63,6 +63,10 @@ class WorkersConfig(Config):
     """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0."""
     max_failures: Annotated[int, Field(ge=-1)] = 8
     """Losses of workers that the run survives before it gives up; -1: any number."""
+    resize_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """How often the run looks whether it could go on with more workers."""
+    hang_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
     threads: PositiveInt | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
 
@@ -91,6 +95,9 @@ class Recipe(Config):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     clip: ClipConfig = ClipConfig()
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
+    note it in the history, and go on."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
     activation_checkpointing: Literal["none", "full"] = "none"

@@ -50,6 +50,8 @@ class StepRecord:
     """Forward and backward over all ranks, by the workload's formula."""
     mfu: float | None
     """Share of the devices' dense bf16 peak; None where the peak is not known."""
+    skipped: bool = False
+    """Loss or gradient were not finite, and the model stayed as it was."""
 
     @property
     def tokens_per_second(self) -> float:

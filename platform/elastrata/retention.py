@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from elastrata.commit import MARKER, Commit, commits, folders
-from elastrata_pipelines.storage import Storage
+from elastrata.commit_storage import CommitStorage
 
 
-def prune(storage: Storage, *, keep_last: int, keep_best: bool) -> list[Commit]:
+def prune(storage: CommitStorage, *, keep_last: int, keep_best: bool) -> list[Commit]:
     """Removes old commits, and unfinished folders that are older than the newest commit.
 
     A folder that is being written now is safe: its attempt or its step is newer than that of any
@@ -45,7 +45,7 @@ def best_commit(found: list[Commit]) -> Commit | None:
     return min(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
 
 
-def remove(storage: Storage, folder: str) -> None:
+def remove(storage: CommitStorage, folder: str) -> None:
     """Deletes a commit's marker first, so that it stops to exist before it is incomplete."""
     storage.delete(folder, MARKER)
     storage.delete(folder)

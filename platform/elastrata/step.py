@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class StepResult:
 
     loss: StepLoss
     gradient_norm: float
+    skipped: bool
+    """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
     seconds_in_model: float
     seconds_in_optimizer: float
 
@@ -57,6 +60,9 @@ def train_step(
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
+    Loss and gradient norm are those of the global batch, so all ranks see alike whether they are
+    finite; where they are not, nothing is updated.
+
     Args:
         model: as `parallelize` returned it.
         batches: this rank's micro-batches; all ranks have equally many.
@@ -73,11 +79,14 @@ def train_step(
     mean = mean_loss(sums, weights)
     in_optimizer = time.perf_counter()
     gradient_norm = float(clip_gradient(clip, model))
-    optimizer.step()
+    finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
+    if finite:
+        optimizer.step()
     optimizer.zero_grad()
     return StepResult(
         loss=mean,
         gradient_norm=gradient_norm,
+        skipped=not finite,
         seconds_in_model=in_optimizer - started,
         seconds_in_optimizer=time.perf_counter() - in_optimizer,
     )

@@ -8,24 +8,30 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train import FailureConfig, RunConfig, UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
+from ray.train.v2.api.config import ScalingConfig
 
-from elastrata.job import Job, TrainingError
+from elastrata.ends import Stopped, TrainingError
+from elastrata.events import Lost
+from elastrata.job import Job
 from elastrata.recipe import WorkersConfig
+from elastrata.resize import ResizePolicy
 from elastrata.source import Source
 from elastrata.worker import STREAM, train_worker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.stream import StreamConfig
 
 CONTROLLER_SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-"""How often Ray Train's controller looks at the workers, and how long it waits for a group to
-start before it asks for another size. Ray takes them from the driver's environment only."""
+"""How often Ray Train's controller looks at the workers, how long it waits for a group to start
+before it asks for another size, and that `ResizePolicy` looks after nodes that are about to go. Ray
+takes them from the driver's environment only."""
 
 
 def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> None:
@@ -39,26 +45,33 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
             are bound to its version, so a launch never reads those of another.
 
     Raises:
-        TrainingError: more groups of workers were lost than the recipe allows, or the input of
-            a worker cannot work.
+        TrainingError: more groups of workers were lost than the recipe allows, or trying again
+            cannot help, or the run was asked to stop.
     """
     os.environ.update(CONTROLLER_SETTINGS)
     workers = job.recipe.workers
+    scaling = _scaling(workers, gpus_per_worker)
     trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
             backend="cpu:gloo,cuda:nccl" if gpus_per_worker else "gloo"
         ),
-        scaling_config=_scaling(workers, gpus_per_worker),
+        scaling_config=scaling,
         run_config=RunConfig(
             name=f"launch-{launch:04d}",
             storage_path=job.run.uri("ray"),
             failure_config=FailureConfig(max_failures=workers.max_failures),
-            callbacks=[_EndOnUserError()],  # type: ignore[list-item]
+            callbacks=[_Faults(job.mailbox)],  # type: ignore[list-item]
         ),
         datasets={STREAM: source},
         dataset_config=StreamConfig(job.batches),
+    )
+    trainer.policy = ResizePolicy(
+        scaling,
+        job.mailbox,
+        multiple=1,
+        grace_seconds=job.recipe.checkpoint.grace_seconds,
     )
     try:
         trainer.fit()
@@ -67,11 +80,11 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
 
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
-    elastic = workers.min < workers.max
     return ScalingConfig(
-        num_workers=(workers.min, workers.max) if elastic else workers.max,  # type: ignore[arg-type]
+        num_workers=(workers.min, workers.max),
         use_gpu=gpus > 0,
         resources_per_worker={"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})},
+        elastic_resize_monitor_interval_s=workers.resize_seconds,
     )
 
 
@@ -82,12 +95,19 @@ def _last_line(error: Exception) -> str:
 
 
 class _Trainer(ray.train.torch.TorchTrainer):
-    """Without Ray's cleaner of placement groups where the cluster has no dashboard.
+    """Ray's trainer with a policy of our own, and without the cleaner of placement groups where
+    the cluster has no dashboard.
 
     The cleaner asks the dashboard every second whether the controller lives. A cluster without one
     makes it ask whatever dashboard listens on the default port: when another cluster on the machine
     has one, that does not know the controller, and the cleaner takes the workers' resources away.
     """
+
+    policy: ResizePolicy
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        arguments["scaling_policy"] = self.policy
+        return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
@@ -96,10 +116,27 @@ class _Trainer(ray.train.torch.TorchTrainer):
         return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
 
 
-class _EndOnUserError(UserCallback):
-    """Ends the run at once where trying again cannot help: an exception here does that."""
+class _Faults(UserCallback):
+    """Tells the driver what was lost; ends the run at once where trying again cannot help."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
-            if isinstance(error, UserError):
-                raise error
+            if isinstance(error, UserError | TrainingError | Stopped):
+                raise error  # an exception here ends the run
+        killed = {
+            rank: error
+            for rank, error in worker_exceptions.items()
+            if isinstance(error, ray.exceptions.RayActorError)
+        }
+        lost = killed or worker_exceptions
+        rank, error = min(lost.items())
+        text = f"rank {rank}: {_first_line(error)}"
+        self._mailbox.post.remote([Lost(text=text, ranks=tuple(sorted(lost)))])
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from elastrata.commit import Commit
+from elastrata.commit_storage import CommitStorage
 from elastrata.dcp import CommitReader, SafeLoadPlanner, read_metadata
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.storage import Storage
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -46,7 +46,9 @@ def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
     return state
 
 
-def restore(storage: Storage, commit: Commit, model: nn.Module, *optimizers: Optimizer) -> None:
+def restore(
+    storage: CommitStorage, commit: Commit, model: nn.Module, *optimizers: Optimizer
+) -> None:
     """Puts a commit back into a model and its optimizers, at any world size and in any layout.
 
     Collective over all ranks, if torch.distributed is initialised. Gradients are dropped.
@@ -73,7 +75,7 @@ def restore(storage: Storage, commit: Commit, model: nn.Module, *optimizers: Opt
     _load(storage, commit, metadata, state)
 
 
-def load(storage: Storage, commit: Commit, state: dict[str, Any]) -> None:
+def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
     """Reads a commit into the tensors of `state`; every rank reads only what its shards need.
 
     Collective over all ranks, if torch.distributed is initialised. What the commit holds beyond
@@ -91,7 +93,7 @@ def load(storage: Storage, commit: Commit, state: dict[str, Any]) -> None:
     _load(storage, commit, read_metadata(storage, commit), state)
 
 
-def load_full_model_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
+def load_full_model_state(storage: CommitStorage, commit: Commit) -> dict[str, Tensor]:
     """The model of a commit as plain tensors in main memory, read by this process alone."""
     metadata = read_metadata(storage, commit)
     prefix = f"{MODEL}."
@@ -104,7 +106,9 @@ def load_full_model_state(storage: Storage, commit: Commit) -> dict[str, Tensor]
     return model
 
 
-def _load(storage: Storage, commit: Commit, metadata: Metadata, state: dict[str, Any]) -> None:
+def _load(
+    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
+) -> None:
     _check(storage, commit, metadata, state)
     _read(storage, commit, metadata, state, alone=not dist.is_initialized())
 
@@ -141,7 +145,9 @@ def _forget_unsaved(
     return kept
 
 
-def _check(storage: Storage, commit: Commit, metadata: Metadata, state: dict[str, Any]) -> None:
+def _check(
+    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
+) -> None:
     problems = []
     for name, value in _flat(state, ""):
         entry = metadata.state_dict_metadata.get(name)
@@ -166,7 +172,12 @@ def _flat(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read(
-    storage: Storage, commit: Commit, metadata: Metadata, state: dict[str, Any], *, alone: bool
+    storage: CommitStorage,
+    commit: Commit,
+    metadata: Metadata,
+    state: dict[str, Any],
+    *,
+    alone: bool,
 ) -> None:
     try:
         with _no_warning_that_it_is_alone():

@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from threading import Event
+from typing import Any, NoReturn
 
 import ray.train
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.commit import MARKER, Commit
+from elastrata import history
+from elastrata.commit import MARKER, Commit, folders
+from elastrata.commit_storage import CommitStorage
 from elastrata.device import current_device
+from elastrata.ends import Stopped
 from elastrata.evaluate import evaluate, held_out_rows
 from elastrata.events import Refused, Started
-from elastrata.history import next_attempt
 from elastrata.job import Job
-from elastrata.keeper import Keeper
+from elastrata.keeper import HISTORY_LINES, HISTORY_PART, Keeper, due
 from elastrata.loop import Loop
 from elastrata.mailbox import Sender
 from elastrata.optimizer import build_optimizer
 from elastrata.parallel import data_mesh, parallelize
 from elastrata.phases import Phases
 from elastrata.recipe import Recipe
+from elastrata.request import Act, Request
 from elastrata.training_state import restore
+from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.rows import Rows
@@ -45,7 +50,7 @@ def train_worker(config: dict[str, Any]) -> None:
         sender.send(Refused(problems=error.problems))
         raise
     finally:
-        sender.close()
+        sender.flush()
 
 
 def _train(job: Job, sender: Sender) -> None:
@@ -68,11 +73,9 @@ def _train(job: Job, sender: Sender) -> None:
     start = stream.start
     if start is None:  # another group had finished the last step before it was lost
         return
-    attempt = _agree(next_attempt(job.run.sub("history")) if rank == 0 else None)
+    attempt, rolled_back = _agree(_take_over(job, start) if rank == 0 else None)
     if start.commit is not None:
-        checkpoints = job.run.sub("checkpoints")
-        marker = checkpoints.read(start.commit, MARKER)
-        restore(checkpoints, Commit.from_json(marker, start.commit), model, optimizer)
+        _restore(job, start, model, optimizer)
     phases.passed("state")
     held_out = _held_out(job, rank, world_size)
     phases.passed("held_out")
@@ -84,34 +87,88 @@ def _train(job: Job, sender: Sender) -> None:
         schedule=recipe.schedule,
         steps=recipe.steps,
         clip=recipe.clip,
+        on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
     )
     with Keeper(
         job.run,
+        job.hot,
         attempt=attempt,
         rank=rank,
-        checkpoint=recipe.checkpoint,
+        config=recipe.checkpoint,
+        steps=recipe.steps,
         sender=sender,
         model=model,
         optimizer=optimizer,
     ) as keeper:
         keeper.started(
-            Started(attempt=attempt, world_size=world_size, step=start.step, seconds=phases.seconds)
+            Started(
+                attempt=attempt,
+                world_size=world_size,
+                step=start.step,
+                state=start.tier,
+                rolled_back=rolled_back,
+                pids=_pids(rank, world_size),
+                seconds=phases.seconds,
+            )
         )
-        for record in loop.run(model, optimizer, stream, start):
+        for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
             keeper.stepped(record)
-            if held_out and _due(record.step, recipe.evaluation.every, recipe.steps):
+            if held_out and due(record.step, recipe.evaluation.every, recipe.steps):
                 began = time.perf_counter()
                 loss = evaluate(model, recipe.workload, held_out, manifest.vocabulary, device)
                 keeper.evaluated(record, loss, time.perf_counter() - began)
-            if _due(record.step, recipe.checkpoint.every, recipe.steps):
-                keeper.save(record)
+            keeper.keep(record, act)
+            if act >= Act.HALT and record.step < recipe.steps:
+                _rest(keeper.halted(record), recipe.checkpoint.grace_seconds)
     ray.train.report({"step": recipe.steps})
 
 
-def _due(step: int, every: int, steps: int) -> bool:
-    return step % every == 0 or step == steps
+def _take_over(job: Job, start: Start) -> tuple[int, int]:
+    """The number of this attempt, and how many steps of those before it does again.
+
+    Lines of the history that died with the worker who had yet to write them are written first.
+    """
+    storage = job.run.sub("history")
+    if start.tier == "hot" and job.hot and start.commit:
+        extra = _commit(job.hot, start.commit).extra
+        if HISTORY_PART in extra:
+            history.restore_part(storage, extra[HISTORY_PART], extra[HISTORY_LINES].encode())
+    saved = max((folder.attempt for folder in folders(job.run.sub("checkpoints"))), default=0)
+    attempt = max(history.next_attempt(storage), saved + 1)
+    return attempt, max(0, history.last_step(storage) - start.step)
+
+
+def _restore(job: Job, start: Start, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    storage = job.hot if start.tier == "hot" else job.run.sub("checkpoints")
+    if storage is not None and start.commit is not None:
+        restore(storage, _commit(storage, start.commit), model, optimizer)
+
+
+def _commit(storage: CommitStorage, folder: str) -> Commit:
+    return Commit.from_json(storage.read(folder, MARKER), folder)
+
+
+def _rest(request: Request, seconds: float) -> NoReturn:
+    """After the state is safe: ends the run, or waits until Ray ends this process.
+
+    Raises:
+        Stopped: the run is to end.
+        TimeoutError: nobody ended this process.
+    """
+    if request.act == Act.STOP:
+        raise Stopped(request.text)
+    Event().wait(seconds)
+    raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
+
+
+def _pids(rank: int, world_size: int) -> dict[int, tuple[str, int]]:
+    """Node and process of every rank."""
+    here = (rank, (ray.get_runtime_context().get_node_id(), os.getpid()))
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, here)
+    return dict(found)
 
 
 def _fair_threads(local_world_size: int) -> int:

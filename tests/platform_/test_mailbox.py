@@ -26,7 +26,7 @@ def received(ray_local: None) -> list[str]:
         thread.start()
     for thread in threads:
         thread.join()
-    sender.close()
+    sender.flush()
     receiver.close()
     return texts
 
@@ -49,5 +49,5 @@ def test_other_ranks_only_refuse(ray_local: None) -> None:
     sender = Sender(mailbox, rank=1)
     sender.send(Warned(text="rank 0 says it, too"))
     sender.send(Refused(problems=("the shard is damaged",)))
-    sender.close()
+    sender.flush()
     assert ray.get(mailbox.take.remote(1)) == [Refused(problems=("the shard is damaged",))]

@@ -13,6 +13,7 @@ from elastrata.parallel import data_mesh, parallelize
 from elastrata.preflight import training_data
 from elastrata.recipe import Recipe
 from elastrata.record import StepRecord
+from elastrata.request import Act
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import decode
 
@@ -43,6 +44,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         schedule=recipe.schedule,
         steps=recipe.steps,
         clip=recipe.clip,
+        on_nonfinite=recipe.on_nonfinite,
         device=torch.device("cpu"),
         world_size=world_size,
     )
@@ -55,4 +57,6 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         for payload in islice(batches.payloads(group, world_size), rank, rank + 1)
         for step in decode(payload, manifest.token_dtype)
     )
-    return list(loop.run(model, build_optimizer(recipe.optimizer, model), stream, Start()))
+    optimizer = build_optimizer(recipe.optimizer, model)
+    run = loop.run(model, optimizer, stream, Start(), lambda: Act.GO_ON)
+    return [record for record, _ in run]

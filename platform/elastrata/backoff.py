@@ -1,0 +1,42 @@
+"""Backoff: when to try again what has failed, at growing distances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_SECONDS, LONGEST_SECONDS = 5.0, 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """How often in a row something has failed, and when it may be tried again. A value: `failed`
+    and `succeeded` return the next one.
+
+    The unit is seconds, not steps: what has failed is a storage, which knows nothing of steps.
+    `now` is any clock that never goes back, always the same one.
+    """
+
+    failures: int = 0
+    """In a row; 0 where all is well."""
+    due: float | None = None
+    """When the next try is due, on the caller's clock; None where there is nothing to repeat."""
+
+    @property
+    def seconds(self) -> float:
+        """From the newest failure to the next try: doubles with each failure, up to a limit."""
+        doublings = max(self.failures - 1, 0)
+        # 2.0**1024 is too large a float; the limit is reached long before.
+        return min(FIRST_SECONDS * 2.0 ** min(doublings, 64), LONGEST_SECONDS)
+
+    def failed(self, now: float) -> Backoff:
+        """After one more failure."""
+        failed = Backoff(failures=self.failures + 1)
+        return Backoff(failures=failed.failures, due=now + failed.seconds)
+
+    def succeeded(self) -> Backoff:
+        """After a success: nothing is to be repeated, and the next failure counts as the first."""
+        return Backoff()
+
+    def retry_due(self, now: float) -> bool:
+        """Whether to try again now. A try that is under way does not change the answer."""
+        return self.due is not None and now >= self.due

@@ -1,0 +1,110 @@
+"""The keeper of the hot tier on one node: a process that holds files in its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+CHUNK_BYTES = 16 * 2**20
+"""Files travel in chunks of this size, so that no step of the way needs memory for a whole one."""
+PART = ".part"
+"""Ends the name of a file that is not finished."""
+
+Chunk = NDArray[np.uint8]
+
+
+@ray.remote(num_cpus=0, concurrency_groups={"answers": 1})  # type: ignore[call-overload]
+class HotKeeper:
+    """Files by path, in chunks. It copies what it is sent: Ray's own objects die with the sender.
+
+    Questions have a thread of their own, so that they are answered while bytes arrive. What changes
+    files is done in the order a caller asked for it.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._files: dict[str, dict[int, Chunk]] = {}
+        self._spare: list[Chunk] = []
+        self._used = 0
+        self._lock = Lock()
+
+    def append(self, path: str, index: int, chunk: Chunk) -> None:
+        """Takes a chunk of the unfinished file `path`.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        buffer = self._room_for(chunk.nbytes)
+        np.copyto(buffer, chunk)
+        with self._lock:
+            self._files.setdefault(path + PART, {})[index] = buffer
+
+    def finish(self, path: str, chunks: int) -> None:
+        """Makes a file of what has arrived for `path`.
+
+        Raises:
+            OSError: something is missing: it was deleted meanwhile.
+        """
+        with self._lock:
+            parts = self._files.get(path + PART, {})
+            if len(parts) != chunks:
+                raise OSError(f"{path}: {len(parts)} of {chunks} chunks have arrived")
+            self._files[path] = self._files.pop(path + PART, {})
+
+    @ray.method(concurrency_group="answers")
+    def files(self) -> dict[str, int]:
+        """Bytes of every file by path, unfinished ones too, whose names end in `.part`."""
+        with self._lock:
+            return {
+                path: sum(chunk.nbytes for chunk in chunks.values())
+                for path, chunks in self._files.items()
+            }
+
+    @ray.method(concurrency_group="answers")
+    def chunk(self, path: str, index: int) -> Chunk:
+        """A chunk of a finished file.
+
+        Raises:
+            FileNotFoundError: there is no such file, or no more.
+        """
+        with self._lock:
+            if path not in self._files:
+                raise FileNotFoundError(path)
+            # Its buffer may be filled anew as soon as the file is deleted.
+            return self._files[path][index].copy()
+
+    def delete(self, path: str) -> None:
+        """Deletes a file, or a folder with all that is in it, finished or not."""
+        with self._lock:
+            for name in [name for name in self._files if _is_below(name, path)]:
+                for chunk in self._files.pop(name).values():
+                    self._used -= chunk.nbytes
+                    if chunk.nbytes == CHUNK_BYTES:
+                        self._spare.append(chunk)
+
+    def _room_for(self, size: int) -> Chunk:
+        """A buffer; one that was used before where there is one, as fresh memory costs more."""
+        with self._lock:
+            if self._used + size > self._limit_bytes:
+                raise OSError(
+                    f"no room for {size} more bytes: {self._used} of {self._limit_bytes} are taken"
+                )
+            self._used += size
+            if size == CHUNK_BYTES and self._spare:
+                return self._spare.pop()
+        return np.empty(size, np.uint8)
+
+
+def start_keeper(limit_bytes: int, scheduling: Any) -> Any:
+    """Handle of a new keeper, which lives as long as the process that starts it."""
+    options: Callable[..., Any] = HotKeeper.options  # type: ignore[attr-defined]
+    return options(scheduling_strategy=scheduling).remote(limit_bytes)
+
+
+def _is_below(name: str, path: str) -> bool:
+    return name in (path, path + PART) or name.startswith(f"{path}/")

@@ -1,0 +1,94 @@
+"""Several Ray nodes on this machine, each a raylet of its own, that come and go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+class Nodes:
+    """A head without CPUs, where drivers run, and nodes that workers run on."""
+
+    def __init__(self, folder: str) -> None:
+        arguments = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args=arguments)
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, cpus: float) -> Any:
+        return self._cluster.add_node(num_cpus=cpus, object_store_memory=128 * 2**20)
+
+    def kill(self, node: Any) -> None:
+        """SIGKILL to the raylet: to the others, the machine is gone."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, node: Any, seconds: int) -> None:
+        """A notice that the node will be gone in so many seconds."""
+        subprocess.run(
+            [
+                *(RAY, "drain-node", "--address", self.address, "--node-id", node.node_id),
+                *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"),
+                *("--deadline-remaining-seconds", str(seconds)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    """A cluster that is gone, with its files, when the block ends."""
+    folder = tempfile.mkdtemp(prefix="nodes-", dir="/tmp")  # sockets need short paths
+    cluster = Nodes(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train_workers(address: str) -> list[psutil.Process]:
+    """The processes of all Ray Train workers of the cluster at `address`."""
+    port = address.rsplit(":", 1)[1]
+    return [
+        process
+        for process in psutil.process_iter()
+        if _command(process).startswith("ray::RayTrainWorker")
+        and any(f":{port}" in _command(parent) for parent in _parents(process))
+    ]
+
+
+def send(process: psutil.Process, number: signal.Signals) -> None:
+    os.kill(process.pid, number)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.parents()
+    except psutil.Error:
+        return []
