@@ -1,0 +1,373 @@
+"""One driver per run: real processes that are killed, stopped, and started at the same moment.
+
+Run as a script, this file is a driver: `test_ownership.py RUN BEAT_SECONDS [BOOT_ID]`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from elastrata import ownership
+from elastrata.ownership import DRIVER_FILE, Owner, own_run, owner_is_alive, read_owner
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+BEAT_SECONDS = 0.2
+ELSEWHERE = "00000000-0000-4000-8000-000000000000"
+"""A boot id that no host has: what a driver with it says of itself must be judged by its beats."""
+
+
+class Driver:
+    """A process that owns a run, told to begin and to end by its standard input."""
+
+    def __init__(
+        self,
+        run: Storage,
+        *,
+        boot_id: str = "",
+        beat_seconds: float = BEAT_SECONDS,
+        within: tuple[str, ...] = (),
+    ) -> None:
+        self.process = subprocess.Popen(
+            [*within, sys.executable, __file__, run.url, str(beat_seconds), boot_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        self.said: list[str] = []
+        self._listener = Thread(target=self._listen)
+        self._listener.start()
+        assert self.line() == "ready"
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.strip())
+
+    def line(self) -> str:
+        """The next line that it says."""
+        wait_for(lambda: bool(self.said) or not self._listener.is_alive())
+        return self.said.pop(0)
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        print(word, file=self.process.stdin, flush=True)
+
+    def begin(self) -> str:
+        """Has it own the run, and returns its answer."""
+        self.say("begin")
+        return self.line()
+
+    def kill(self) -> None:
+        """Ends it. It stays a zombie until somebody asks how it ended."""
+        self.process.kill()
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self._listener.join()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+Start = Callable[..., Driver]
+
+
+@pytest.fixture
+def start(run: Storage) -> Iterator[Start]:
+    """Starts drivers of the run; those that are left at the end are killed."""
+    drivers: list[Driver] = []
+
+    def started(**options: Any) -> Driver:
+        drivers.append(Driver(run, **options))
+        return drivers[-1]
+
+    yield started
+    for driver in drivers:
+        driver.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "runs" / "mine"))
+
+
+def owner_of(run: Storage) -> Owner:
+    owner = read_owner(run)
+    assert owner is not None
+    return owner
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Polls; the test's own limit of time ends it where the condition never comes."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def put(run: Storage, **changes: Any) -> Owner:
+    """Leaves the file of a driver that is this very process, but for some changes."""
+    owner = ownership._this_process(BEAT_SECONDS).model_copy(update=changes)
+    run.write(owner.model_dump_json().encode(), DRIVER_FILE)
+    return owner
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
+def test_a_killed_driver_is_taken_over_at_once(run: Storage, start: Start, reaped: bool) -> None:
+    first = start()
+    assert first.begin() == "owns"
+    dead = owner_of(run)
+    assert owner_is_alive(run) is True
+    first.kill()
+    if reaped:
+        first.process.wait()
+    assert owner_is_alive(run) is False
+
+    heard: list[str] = []
+    with own_run(run, lost=pytest.fail, warn=heard.append) as mine:
+        assert mine.owner.token == owner_of(run).token != dead.token
+    assert len(heard) == 1
+    assert heard[0].endswith(
+        f"(process {first.process.pid} on host {dead.host}, since {since(dead)}"
+        ") is dead; taking over"
+    )
+
+
+def since(owner: Owner) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.since))
+
+
+def test_beside_a_living_driver_another_is_refused(run: Storage, start: Start) -> None:
+    first, second = start(), start()
+    assert first.begin() == "owns"
+    owner = owner_of(run)
+    assert second.begin() == (
+        f"refused: {run.uri()}: driven by process {first.process.pid} on host {owner.host}, "
+        f"since {since(owner)}; wait for its end, stop it there (kill {first.process.pid}), "
+        "or choose another --name"
+    )
+    assert owner_of(run).token == owner.token
+    assert owner_is_alive(run) is True
+
+
+def test_stopped_is_not_dead(run: Storage, start: Start) -> None:
+    first = start()
+    assert first.begin() == "owns"
+    first.process.send_signal(signal.SIGSTOP)
+    with (
+        pytest.raises(UserError, match=f"driven by process {first.process.pid} "),
+        own_run(run, lost=pytest.fail),
+    ):
+        pass
+
+
+def test_the_end_is_written_down_and_the_next_starts_without_a_word(
+    run: Storage, start: Start
+) -> None:
+    first = start()
+    assert first.begin() == "owns"
+    first.say("end")
+    assert first.line() == "ended"
+    assert owner_of(run).released
+    assert owner_is_alive(run) is False
+    with own_run(run, lost=pytest.fail, warn=pytest.fail):
+        assert not owner_of(run).released
+
+
+def test_an_error_releases_the_run_too(run: Storage) -> None:
+    with pytest.raises(ZeroDivisionError), own_run(run, lost=pytest.fail):
+        raise ZeroDivisionError
+    assert owner_of(run).released
+    assert run.names() == [DRIVER_FILE]
+
+
+def test_another_process_of_the_same_pid_is_not_the_driver(run: Storage) -> None:
+    put(run, process_start=1)
+    assert owner_is_alive(run) is False
+    with own_run(run, lost=pytest.fail):
+        pass
+
+
+def test_a_driver_elsewhere_that_beats_is_left_alone(run: Storage, start: Start) -> None:
+    first = start(boot_id=ELSEWHERE)
+    assert first.begin() == "owns"
+    assert owner_is_alive(run) is True
+    heard: list[str] = []
+    with (
+        pytest.raises(UserError, match=f"driven by process {first.process.pid} "),
+        own_run(run, lost=pytest.fail, warn=heard.append),
+    ):
+        pass
+    assert len(heard) == 1
+    assert heard[0].endswith("; watching for 0.6 s whether that one lives")
+
+
+def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
+    run: Storage, start: Start
+) -> None:
+    first = start(boot_id=ELSEWHERE, beat_seconds=1)
+    assert first.begin() == "owns"
+    # Right after a beat it waits for the next: it is not stopped between a look and the writing.
+    wait_for(lambda: owner_of(run).beat == 1)
+    first.process.send_signal(signal.SIGSTOP)
+    heard: list[str] = []
+    with own_run(run, lost=pytest.fail, warn=heard.append, beat_seconds=BEAT_SECONDS) as mine:
+        assert [line.split("; ")[-1] for line in heard] == [
+            "watching for 3 s whether that one lives",
+            "taking over",
+        ]
+        first.process.send_signal(signal.SIGCONT)
+        assert first.line() == (
+            f"lost: {run.uri()}: taken over by {mine.owner}; this driver was taken for dead, ends, "
+            "and writes nothing more into it"
+        )
+        first.say("end")
+        assert first.line() == "ended, is lost"
+        first.process.wait()
+        assert first.said == []
+        assert owner_of(run).token == mine.owner.token
+        assert not owner_of(run).released
+        assert not mine.is_lost
+
+
+def test_a_driver_elsewhere_is_judged_by_its_newest_beat_at_first(run: Storage) -> None:
+    put(run, boot_id=ELSEWHERE)
+    assert owner_is_alive(run) is True
+    put(run, boot_id=ELSEWHERE, time=time.time() - 60)
+    assert owner_is_alive(run) is None
+    put(run, boot_id=ELSEWHERE, released=True)
+    assert owner_is_alive(run) is False
+    run.delete(DRIVER_FILE)
+    assert owner_is_alive(run) is False
+
+
+def test_a_driver_in_another_container_of_this_host_is_not_judged_by_its_pid(
+    run: Storage, start: Start
+) -> None:
+    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if not shutil.which("unshare") or subprocess.run([*container, "true"], check=False).returncode:
+        pytest.skip("no permission to make a pid namespace")
+    first = start(within=container)
+    assert first.begin() == "owns"
+    owner = owner_of(run)
+    assert owner.pid == 1
+    heard: list[str] = []
+    with (
+        pytest.raises(UserError, match="driven by process 1 "),
+        own_run(run, lost=pytest.fail, warn=heard.append),
+    ):
+        pass
+    assert "watching" in heard[0]
+
+
+def test_of_drivers_that_start_at_the_same_moment_one_stays(run: Storage, start: Start) -> None:
+    drivers = [start() for _ in range(4)]
+    for driver in drivers:
+        driver.say("begin")
+
+    def staying() -> list[Driver]:
+        return [driver for driver in drivers if driver.said[-1:] == ["owns"]]
+
+    wait_for(lambda: all(driver.said for driver in drivers) and len(staying()) == 1)
+    assert owner_of(run).pid == staying()[0].process.pid
+    others = [driver.said[-1].split(":")[0] for driver in drivers if driver not in staying()]
+    assert set(others) <= {"refused", "lost"}
+
+
+def test_storage_that_is_away_for_a_while_is_borne(tmp_path: Path) -> None:
+    def lead_to(target: str) -> None:
+        (tmp_path / "new").symlink_to(tmp_path / target)
+        (tmp_path / "new").replace(tmp_path / "runs")
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "no folder").touch()
+    lead_to("disk")
+    run = Storage(str(tmp_path / "runs" / "mine"))
+    with own_run(run, lost=pytest.fail, beat_seconds=0.02) as mine:
+        lead_to("no folder")
+        before = mine.owner.beat
+        wait_for(lambda: mine.owner.beat > before + 3)
+        lead_to("disk")
+        reached = mine.owner.beat
+        wait_for(lambda: owner_of(run).beat > reached)
+    assert owner_of(run).released
+
+
+def test_storage_that_cannot_be_written_refuses_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = Storage(str(tmp_path / "file" / "run"))
+    with (
+        pytest.raises(UserError, match=re.escape(f"{run.uri(DRIVER_FILE)}: cannot be ")) as told,
+        own_run(run, lost=pytest.fail),
+    ):
+        pass
+    assert len(told.value.problems) == 1
+
+
+def test_a_damaged_file_is_told(run: Storage) -> None:
+    run.write(b'{"token": ', DRIVER_FILE)
+    with (
+        pytest.raises(UserError, match=r"driver\.json: damaged; delete it once no driver"),
+        own_run(run, lost=pytest.fail),
+    ):
+        pass
+
+
+def test_on_s3(bucket: str) -> None:
+    run = Storage(f"{bucket}/runs/mine")
+    assert owner_is_alive(run) is False
+    told: list[str] = []
+    with own_run(run, lost=told.append, beat_seconds=BEAT_SECONDS) as mine:
+        with (
+            pytest.raises(UserError, match=f"driven by process {os.getpid()} "),
+            own_run(run, lost=pytest.fail),
+        ):
+            pass
+        wait_for(lambda: owner_of(run).beat > 1)
+        # Once is not enough: a beat that has looked already may write over it.
+        wait_for(lambda: bool(put(run, boot_id=ELSEWHERE, token="another's") and told))
+        assert mine.is_lost
+    assert len(told) == 1
+    assert owner_of(run).token == "another's"
+    assert not owner_of(run).released
+
+
+def main(url: str, beat_seconds: str, boot_id: str = "") -> None:
+    """A driver that does what its standard input says."""
+    if boot_id:
+        ownership._here = lambda: (boot_id, None)
+    tell = partial(print, flush=True)
+    tell("ready")
+    assert input() == "begin"
+    try:
+        with own_run(
+            Storage(url),
+            lost=lambda text: tell(f"lost: {text}"),
+            beat_seconds=float(beat_seconds),
+        ) as mine:
+            tell("owns")
+            assert input() == "end"
+    except UserError as error:
+        tell(f"refused: {error}")
+    else:
+        tell("ended, is lost" if mine.is_lost else "ended")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
