@@ -1,0 +1,42 @@
+"""Backoff: growing distances, a limit, and a clean start after a success."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastrata.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff
+
+NOW = st.floats(0, 1e9)
+
+
+def after(failures: int, now: float = 0.0) -> Backoff:
+    backoff = Backoff()
+    for _ in range(failures):
+        backoff = backoff.failed(now)
+    return backoff
+
+
+def test_the_distances() -> None:
+    assert [after(n).seconds for n in range(1, 10)] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+
+
+@given(NOW)
+def test_without_a_failure_nothing_is_due(now: float) -> None:
+    assert not Backoff().retry_due(now)
+    assert not after(3).succeeded().retry_due(now)
+
+
+@given(st.integers(1, 2000), NOW)
+def test_due_when_the_distance_from_the_newest_failure_is_over(failures: int, now: float) -> None:
+    backoff = after(failures - 1).failed(now)
+    assert backoff.failures == failures
+    assert FIRST_SECONDS <= backoff.seconds <= LONGEST_SECONDS
+    assert not backoff.retry_due(now)
+    assert not backoff.retry_due(now + backoff.seconds - 1)
+    assert backoff.retry_due(now + backoff.seconds)
+
+
+@given(st.integers(1, 50), NOW)
+def test_a_success_starts_over(failures: int, now: float) -> None:
+    assert after(failures).succeeded().failed(now) == Backoff().failed(now)
