@@ -1,0 +1,195 @@
+"""What a copy in the hot tier costs the training, how soon it is complete, and how fast it loads.
+
+    python benchmarks/hot_tier.py
+
+Two ranks (gloo), Ray actors on this machine, train with steps of at least 100 ms: matrix products
+and a reduction. Every round they save one sharded state and train on until the copy is complete.
+A save costs its stall (the loop stands still) and its drag (the steps that run beside it are
+longer); with a rank on every core, as here, the drag is at its worst. Medians over the rounds, for
+a state of some 200 MB, one of as many tensors as BERT base but small, and a tiny one; also with
+`DurableSaver` on the local disk. Writes `results/hot_tier.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from report import write_result
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from elastrata.checkpoint import DurableSaver, hot_saver
+from elastrata.commit import commits
+from elastrata.commit_storage import CommitStorage
+from elastrata.hot import close_hot_tier, newest_hot, open_hot_tier
+from elastrata.ray_session import ray_session
+from elastrata.training_state import restore, training_state
+from elastrata_pipelines.storage import Storage
+
+WORLD_SIZE = 2
+STATES = {"large": (1024, 16), "many": (32, 100), "tiny": (32, 8)}
+"""Width and number of the linear layers."""
+STEP_SECONDS = 0.1
+MATRIX = 384
+LIMIT_BYTES = 4 * 2**30
+SHARE = 0.02
+"""Of the training time, that copies may cost."""
+
+
+class Rank:
+    """One rank of a training that does nothing but matrix products."""
+
+    def __init__(self, rank: int, world_size: int, rendezvous: str, shape: tuple[int, int]) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
+        width, blocks = shape
+        self._model = nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks)))
+        for block in self._model:
+            fully_shard(block)
+        fully_shard(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        self._model(torch.ones(1, width)).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._matrix = torch.ones(MATRIX, MATRIX)
+        self._products = 0
+
+    def calibrate(self) -> None:
+        """Finds how many products make a step; the same number on every rank."""
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < 10 * STEP_SECONDS:
+            self._matrix @ self._matrix
+            done += 1
+        products = torch.tensor(done / 10)
+        dist.all_reduce(products, dist.ReduceOp.MAX)
+        self._products = round(products.item() * 1.1)
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        for _ in range(self._products):
+            self._matrix @ self._matrix
+        dist.all_reduce(torch.ones(1))
+        return time.perf_counter() - started
+
+    def measure(self, storage: CommitStorage, kind: str, rounds: int) -> list[dict[str, float]]:
+        """Saves `rounds` times and once more before, for warmth; a dict of seconds for each."""
+        saver = (
+            hot_saver(storage, attempt=1, warn=print)
+            if kind == "hot"
+            else DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
+        )
+        idle = statistics.median(self.step() for _ in range(20))
+        measured = [self._round(saver, step, idle) for step in range(rounds + 1)]
+        saver.close()
+        return measured[1:]
+
+    def _round(self, saver: DurableSaver, step: int, idle: float) -> dict[str, float]:
+        dist.barrier()
+        agreeing = time.perf_counter()
+        assert saver.all_idle()
+        began = time.perf_counter()
+        state = training_state(self._model, self._optimizer)
+        taken = time.perf_counter()
+        saver.save(state, step=step, samples=step, tokens=step)
+        stalled = time.perf_counter()
+        beside = [self.step()]
+        while not saver.all_idle():
+            beside.append(self.step())
+        complete = time.perf_counter()
+        return {
+            "step_s": idle,
+            "agree_s": began - agreeing,
+            "state_s": taken - began,
+            "stall_s": stalled - agreeing,
+            "drag_s": max(0.0, sum(beside) - idle * len(beside)),
+            "complete_s": complete - began,
+        }
+
+    def load(self, storage: CommitStorage) -> float:
+        (commit,) = commits(storage)
+        dist.barrier()
+        started = time.perf_counter()
+        restore(storage, commit, self._model, self._optimizer)
+        return time.perf_counter() - started
+
+
+def start(world_size: int, folder: str, shape: tuple[int, int]) -> list[Any]:
+    rendezvous = str(Path(folder) / f"rendezvous{time.monotonic_ns()}")
+    actor: Any = ray.remote(num_cpus=0)(Rank)
+    return [actor.remote(rank, world_size, rendezvous, shape) for rank in range(world_size)]
+
+
+def on_all(ranks: list[Any], method: str, *args: Any) -> list[Any]:
+    return list(ray.get([getattr(rank, method).remote(*args) for rank in ranks]))
+
+
+def end(ranks: list[Any]) -> None:
+    for rank in ranks:
+        ray.kill(rank)
+
+
+def summary(by_rank: list[list[dict[str, float]]]) -> dict[str, float]:
+    """Medians over the rounds of the slowest rank's figures."""
+    rounds = [
+        {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+        for ranks in zip(*by_rank, strict=True)
+    ]
+    median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    cost = median["stall_s"] + median["drag_s"]
+    return {
+        **{name: round(value, 4) for name, value in median.items()},
+        "cost_s": round(cost, 4),
+        "steps_apart_for_2_percent": max(1, -int(-cost // (SHARE * median["step_s"]))),
+        "steps_apart_for_2_percent_of_stall": max(
+            1, -int(-median["stall_s"] // (SHARE * median["step_s"]))
+        ),
+    }
+
+
+def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Storage(str(Path(folder) / "checkpoints"))
+        hot = open_hot_tier(LIMIT_BYTES)
+        ranks = start(WORLD_SIZE, folder, shape)
+        on_all(ranks, "calibrate")
+        figures: dict[str, Any] = {
+            "hot": summary(on_all(ranks, "measure", hot, "hot", rounds)),
+            "durable": summary(on_all(ranks, "measure", disk, "durable", rounds)),
+        }
+        end(ranks)
+        looking = time.perf_counter()
+        commit = newest_hot(hot)
+        figures["hot"]["found_s"] = round(time.perf_counter() - looking, 4)
+        assert commit is not None
+        figures["state_mb"] = round(sum(file.size for file in commit.files.values()) / 1e6, 2)
+        for world_size in (1, 2, 3):
+            ranks = start(world_size, folder, shape)
+            figures["hot"][f"loaded_at_{world_size}_s"] = round(max(on_all(ranks, "load", hot)), 4)
+            end(ranks)
+        close_hot_tier(hot)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    with ray_session("local", num_cpus=WORLD_SIZE):
+        figures = {name: measure_state(shape, rounds) for name, shape in STATES.items()}
+    write_result("hot_tier", {"rounds": rounds, "states": figures}, ("ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()

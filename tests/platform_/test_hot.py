@@ -1,0 +1,318 @@
+"""The hot tier on clusters of several nodes: what survives which death, what is never offered."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastrata.commit import MARKER, Commit, FileRecord, FolderName
+from elastrata.hot import HotStorage, close_hot_tier, newest_hot, open_hot_tier
+from elastrata.hot_directory import ring_from
+from elastrata.hot_keeper import CHUNK_BYTES
+from support.actors import answers, driver_of_nodes, head_id, on_node
+from support.hot_ranks import DeadlyHotStorage, Rank
+from support.hot_writer import Writer
+from support.nodes import Nodes
+
+LIMIT_BYTES = 100 * 2**20
+SECONDS = 120.0
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with driver_of_nodes() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def writers(nodes: Nodes) -> list[Any]:
+    """One on the head, one on a second node that stays."""
+    return [on_node(node, Writer) for node in (head_id(), nodes.add(0).node_id)]
+
+
+@pytest.fixture
+def storage(nodes: Nodes) -> Iterator[HotStorage]:
+    opened = open_hot_tier(LIMIT_BYTES)
+    yield opened
+    close_hot_tier(opened)
+
+
+def folder_of(step: int, attempt: int = 1) -> str:
+    return str(FolderName(attempt, step, "0a1b2c"))
+
+
+def put(storage: HotStorage, writers: list[Any], step: int) -> Commit:
+    """A commit of which every writer writes a shard."""
+    folder, content = folder_of(step), b"shard of step %d" % step
+    answers(
+        *(
+            writer.write.remote(storage, content, folder, name)
+            for writer, name in zip(writers, SHARDS, strict=True)
+        )
+    )
+    record = FileRecord(size=len(content), sha256=None)
+    files = dict.fromkeys(SHARDS, record)
+    commit = Commit(folder=folder, step=step, samples=0, tokens=0, extra={}, files=files)
+    answers(writers[0].write.remote(storage, commit.to_json(), folder, MARKER))
+    return commit
+
+
+def keeper_pids(storage: HotStorage) -> dict[str, int]:
+    """The process of the keeper on every node."""
+    (listing,) = answers(storage.directory.listing.remote())
+    pids = answers(
+        *(k.__ray_call__.remote(lambda _: os.getpid()) for k in listing.keepers.values())
+    )
+    return dict(zip(listing.keepers, pids, strict=True))
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def break_off(storage: HotStorage, data: bytes) -> None:
+    with storage.create("a", "torn") as stream:
+        stream.write(data)
+        raise ZeroDivisionError
+
+
+def test_files_are_whole_or_not_there(storage: HotStorage) -> None:
+    large = os.urandom(2 * CHUNK_BYTES) + b"tail"
+    storage.write(large, "a", "large")
+    storage.write(b"", "a", "b", "empty")
+    with pytest.raises(ZeroDivisionError):
+        break_off(storage, large)
+
+    assert storage.names("a") == ["b", "large"]
+    assert storage.names() == ["a"]
+    assert storage.names("nothing") == []
+    assert storage.size("a", "large") == len(large)
+    assert storage.read("a", "large") == large
+    assert storage.read("a", "b", "empty") == b""
+    with storage.open("a", "large") as stream:
+        stream.seek(-4, os.SEEK_END)
+        assert stream.read() == b"tail"
+    assert storage.exists("a", "b")
+    assert not storage.exists("a", "lar")
+    with pytest.raises(FileNotFoundError, match="hot:a/lar"):
+        storage.read("a", "lar")
+
+    storage.delete("a", "b")
+    storage.delete("a", "b")
+    assert storage.names("a") == ["large"]
+    storage.delete("a")
+    assert storage.names() == []
+    assert set(storage.usage().values()) == {0}
+
+
+def test_a_keeper_killed_takes_nothing_along(storage: HotStorage, writers: list[Any]) -> None:
+    put(storage, writers, 1)
+    commit = put(storage, writers, 2)
+    before = keeper_pids(storage)
+    assert len(before) == 2
+    os.kill(min(before.values()), signal.SIGKILL)
+
+    assert newest_hot(storage) == commit
+    for name in SHARDS:
+        assert answers(writers[1].read.remote(storage, commit.folder, name)) == [b"shard of step 2"]
+    # The writers get a new keeper for the one that died.
+    assert newest_hot(storage) != put(storage, writers, 3)
+    assert len(keeper_pids(storage)) == 2
+
+
+def test_a_node_removed_takes_nothing_along(storage: HotStorage, nodes: Nodes) -> None:
+    leaving = nodes.add(0)
+    writers = [on_node(node, Writer) for node in (head_id(), leaving.node_id)]
+    commit = put(storage, writers, 7)
+    nodes.kill(leaving)
+    assert newest_hot(storage) == commit
+    assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
+
+
+def test_what_is_incomplete_is_never_offered(storage: HotStorage, writers: list[Any]) -> None:
+    assert newest_hot(storage) is None
+    older = put(storage, writers, 1)
+    newer = put(storage, writers, 2)
+    assert newest_hot(storage) == newer
+    storage.delete(newer.folder, SHARDS[0])
+    storage.write(b"half", folder_of(3), SHARDS[0])
+    assert newest_hot(storage) == older
+    storage.delete(older.folder, MARKER)
+    assert newest_hot(storage) is None
+
+
+def test_without_a_directory_there_is_nothing(nodes: Nodes, writers: list[Any]) -> None:
+    storage = open_hot_tier(LIMIT_BYTES)
+    put(storage, writers, 1)
+    pids = keeper_pids(storage).values()
+    close_hot_tier(storage)
+    assert newest_hot(storage) is None
+    with pytest.raises(OSError, match="ActorDied"):
+        storage.write(b"", "a")
+    until(lambda: not any(map(is_running, pids)))
+    close_hot_tier(storage)
+
+
+def test_a_keeper_that_nobody_needs_ends(storage: HotStorage, writers: list[Any]) -> None:
+    put(storage, writers, 1)
+    assert len(keeper_pids(storage)) == 2
+    storage.write(b"by another group", folder_of(2, attempt=2), "file")
+    storage.delete(folder_of(1))
+    assert newest_hot(storage) is None
+    assert storage.names() == [folder_of(2, attempt=2)]
+
+
+def test_nothing_outlives_the_driver(nodes: Nodes) -> None:
+    code = """
+import os, ray, sys
+from elastrata.hot import open_hot_tier
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+storage = open_hot_tier(1000)
+storage.write(b"x", "a")
+listing = ray.get(storage.directory.listing.remote())
+pid = lambda _: os.getpid()
+print(*ray.get([k.__ray_call__.remote(pid) for k in listing.keepers.values()]))
+os._exit(0)
+"""
+    address = ray.get_runtime_context().gcs_address
+    found = subprocess.run(
+        [sys.executable, "-c", code, address], capture_output=True, text=True, check=True
+    )
+    pids = [int(pid) for pid in found.stdout.split()]
+    assert pids
+    until(lambda: not any(map(is_running, pids)))
+
+
+@given(
+    st.sets(st.sampled_from("abcdefgh"), min_size=1),
+    st.sets(st.sampled_from("abcdefgh"), min_size=1),
+)
+def test_the_ring_gives_every_writer_another_node(alive: set[str], writing: set[str]) -> None:
+    rings = {node: ring_from(node, alive | writing, writing) for node in writing}
+    for node, ring in rings.items():
+        assert node not in ring
+        assert bool(ring) == (len(alive | writing) > 1)
+    if len(writing) > 1:
+        assert {ring[0] for ring in rings.values()} == writing
+
+
+def test_a_driver_opens_a_tier_without_torch() -> None:
+    check = "import sys, elastrata.hot; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+class Group:
+    """Ranks of a training, one to a node as far as the nodes go."""
+
+    def __init__(self, nodes: list[str], world_size: int, folder: Path) -> None:
+        rendezvous = str(folder / f"rendezvous{world_size}{time.monotonic_ns()}")
+        self.ranks = [
+            on_node(nodes[rank % len(nodes)], Rank, rank, world_size, rendezvous)
+            for rank in range(world_size)
+        ]
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        return answers(*(getattr(rank, method).remote(*args) for rank in self.ranks))
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_state_of_two_ranks_loads_at_other_numbers(
+    storage: HotStorage, nodes: Nodes, tmp_path: Path
+) -> None:
+    both = [head_id(), nodes.add(0).node_id]
+    group = Group(both, 2, tmp_path)
+    group.all("begin", storage, 4)
+    states = [group.all("save", step)[0] for step in (1, 2, 3)]
+    assert group.all("warnings") == [[], []]
+    group.kill()
+
+    commit = newest_hot(storage)
+    assert commit is not None
+    assert (commit.step, commit.samples) == (3, 18)
+    assert storage.names() == [commit.folder]
+    assert commit.folder.startswith("000000003-0004-")
+    for world_size in (1, 3):
+        other = Group(both, world_size, tmp_path)
+        for restored in other.all("restore", storage, commit):
+            assert_equal(restored, states[-1])
+        other.kill()
+
+
+def test_a_full_keeper_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
+    storage = open_hot_tier(1000)
+    group = Group([head_id()], 1, tmp_path)
+    group.all("begin", storage, 1)
+    group.all("save", 1)
+    ((warning,),) = group.all("warnings")
+    assert warning.startswith("hot copy of step 1 failed, training goes on: rank 0: OSError: no ")
+    assert newest_hot(storage) is None
+    until(lambda: set(storage.usage().values()) == {0})
+    group.all("save", 2)
+    group.kill()
+    close_hot_tier(storage)
+
+
+def test_a_writer_killed_between_two_files_leaves_the_copy_before(
+    storage: HotStorage, nodes: Nodes, tmp_path: Path
+) -> None:
+    group = Group([head_id()], 2, tmp_path)
+    group.all("begin", storage, 1)
+    (state, _) = group.all("save", 1)
+    group.all("end")
+    answers(
+        *(
+            rank.begin.remote(kind(storage.directory), 2)
+            for rank, kind in zip(group.ranks, (HotStorage, DeadlyHotStorage), strict=True)
+        )
+    )
+    survivor, victim = [rank.save.remote(2) for rank in group.ranks]
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(victim)
+    until(lambda: len(storage.names()) == 2)
+    commit = newest_hot(storage)
+    assert commit is not None
+    assert commit.step == 1
+    del survivor
+    group.kill()
+
+    next_group = Group([head_id()], 1, tmp_path)
+    next_group.all("begin", storage, 3)
+    (restored,) = next_group.all("restore", storage, commit)
+    assert_equal(restored, state)
+    next_group.all("save", 2)
+    assert [name[:14] for name in storage.names()] == ["000000002-0003"]
+    next_group.kill()

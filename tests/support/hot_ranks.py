@@ -1,0 +1,69 @@
+"""Processes that use the hot tier, as Ray actors: writers of files, and ranks of a training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastrata.checkpoint import hot_saver
+from elastrata.commit import Commit
+from elastrata.hot import HotStorage
+from elastrata.training_state import restore
+from platform_.checkpoint_ranks import ROWS, Training
+
+
+class Rank:
+    """One rank of a small FSDP2 training that copies its state into the hot tier."""
+
+    def __init__(self, rank: int, world_size: int, rendezvous: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
+        self._training = Training()
+        self._warnings: list[str] = []
+
+    def begin(self, storage: HotStorage, attempt: int) -> None:
+        self._saver = hot_saver(storage, attempt=attempt, warn=self._warnings.append)
+
+    def save(self, step: int) -> dict[str, Tensor]:
+        """Trains a step, saves it, and returns the whole state of that moment."""
+        self._training.step(step)
+        assert self._saver.all_idle()
+        tokens = step * ROWS
+        self._saver.save(self._training.state(), step=step, samples=tokens, tokens=tokens)
+        self._saver.wait()
+        return self._training.full()
+
+    def warnings(self) -> list[str]:
+        """What the saver has warned of since the last call."""
+        found, self._warnings[:] = list(self._warnings), []
+        return found
+
+    def end(self) -> None:
+        self._saver.close()
+
+    def restore(self, storage: HotStorage, commit: Commit) -> dict[str, Tensor]:
+        restore(storage, commit, self._training.model, self._training.optimizer)
+        return self._training.full()
+
+
+class DeadlyHotStorage(HotStorage):
+    """Kills its process when the first bytes of a file are on their way."""
+
+    def __reduce__(self) -> tuple[type[HotStorage], tuple[Any]]:
+        return DeadlyHotStorage, (self.directory,)
+
+    @contextmanager
+    def create(self, *parts: str) -> Iterator[IO[bytes]]:
+        with super().create(*parts) as stream:
+            stream.write(bytes(40 * 2**20))
+            os.kill(os.getpid(), signal.SIGKILL)
+            yield stream

@@ -1,0 +1,15 @@
+"""A process that writes files into the hot tier, as a Ray actor; without torch."""
+
+from __future__ import annotations
+
+from elastrata.hot import HotStorage
+
+
+class Writer:
+    """Writes and reads on the node it runs on."""
+
+    def write(self, storage: HotStorage, data: bytes, *parts: str) -> None:
+        storage.write(data, *parts)
+
+    def read(self, storage: HotStorage, *parts: str) -> bytes:
+        return storage.read(*parts)
