@@ -12,12 +12,14 @@ from typing import Annotated
 
 import typer
 
+from elastrata.commands.audit import audit
 from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
 from elastrata.commands.inspect import inspect
 from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
+from elastrata.commands.status import status
 from elastrata.commands.train import train
 from elastrata.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
@@ -31,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _command in (quickstart, prepare, inspect, train, export, doctor, schema):
+for _command in (quickstart, prepare, inspect, train, status, audit, export, doctor, schema):
     app.command()(_command)
 
 

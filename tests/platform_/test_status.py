@@ -1,0 +1,190 @@
+"""The status: what a run's folder says about how the run stands, and what faults have cost it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastrata.cli import run
+from elastrata.recoveries import recoveries
+from elastrata.run_state import SILENT_SECONDS, Driver, run_state
+from elastrata.status import Status, summary
+from support.documented import documented_keys
+from support.histories import Entry, said, started, stepped, write_run
+
+LONG_AGO = 1_700_000_000.0
+"""Unix time of the first start in these histories: 14 November 2023."""
+DEAD, ALIVE, UNKNOWN = Driver(alive=False), Driver(alive=True), Driver()
+
+
+def _steps(attempt: int, first: int, last: int, *, time: float, **more: Any) -> list[Entry]:
+    """A step every second, the first done at `time`."""
+    return [stepped(attempt, n, time=time + n - first, **more) for n in range(first, last + 1)]
+
+
+def _killed_and_resized() -> list[Entry]:
+    """Ten steps; a worker is lost, two steps are rolled back; a planned resize; 20 steps in all."""
+    t = LONG_AGO
+    return [
+        started(1, 0, time=t, state="new", seconds={"model": 4.0}),
+        *_steps(1, 1, 10, time=t + 1),
+        said("fault", 1, time=t + 12, text="rank 1 was killed [SIGKILL]", ranks=[1]),
+        started(2, 8, time=t + 19, state="hot", world_size=1),
+        said("rolled_back", 2, time=t + 19, first=9, last=10),
+        *_steps(2, 9, 15, time=t + 20),
+        said("halted", 2, time=t + 27, step=15, reason="resize", text="a node has come"),
+        started(3, 15, time=t + 31, state="hot", world_size=3),
+        *_steps(3, 16, 20, time=t + 32),
+    ]
+
+
+def _summary(entries: list[Entry], driver: Driver = UNKNOWN, **changes: Any) -> Status:
+    values: dict[str, Any] = {"steps_in_all": 40, "checkpoint": None, "now": LONG_AGO + 40}
+    return summary("runs/one", entries, driver=driver, **{**values, **changes})
+
+
+def test_recoveries_cost_the_time_without_steps_and_the_steps_rolled_back() -> None:
+    fault, resize = recoveries(_killed_and_resized())
+    assert (fault.attempt, fault.cause, fault.state, fault.world_size) == (2, "fault", "hot", 1)
+    assert (fault.time, fault.seconds) == (LONG_AGO + 10, 10)
+    assert (fault.steps_rolled_back, fault.seconds_rolled_back) == (2, 2.0)
+    assert (resize.cause, resize.seconds, resize.steps_rolled_back) == ("resize", 6, 0)
+
+
+def test_the_status_adds_up() -> None:
+    found = _summary(_killed_and_resized(), ALIVE)
+    assert (found.state, found.text) == ("running", "running")
+    assert (found.steps, found.progress, found.samples_seen) == (20, 0.5, 21 * 20)
+    assert found.loss == pytest.approx(0.2)
+    assert [(size.step, size.world_size) for size in found.world_sizes] == [(0, 2), (8, 1), (15, 3)]
+    assert [(fault.ranks, fault.attempt) for fault in found.faults] == [((1,), 1)]
+    assert found.seconds_lost == 10 + 2 + 6
+    assert found.seconds_in_all == 4 + 36
+    assert found.share_lost == pytest.approx(18 / 40)
+
+
+def test_a_group_lost_before_its_first_step_is_part_of_the_recovery() -> None:
+    entries = [
+        started(1, 0, time=LONG_AGO),
+        *_steps(1, 1, 5, time=LONG_AGO + 1),
+        started(2, 4, time=LONG_AGO + 10),
+        started(3, 2, time=LONG_AGO + 20),
+        *_steps(3, 3, 6, time=LONG_AGO + 21),
+    ]
+    (recovery,) = recoveries(entries)
+    assert (recovery.attempt, recovery.seconds) == (3, 16)
+    assert recovery.steps_rolled_back == 3
+    assert recovery.cause == "unknown", "histories of old do not say"
+
+
+def test_the_time_between_two_launches_is_not_lost() -> None:
+    day = 86_400.0
+    entries = [
+        started(1, 0, time=LONG_AGO),
+        *_steps(1, 1, 5, time=LONG_AGO + 1),
+        said("ended", 1, time=LONG_AGO + 8, status="FAILED", text="no workers left"),
+        started(2, 5, time=LONG_AGO + day, seconds={"model": 3.0}),
+        *_steps(2, 6, 7, time=LONG_AGO + day + 1),
+    ]
+    (recovery,) = recoveries(entries)
+    assert recovery.cause == "restart"
+    assert recovery.seconds == pytest.approx(3 + 3 + 1)
+    assert _summary(entries).seconds_in_all == pytest.approx(8 + 3 + 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "state", "shown"),
+    [
+        ("FINISHED", "", "finished", "finished"),
+        ("KILLED", "SIGTERM", "stopped", "stopped: SIGTERM"),
+        ("FAILED", "no workers left", "failed", "failed: no workers left"),
+    ],
+)
+def test_a_run_that_ended_says_how(status: str, text: str, state: str, shown: str) -> None:
+    end = said("ended", 3, time=LONG_AGO + 50, status=status, text=text)
+    entries = [*_killed_and_resized(), end]
+    late = LONG_AGO + 10_000
+    for driver in (DEAD, UNKNOWN, Driver(alive=True, since=LONG_AGO - 5)):
+        assert run_state(entries, done=False, driver=driver, now=late) == (state, shown)
+    again = Driver(alive=True, since=LONG_AGO + 60)
+    assert run_state(entries, done=False, driver=again, now=late)[0] == "running"
+    entries.append(started(4, 20, time=LONG_AGO + 70))
+    assert run_state(entries, done=False, driver=DEAD, now=late)[0] == "silent"
+
+
+def test_a_run_that_was_asked_to_stop_says_by_what() -> None:
+    entries = [
+        *_killed_and_resized(),
+        said("halted", 3, time=LONG_AGO + 37, step=20, reason="stop", text="SIGTERM"),
+        said("ended", 3, time=LONG_AGO + 38, status="KILLED", text=""),
+    ]
+    state = run_state(entries, done=False, driver=DEAD, now=LONG_AGO + 40)
+    assert state == ("stopped", "stopped: SIGTERM")
+
+
+def test_a_run_that_gives_no_sign_of_life_is_silent() -> None:
+    entries, last = _killed_and_resized(), LONG_AGO + 36
+
+    def state(driver: Driver, now: float, *, done: bool = False) -> tuple[str, str]:
+        return run_state(entries, done=done, driver=driver, now=now)
+
+    assert state(UNKNOWN, last + SILENT_SECONDS)[0] == "running"
+    since = "no sign of life since 2023-11-14 22:13:56 UTC"
+    assert state(UNKNOWN, last + SILENT_SECONDS + 1) == ("silent", since)
+    assert state(DEAD, last) == ("silent", since)
+    assert state(Driver(alive=False, seen=last + 4), last + 9)[1].endswith("22:14:00 UTC")
+    assert state(ALIVE, last + 10_000)[0] == "running"
+    assert state(UNKNOWN, last + 10_000, done=True)[0] == "finished", "histories of old end so"
+
+
+def test_long_steps_are_waited_for() -> None:
+    entries = [started(1, 0, time=LONG_AGO), stepped(1, 1, time=LONG_AGO, seconds=100.0)]
+    assert run_state(entries, done=False, driver=UNKNOWN, now=LONG_AGO + 999)[0] == "running"
+
+
+def test_a_run_without_a_step_has_a_status() -> None:
+    found = _summary([], ALIVE)
+    assert (found.state, found.steps, found.loss, found.share_lost) == ("running", 0, None, 0.0)
+    assert _summary([], DEAD).text == "no sign of life yet"
+
+
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    entries = [started(1, 0), stepped(1, 1, loss=float("nan"), skipped=True)]
+    assert _summary(entries).loss is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "one", _killed_and_resized(), steps=40)
+    assert run(["status", str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out
+    assert "no sign of life since 2023-11-14 22:13:56 UTC" in shown
+    assert "step 20 of 40 (50.0%), 420 samples" in shown
+    assert "2 from step 1, 1 from step 9, 3 from step 16" in shown
+    assert "18.0 s of 40.0 s (45.0%)" in shown
+    assert "2023-11-14 22:13:32 UTC  attempt 1, rank 1: rank 1 was killed [SIGKILL]" in shown
+    assert (
+        "2023-11-14 22:13:30 UTC  fault: 10.0 s without a step, 2 steps done again (2.0 s), "
+        "on with 1 worker from hot state (attempt 2)"
+    ) in shown
+    assert run(["status", str(tmp_path / "one"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == documented_keys("status") == [field.name for field in fields(Status)]
+    assert result["recoveries"][0]["steps_rolled_back"] == 2
+
+
+def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", str(tmp_path / "none")]) == 2
+    assert "no run here (run.json is missing)" in capsys.readouterr().err
+    write_run(tmp_path / "one", _killed_and_resized(), steps=40)
+    part = tmp_path / "one" / "history" / "0003-00000000.jsonl"
+    part.write_text(part.read_text()[:-5])
+    assert run(["status", str(tmp_path / "one")]) == 2
+    assert f"{part}, line 6: not JSON (torn or altered)" in capsys.readouterr().err
+    (tmp_path / "one" / "recipe.yaml").write_text("steps: many")
+    part.unlink()
+    assert run(["status", str(tmp_path / "one")]) == 2
+    assert "recipe.yaml: damaged: steps" in capsys.readouterr().err
