@@ -30,6 +30,11 @@ class Interrupt:
         """The run is not this process's any more: it must not go on."""
         self._lost = text
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run is another process's now."""
+        return self._lost is not None
+
     def run(self, action: Callable[[], None], grace_seconds: float) -> None:
         """Runs `action` in a thread of its own, so that signals are heard at once.
 

@@ -21,7 +21,7 @@ from elastrata.interrupt import Interrupt
 from elastrata.job import Job
 from elastrata.mailbox import Receiver, open_mailbox
 from elastrata.observer import Observer, catch_up
-from elastrata.ownership import DRIVER_FILE, own_run
+from elastrata.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.phases import Phases
 from elastrata.pictures import publish_pictures
 from elastrata.preflight import TrainingData, check_storage, cluster_problems, training_data
@@ -108,14 +108,30 @@ def train(
 @contextmanager
 def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) -> Iterator[None]:
     """Runs its block as the run's only driver. A run that was never begun leaves no folder."""
-    begun = False
+    ownership: Ownership | None = None
+    before = read_owner(run)
     try:
-        with own_run(run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))):
-            begun = True
+        with own_run(
+            run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))
+        ) as ownership:
+            if before and not before.released:
+                _note_death(run, f"the driver is gone ({before})", show)
             yield
     finally:
-        if begun and run.names() == [DRIVER_FILE]:
+        if ownership and not ownership.is_lost and run.names() == [DRIVER_FILE]:
             run.delete()
+
+
+def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
+    """The fault that the driver before could not note: its own death."""
+
+    def warn(line: str) -> None:
+        show(Warned(text=line))
+
+    storage = run.sub("history")
+    writer = HistoryWriter(storage, history.next_attempt(storage) - 1, warn, writer="d")
+    writer.add("fault", {"text": text, "ranks": []})
+    writer.flush()
 
 
 @dataclass(frozen=True)
@@ -151,9 +167,10 @@ class _Launch:
             text = str(error)
             raise
         finally:
-            writer.add("ended", {"status": status, "text": text})
-            writer.flush()
-            self.tracker.finish(status)
+            if not self.interrupt.is_lost:  # else run and record are another driver's
+                writer.add("ended", {"status": status, "text": text})
+                writer.flush()
+                self.tracker.finish(status)
         return status
 
     def _fit(self, observer: Observer, number: int) -> None:

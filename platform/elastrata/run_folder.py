@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from elastrata.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+
+if TYPE_CHECKING:  # it imports torch, which `status` and `audit` need not wait for
+    from elastrata.recipe import Recipe
 
 RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
 
@@ -60,6 +62,8 @@ def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
 
 def read_recipe(run: Storage) -> Recipe:
     """The recipe a run was started or last continued with."""
+    from elastrata.recipe import Recipe
+
     return Recipe.model_validate(yaml.safe_load(run.read(RECIPE_FILE)))
 
 

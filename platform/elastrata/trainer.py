@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from operator import itemgetter
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
@@ -126,15 +128,27 @@ class _Faults(UserCallback):
         for error in worker_exceptions.values():
             if isinstance(error, UserError | TrainingError | Stopped):
                 raise error  # an exception here ends the run
-        killed = {
-            rank: error
-            for rank, error in worker_exceptions.items()
-            if isinstance(error, ray.exceptions.RayActorError)
-        }
-        lost = killed or worker_exceptions
-        rank, error = min(lost.items())
-        text = f"rank {rank}: {_first_line(error)}"
+        causes = {rank: _cause(error) for rank, error in worker_exceptions.items()}
+        dead = {rank: error for rank, error in causes.items() if isinstance(error, RayActorError)}
+        lost = dead or causes  # the others only miss the dead
+        rank, error = min(lost.items(), key=itemgetter(0))
+        text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
         self._mailbox.post.remote([Lost(text=text, ranks=tuple(sorted(lost)))])
+
+
+def _cause(error: Exception) -> Exception:
+    """What a worker failed of; Ray Train wraps what it finds when it looks at its workers."""
+    cause: Exception = getattr(error, "health_check_failure", error)
+    return cause
+
+
+def _death(error: Exception) -> str:
+    """How a process ended, in one line."""
+    text = " ".join(str(error).split())
+    if "memory" in text.lower():
+        return "its process was killed, as the node ran out of memory"
+    _, found, detail = text.partition("Worker exit detail: ")
+    return f"its process is gone ({detail.split('.')[0]})" if found else "its process is gone"
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,12 @@ DOORS = {
         "elastrata_pipelines.preparation",
         "elastrata_pipelines.stream",
     },
-    "ray.train": {"elastrata.trainer", "elastrata.worker", "elastrata_pipelines.stream"},
+    "ray.train": {
+        "elastrata.resize",
+        "elastrata.trainer",
+        "elastrata.worker",
+        "elastrata_pipelines.stream",
+    },
     "ray.tune": set(),
     "torch.distributed.checkpoint": {
         "elastrata.checkpoint",

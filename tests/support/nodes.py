@@ -30,7 +30,7 @@ class Nodes:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self, cpus: float) -> Any:
+    def add(self, cpus: int) -> Any:
         return self._cluster.add_node(num_cpus=cpus, object_store_memory=128 * 2**20)
 
     def kill(self, node: Any) -> None:

@@ -1,0 +1,244 @@
+"""A random history of faults, on a cluster of several nodes on this machine.
+
+    make chaos
+    python tests/faults/chaos.py --seed 3 --faults 12 --out chaos.json
+
+Trains a small model, kills and hangs workers, kills, drains and adds nodes, in an order drawn from
+the seed, some while the run still recovers from the one before. Then the run must have ended well,
+`elastrata audit` must find it equal to an undisturbed one, and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.command import run, wait_until
+from support.live_run import LiveRun
+from support.nodes import Nodes, nodes, send, train_workers
+from support.short_steps import CPUS, HOT_STEPS, write_recipe
+
+KINDS = ("kill worker", "hang worker", "kill node", "drain node", "add node")
+STEPS_PER_FAULT = 200
+MOST_NODES = 3
+SHARED_MEMORY = Path("/dev/shm")
+RAYS_OWN_ACTORS = ("_AutoscalingCoordinatorActor", "TrainStateActor", "AutoscalingRequester")
+"""Detached actors that Ray makes once for a cluster and keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run has gone through, and what came of it."""
+
+    seed: int
+    steps: int
+    faults: list[dict[str, Any]]
+    """Each with its kind and when it was injected, in seconds from the first step."""
+    world_sizes: list[int]
+    rolled_back: list[int]
+    """Steps done again, for every recovery that had to."""
+    seconds: float
+    audit: dict[str, Any]
+    leaks: list[str]
+
+
+@dataclass
+class Chaos:
+    """Injects faults into a run that trains on `cluster`."""
+
+    cluster: Nodes
+    live: LiveRun
+    random: random.Random
+    alive: list[Any] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+
+    def inject(self, count: int) -> None:
+        """So many faults, each when the run has got a little further; fewer where it ends first."""
+        begun = time.time()
+        for _ in range(count):
+            if not self._further():
+                return
+            kind = self.random.choice(KINDS)
+            getattr(self, f"_{kind.replace(' ', '_')}")()
+            self.faults.append({"kind": kind, "seconds": round(time.time() - begun, 1)})
+            print(f"  {self.faults[-1]['seconds']:6.1f} s  {kind}", flush=True)
+
+    def _further(self) -> bool:
+        """Waits for three more lines of progress; False where the run has ended."""
+        before = self.live.output.count("\nstep ")
+
+        def is_further() -> bool:
+            return self._has_ended() or self.live.output.count("\nstep ") >= before + 3
+
+        wait_until(is_further, 180, f"progress\n{self.live.output}")
+        return not self._has_ended()
+
+    def _has_ended(self) -> bool:
+        return self.live.driver.poll() is not None
+
+    def _kill_worker(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _hang_worker(self) -> None:
+        self._send(signal.SIGSTOP)
+
+    def _send(self, number: signal.Signals) -> None:
+        workers = train_workers(self.cluster.address)
+        if workers:  # none: the run is between two groups
+            send(self.random.choice(workers), number)
+
+    def _kill_node(self) -> None:
+        self.cluster.kill(self._leaving())
+
+    def _drain_node(self) -> None:
+        self.cluster.drain(self._leaving(), seconds=120)
+
+    def _leaving(self) -> Any:
+        """Any node; another one comes first where it is the last."""
+        if len(self.alive) == 1:
+            self._add_node()
+        return self.alive.pop(self.random.randrange(len(self.alive)))
+
+    def _add_node(self) -> None:
+        if len(self.alive) < MOST_NODES:
+            self.alive.append(self.cluster.add(cpus=CPUS))
+
+
+def rehearse(folder: Path, *, seed: int, faults: int) -> Report:
+    """One run, disturbed `faults` times, beside an undisturbed one.
+
+    Args:
+        folder: for data set, recipe, runs and logs.
+        seed: of the history of faults.
+        faults: how many.
+    """
+    steps = STEPS_PER_FAULT * (faults + 1)
+    recipe = write_recipe(folder, steps=steps)
+    print(f"an undisturbed run of {steps} steps", flush=True)
+    LiveRun(recipe, "undisturbed", folder / "undisturbed.log", "workers.max=1").end(900)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    before = traces(temporary)
+    os.environ["TMPDIR"] = str(temporary)  # all that the cluster and the driver start inherits it
+    print(f"a run with {faults} faults, seed {seed}", flush=True)
+    started = time.time()
+    with nodes() as cluster:
+        address = ("--address", cluster.address)
+        most = "workers.max_failures=-1"
+        alive = [cluster.add(cpus=CPUS) for _ in range(2)]
+        live = LiveRun(recipe, "disturbed", folder / "disturbed.log", *address, most)
+        chaos = Chaos(cluster, live, random.Random(seed), alive)
+        chaos.inject(faults)
+        live.end(900)
+        seconds = time.time() - started
+        leaks = cluster_leaks(cluster.address)
+    leaks += sorted(left_behind(temporary, before))
+    done = run("audit", folder / "runs" / "disturbed", folder / "runs" / "undisturbed", "--json")
+    return Report(
+        seed=seed,
+        steps=steps,
+        faults=chaos.faults,
+        world_sizes=[entry["world_size"] for entry in live.of_kind("started")],
+        rolled_back=live.rolled_back(),
+        seconds=round(seconds, 1),
+        audit=json.loads(done.stdout.splitlines()[-1]),
+        leaks=leaks,
+    )
+
+
+def cluster_leaks(address: str) -> list[str]:
+    """Actors and placement groups of the run that the cluster still has."""
+    ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    try:
+        with suppress(AssertionError):
+            wait_until(lambda: not list(_cluster_leaks()), 30, "")
+        return list(_cluster_leaks())
+    finally:
+        ray.shutdown()
+
+
+def _cluster_leaks() -> Iterator[str]:
+    for actor in ray._private.state.actors().values():
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] not in RAYS_OWN_ACTORS:
+            yield f"actor {actor['ActorClassName']}"
+    for group in ray.util.placement_group_table().values():
+        if group["state"] != "REMOVED":
+            yield f"placement group {group['placement_group_id']}: {group['state']}"
+
+
+def traces(temporary: Path) -> set[str]:
+    """What there is, beside this process, of those that keep their temporary files there."""
+    processes = {
+        f"process {process.pid}: {_said(process.cmdline)}"
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and str(temporary) in _said(process.environ)
+    }
+    files = {f"temporary file {path.name}" for path in temporary.iterdir()}
+    return processes | files | {f"shared memory {path.name}" for path in SHARED_MEMORY.iterdir()}
+
+
+def _said(question: Callable[[], object]) -> str:
+    """What a process says of itself; nothing where it has ended."""
+    try:
+        return str(question())
+    except psutil.Error:
+        return ""
+
+
+def left_behind(temporary: Path, before: set[str]) -> set[str]:
+    """What has come since and does not go away within half a minute."""
+    with suppress(AssertionError):
+        wait_until(lambda: not traces(temporary) - before, 30, "")
+    return traces(temporary) - before
+
+
+def problems(report: Report, tolerance: float) -> list[str]:
+    """What is wrong with a run's end, one line each."""
+    audit = report.audit
+    found = [f"left behind: {leak}" for leak in report.leaks]
+    if not audit["partition_ok"] or audit["equal"] is not True:
+        found.append(f"not the same run: {audit['first_difference']} {audit['problems']}")
+    elif audit["max_relative_loss_difference"] > tolerance:
+        found.append(f"losses differ by {audit['max_relative_loss_difference']:.1e}")
+    if any(lost > HOT_STEPS for lost in report.rolled_back):
+        found.append(f"steps done again: {report.rolled_back}, expected at most {HOT_STEPS} each")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10_000)
+    parser.add_argument("--faults", type=int, default=10)
+    parser.add_argument("--tolerance", type=float, default=1e-4)
+    parser.add_argument("--out", type=Path, help="writes the report here, as JSON")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    report = rehearse(folder, seed=arguments.seed, faults=arguments.faults)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(asdict(report), indent=1) + os.linesep)
+    print(json.dumps({**asdict(report), "faults": len(report.faults)}, indent=1))
+    if found := problems(report, arguments.tolerance):
+        sys.exit("\n".join([*found, f"logs: {folder}"]))
+    shutil.rmtree(folder)
+    print(f"the run did not notice {len(report.faults)} faults")
+
+
+if __name__ == "__main__":
+    main()

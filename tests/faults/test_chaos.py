@@ -1,0 +1,17 @@
+"""The short form of `make chaos`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults.chaos import problems, rehearse
+
+
+@pytest.mark.timeout(600)
+def test_a_run_does_not_notice_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")  # so that what is set there is taken back
+    report = rehearse(tmp_path, seed=7, faults=3)
+    assert len(report.faults) >= 2
+    assert problems(report, tolerance=1e-4) == []

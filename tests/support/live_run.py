@@ -1,0 +1,75 @@
+"""A run of `elastrata train` that is watched, disturbed, and looked at afterwards."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from elastrata import history
+from elastrata_pipelines.storage import Storage
+from support.command import start, wait_until
+
+GROUP, STEP = "training on", "step "
+
+
+class LiveRun:
+    """One launch of a run; its output goes into a file.
+
+    Args:
+        recipe: the recipe's file; runs lie in the folder `runs` beside it.
+        name: of the run.
+        log: file for the output; continued by later launches.
+        arguments: more of them for `elastrata train`.
+    """
+
+    def __init__(self, recipe: Path, name: str, log: Path, *arguments: str) -> None:
+        self._log = log
+        self._storage = Storage(str(recipe.parent / "runs" / name / "history"))
+        self.driver = start("train", recipe, "--name", name, *arguments, log=log)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def groups(self) -> int:
+        """How many groups of workers have been ready for a step."""
+        return sum(line.startswith(GROUP) for line in self.output.splitlines())
+
+    def wait_for_group(self, number: int, seconds: float = 120) -> None:
+        """Waits until the `number`-th group of workers has taken steps."""
+
+        def has_stepped() -> bool:
+            if self.driver.poll() is not None:
+                raise AssertionError(f"ended with {self.driver.returncode}:\n{self.output}")
+            parts = self.output.split(f"\n{GROUP}")
+            return any(f"\n{STEP}" in part for part in parts[number:])
+
+        wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
+
+    def end(self, seconds: float = 300) -> None:
+        """Waits for the end, which must be a good one."""
+        assert self.driver.wait(timeout=seconds) == 0, self.output
+
+    def send(self, number: signal.Signals) -> float:
+        """Sends the driver a signal; returns the time."""
+        self.driver.send_signal(number)
+        return time.time()
+
+    def entries(self) -> list[Any]:
+        """The run's history, over all its launches."""
+        return history.read(self._storage)
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """The entries of one kind in the order of time."""
+        found = [entry for entry in self.entries() if entry["kind"] == kind]
+        return sorted(found, key=lambda entry: float(entry["time"]))
+
+    def steps(self) -> list[Any]:
+        """The steps that made the model."""
+        return list(history.effective_steps(self.entries()))
+
+    def rolled_back(self) -> list[int]:
+        """How many steps each fault cost, where it cost any."""
+        return [entry["last"] - entry["first"] + 1 for entry in self.of_kind("rolled_back")]
