@@ -58,7 +58,8 @@ class Spares:
     The caller is a task or an actor whose environment is a `runtime_env` of this module. The next
     actors with that environment, job and node take the spares, each for good; missing ones are
     replaced. Ray ends them with the job. Only Linux tells what processes there are: elsewhere there
-    are no spares.
+    are no spares. An idle process that ran a task looks like a spare and serves no actor: where the
+    environment also runs tasks, ask for as many more as run at a time.
 
     Args:
         count: of spares on this node; each takes the memory of its imports.
