@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: quickstart test check slow clean
+.PHONY: quickstart test check slow chaos clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -19,6 +19,10 @@ test: $(READY)
 slow: $(READY)
 	@echo "== running the slow tests"
 	@$(BIN)/python -m pytest -q -m slow
+
+chaos: $(READY)
+	@echo "== kills, hangs, drains and additions at random; the run must not notice"
+	@$(BIN)/python tests/faults/chaos.py
 
 check: $(READY)
 	@echo "== style (ruff)"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastrata.backoff import Backoff
-from elastrata.checkpoint import CheckpointConfig, DurableSaver
+from elastrata.checkpoint import CheckpointConfig, DurableSaver, hot_saver
 from elastrata.commit import EVALUATION_LOSS, Commit
 from elastrata.events import Committed, Evaluated, Halted, Removed, Stalled, Started, Warned
 from elastrata.history import HistoryWriter
@@ -74,11 +74,7 @@ class Keeper:
             on_commit=self._committed,
             on_remove=lambda commit: sender.send(Removed(uri=self._checkpoints.uri(commit.folder))),
         )
-        self._hot = (
-            DurableSaver(hot, attempt=attempt, keep_last=1, keep_best=False, warn=self._warn)
-            if hot
-            else None
-        )
+        self._hot = hot_saver(hot, attempt=attempt, warn=self._warn) if hot else None
 
     def asked(self) -> Act:
         """What all ranks are to do after the step that is about to begin; on rank 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ from elastrata import history
 from elastrata_pipelines.storage import Storage
 from support.command import start, wait_until
 
-GROUP, STEP = "training on", "step "
+GROUP = "training on"
+_STEP = re.compile(r"^step +(\d+)/", re.MULTILINE)
 
 
 class LiveRun:
@@ -37,14 +39,15 @@ class LiveRun:
         """How many groups of workers have been ready for a step."""
         return sum(line.startswith(GROUP) for line in self.output.splitlines())
 
-    def wait_for_group(self, number: int, seconds: float = 120) -> None:
-        """Waits until the `number`-th group of workers has taken steps."""
+    def wait_for_group(self, number: int, steps: int = 30, seconds: float = 180) -> None:
+        """Waits until the `number`-th group of workers, or a later one, has taken so many steps."""
 
         def has_stepped() -> bool:
             if self.driver.poll() is not None:
                 raise AssertionError(f"ended with {self.driver.returncode}:\n{self.output}")
-            parts = self.output.split(f"\n{GROUP}")
-            return any(f"\n{STEP}" in part for part in parts[number:])
+            groups = self.output.split(f"\n{GROUP}")[number:]
+            shown = [[int(step) for step in _STEP.findall(group)] for group in groups]
+            return any(found and found[-1] - found[0] >= steps for found in shown)
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
