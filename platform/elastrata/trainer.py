@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -10,19 +12,23 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig, RunConfig, UserCallback
+from ray.train import UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
-from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 
+from elastrata import warm
 from elastrata.ends import Stopped, TrainingError
 from elastrata.events import Lost
 from elastrata.job import Job
 from elastrata.recipe import WorkersConfig
 from elastrata.resize import ResizePolicy
 from elastrata.source import Source
-from elastrata.worker import STREAM, train_worker
+from elastrata.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
+from elastrata.workload import Workload
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.stream import StreamConfig
 
@@ -34,6 +40,20 @@ CONTROLLER_SETTINGS = {
 """How often Ray Train's controller looks at the workers, how long it waits for a group to start
 before it asks for another size, and that `ResizePolicy` looks after nodes that are about to go. Ray
 takes them from the driver's environment only."""
+
+WORKER_MODULES = ("elastrata.trainer", "ray.train.torch", "ray.tune", "torch._dynamo")
+CONTROLLER_MODULES = (
+    "elastrata.source",
+    "ray.data._internal.execution.streaming_executor",
+    "ray.data._internal.iterator.stream_split_iterator",
+    "ray.data._internal.planner.planner",
+    "ray.train.v2._internal.callbacks.datasets",
+    "ray.train.v2._internal.data_integration.dataset_manager",
+)
+"""What the processes of a new group import before they are of use, beside the workload."""
+CONTROLLER_SPARES = 5
+"""For a new group's barrier, data sets and their splits; and two for idle readers, which look like
+spares."""
 
 
 def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> None:
@@ -60,11 +80,12 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
             backend="cpu:gloo,cuda:nccl" if gpus_per_worker else "gloo"
         ),
         scaling_config=scaling,
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[arg-type]
             name=f"launch-{launch:04d}",
             storage_path=job.run.uri("ray"),
             failure_config=FailureConfig(max_failures=workers.max_failures),
-            callbacks=[_Faults(job.mailbox)],  # type: ignore[list-item]
+            worker_runtime_env=warm.runtime_env(_worker_modules(job.recipe.workload)),
+            callbacks=_callbacks(job),
         ),
         datasets={STREAM: source},
         dataset_config=StreamConfig(job.batches),
@@ -79,6 +100,16 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
         raise TrainingError(_last_line(error)) from error
+
+
+def _callbacks(job: Job) -> list[Any]:
+    faults = _Faults(job.mailbox)
+    return [faults, _Spares()] if job.recipe.workers.spares else [faults]
+
+
+def _worker_modules(workload: Workload) -> tuple[str, ...]:
+    package = type(workload).__module__.rpartition(".")[0]
+    return (*WORKER_MODULES, f"{package}.model", f"{package}.parallel")
 
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
@@ -109,13 +140,37 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
-        return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
+        with _propagated(warm.runtime_env(CONTROLLER_MODULES)["env_vars"]):
+            return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
         if ray._private.worker.get_dashboard_url():  # type: ignore[no-untyped-call]
             return callbacks
         return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+
+
+@contextmanager
+def _propagated(variables: Mapping[str, str]) -> Iterator[None]:
+    """Ray Train hands these to its controller, as it does with variables of its own."""
+    os.environ.update(variables)
+    ENV_VARS_TO_PROPAGATE.update(variables)
+    try:
+        yield
+    finally:
+        ENV_VARS_TO_PROPAGATE.difference_update(variables)
+        for name in variables:
+            del os.environ[name]
+
+
+class _Spares(WorkerGroupCallback):
+    """Runs in the controller: spares for the actors that the controller starts."""
+
+    def __init__(self) -> None:
+        self._spares: warm.Spares | None = None
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        self._spares = self._spares or warm.Spares(CONTROLLER_SPARES, after=SPARES_AFTER_SECONDS)
 
 
 class _Faults(UserCallback):
@@ -145,7 +200,7 @@ def _cause(error: Exception) -> Exception:
 def _death(error: Exception) -> str:
     """How a process ended, in one line."""
     text = " ".join(str(error).split())
-    if "memory" in text.lower():
+    if "running low on memory" in text:
         return "its process was killed, as the node ran out of memory"
     _, found, detail = text.partition("Worker exit detail: ")
     return f"its process is gone ({detail.split('.')[0]})" if found else "its process is gone"

@@ -30,6 +30,7 @@ from elastrata.phases import Phases
 from elastrata.recipe import Recipe
 from elastrata.request import Act, Request
 from elastrata.training_state import restore
+from elastrata.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
@@ -38,6 +39,8 @@ from elastrata_pipelines.stream import RankStream
 
 STREAM = "train"
 """The name of the data set that Ray Train hands to the workers."""
+SPARES_AFTER_SECONDS = 5.0
+"""The imports of spare processes wait so long, to leave the first steps alone."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -113,6 +116,8 @@ def _train(job: Job, sender: Sender) -> None:
                 seconds=phases.seconds,
             )
         )
+        if recipe.workers.spares and context.get_local_rank() == 0:
+            Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
         for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
             keeper.stepped(record)
             if held_out and due(record.step, recipe.evaluation.every, recipe.steps):

@@ -26,6 +26,7 @@ def write_recipe(folder: Path, *, steps: int) -> Path:
         optimizer={"lr": 3e-3},
         checkpoint={"every": 200, "hot_steps": HOT_STEPS, "hot_bytes": 2**26},
     )
-    values["workers"] |= {"max": 3, "cpus": CPUS, "resize_seconds": 1, "hang_seconds": 10}
+    values["workers"] |= {"max": 3, "cpus": CPUS, "spares": True}
+    values["workers"] |= {"resize_seconds": 1, "hang_seconds": 10}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     return folder / "recipe.yaml"

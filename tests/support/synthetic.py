@@ -79,7 +79,7 @@ def tiny_recipe(data: Path | str, storage: Path | str, **changes: Any) -> dict[s
         "batch_size": 21,
         "micro_batch_tokens": 128,
         "optimizer": {"lr": 1e-3},
-        "workers": {"min": 1, "max": 1, "cpus": 0.4, "threads": 1},
+        "workers": {"min": 1, "max": 1, "cpus": 0.4, "threads": 1, "spares": False},
         "evaluation": {"every": 1000},
         "checkpoint": {"every": 1000},
         "storage": str(storage),
