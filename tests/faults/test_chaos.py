@@ -9,7 +9,8 @@ import pytest
 from faults.chaos import problems, rehearse
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_does_not_notice_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/tmp")  # so that what is set there is taken back
     report = rehearse(tmp_path, seed=7, faults=3)

@@ -15,6 +15,7 @@ from support.live_run import LiveRun
 from support.nodes import Nodes, nodes, send, train_workers
 from support.short_steps import HOT_STEPS, write_recipe
 
+SLOW = pytest.mark.slow
 STEPS = 600
 RELATIVE = 1e-4
 """fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
@@ -74,7 +75,7 @@ def test_a_lost_node_costs_no_more_than_hot_steps(recipe, undisturbed, cluster, 
     assert sum(live.rolled_back()) <= HOT_STEPS
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=SLOW), signal.SIGSTOP])
 def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     number, recipe, undisturbed, cluster, tmp_path
 ) -> None:
@@ -90,7 +91,7 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     assert live.of_kind("fault")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
 def test_an_interrupted_driver_saves_first(number, recipe, undisturbed, tmp_path) -> None:
     name = f"driver-{number.name}"
     live = LiveRun(recipe, name, tmp_path / "log", "workers.max=2")
@@ -104,6 +105,7 @@ def test_an_interrupted_driver_saves_first(number, recipe, undisturbed, tmp_path
     assert again.rolled_back() == []
 
 
+@SLOW
 def test_a_killed_driver_goes_on_from_storage(recipe, undisturbed, tmp_path) -> None:
     live = LiveRun(recipe, "driver-killed", tmp_path / "log", "workers.max=2")
     live.wait_for_group(1)
@@ -115,6 +117,7 @@ def test_a_killed_driver_goes_on_from_storage(recipe, undisturbed, tmp_path) -> 
     assert_alike(again, undisturbed)
 
 
+@SLOW
 def test_a_second_driver_is_refused(recipe, tmp_path) -> None:
     live = LiveRun(recipe, "twice", tmp_path / "log")
     live.wait_for_group(1)
