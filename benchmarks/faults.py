@@ -1,0 +1,169 @@
+"""How long a run takes to go on after each kind of fault, and what it loses.
+
+    PYTHONPATH=tests python benchmarks/faults.py
+
+Trains a small model with two workers on a Ray cluster of several nodes on this machine, and does
+the same thing to it several times: a worker is killed or stopped, a node is killed, drained or
+added, the driver is interrupted or killed and started again. Times come from the run's own history:
+from the injection to the entry that says what happened, and to the first step after it. Every
+run's digests are compared with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from report import write_result
+
+from support.live_run import LiveRun
+from support.nodes import Nodes, nodes, send, train_workers
+from support.short_steps import CPUS, write_recipe
+
+SETTLED_STEPS = 60
+SETTLED_SECONDS = 12.0
+"""A group has settled after so many steps and seconds: its spares have done their imports."""
+STEPS = 4000
+Injection = Callable[[Nodes, LiveRun, list[Any]], None]
+Trials = tuple[list[dict[str, Any]], list[Any]]
+"""A row for each trial, and the steps that made the model."""
+
+
+def kill_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    send(train_workers(cluster.address)[-1], signal.SIGKILL)
+
+
+def stop_worker(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    send(train_workers(cluster.address)[-1], signal.SIGSTOP)
+
+
+def kill_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    cluster.kill(alive.pop())
+
+
+def drain_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    cluster.drain(alive.pop(), seconds=120)
+
+
+def add_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    alive.append(cluster.add(cpus=CPUS))
+
+
+INJECTIONS: dict[str, Injection] = {
+    "worker killed (SIGKILL)": kill_worker,
+    "worker hung (SIGSTOP), 10 s allowed": stop_worker,
+    "node killed": kill_node,
+    "node drained": drain_node,
+    "node added": add_node,
+}
+ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
+"""What follows each trial, so that the next one finds the same cluster; not counted."""
+SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
+
+
+def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
+    """One run, disturbed in the same way again and again."""
+    with nodes() as cluster:
+        alive = [cluster.add(cpus=CPUS)]
+        if kind != "node added":
+            alive.append(cluster.add(cpus=CPUS))
+        live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
+        injected = []
+        groups = 1
+        for _ in range(trials):
+            live.wait_for_group(groups, steps=SETTLED_STEPS)
+            time.sleep(SETTLED_SECONDS)
+            injected.append(time.time())
+            INJECTIONS[kind](cluster, live, alive)
+            groups += 1
+            if kind in ALTERNATES:
+                live.wait_for_group(groups, steps=SETTLED_STEPS)
+                ALTERNATES[kind](cluster, live, alive)
+                groups += 1
+        live.wait_for_group(groups, steps=SETTLED_STEPS)
+        live.send(signal.SIGINT)
+        live.driver.wait(timeout=120)
+        return [row(live, begun) for begun in injected], live.steps()
+
+
+def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
+    """One run whose driver is signalled and started again; times count from the signal."""
+    arguments = ("workers.min=2", "workers.max=2", f"steps={STEPS}")
+    live = LiveRun(recipe, name, log, *arguments)
+    injected = []
+    for trial in range(trials):
+        live.wait_for_group(1, steps=SETTLED_STEPS)
+        injected.append(live.send(SIGNALS[kind]))
+        live.driver.wait(timeout=120)
+        live = LiveRun(recipe, name, log.with_suffix(f".{trial}"), *arguments)
+    live.wait_for_group(1, steps=SETTLED_STEPS)
+    live.send(signal.SIGINT)
+    live.driver.wait(timeout=120)
+    return [row(live, begun) for begun in injected], live.steps()
+
+
+def row(live: LiveRun, begun: float) -> dict[str, Any]:
+    """What the history says about the first change after `begun`."""
+    entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
+    later = [entry for entry in entries if entry["time"] > begun]
+    start = next(entry for entry in later if entry["kind"] == "started")
+    noted = [e for e in later if e["kind"] in ("fault", "halted") and e["time"] <= start["time"]]
+    attempt = start["attempt"]
+    step = next(e for e in later if e["kind"] == "step" and e["attempt"] == attempt)
+    undone = [e for e in later if e["kind"] == "rolled_back" and e["attempt"] == attempt]
+    return {
+        "detected_after": round(noted[0]["time"] - begun, 2) if noted else None,
+        "next_step_after": round(step["time"] - begun, 2),
+        "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in undone),
+        "state": start["state"],
+        "world_size": start["world_size"],
+    }
+
+
+def alike(steps: list[Any], undisturbed: list[Any]) -> bool:
+    """Whether every step that both have got the same samples."""
+    expected = {step["step"]: step["digest"] for step in undisturbed}
+    return all(step["digest"] == expected.get(step["step"], step["digest"]) for step in steps)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def of(key: str) -> dict[str, float]:
+        values = [row[key] for row in rows if row[key] is not None]
+        return {"median": statistics.median(values), "worst": max(values)} if values else {}
+
+    return {
+        "detected_after_s": of("detected_after"),
+        "next_step_after_s": of("next_step_after"),
+        "steps_lost": of("steps_lost"),
+        "trials": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *SIGNALS])
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        recipe = write_recipe(folder, steps=STEPS)
+        whole = LiveRun(recipe, "undisturbed", folder / "whole", "workers.max=2")
+        whole.end(900)
+        for number, kind in enumerate(arguments.kinds):
+            name, log = f"run-{number}", folder / f"log-{number}"
+            measure = disturbed if kind in INJECTIONS else restarted
+            rows, steps = measure(recipe, name, kind, arguments.trials, log)
+            results[kind] = {**summary(rows), "same_samples": alike(steps, whole.steps())}
+            print(kind, {k: v for k, v in results[kind].items() if k != "trials"}, flush=True)
+    write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()
