@@ -24,7 +24,7 @@ from typing_extensions import override
 from elastrata.commit import MARKER, Commit, FileRecord, FolderName, folders, size_problems
 from elastrata.commit_storage import CommitStorage
 from elastrata.config import Config
-from elastrata.dcp import CommitWriter, RememberingPlanner
+from elastrata.dcp import CommitWriter, LeanWriter, RememberingPlanner
 from elastrata.retention import prune, remove
 from elastrata.training_state import load, load_full_model_state, restore, training_state
 
@@ -82,7 +82,8 @@ class DurableSaver:
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
         attempt: number of this group of workers, the same on every rank, larger than that of any
             commit in `storage`. Default: found by listing it.
-        hashed: whether the marker says every file's SHA-256; without, sizes alone are verified.
+        lean: whether to save cheaply what does not live long: tensors as raw bytes, which other
+            tools cannot read, and files without a SHA-256, so that sizes alone are verified.
         what: what the warnings call a commit.
         warn: called with one line when a save, or the cleaning up after it, has failed.
         on_commit: called with every new commit.
@@ -99,7 +100,7 @@ class DurableSaver:
         keep_last: int,
         keep_best: bool,
         attempt: int | None = None,
-        hashed: bool = True,
+        lean: bool = False,
         what: str = "checkpoint",
         warn: Callable[[str], None],
         on_commit: Callable[[Commit], None] = lambda _: None,
@@ -110,7 +111,7 @@ class DurableSaver:
         self._storage = storage
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._hashed = hashed
+        self._writer = LeanWriter if lean else CommitWriter
         self._what = what
         self._warn = warn
         self._on_commit = on_commit
@@ -166,7 +167,7 @@ class DurableSaver:
 
         future = async_save(
             state,
-            storage_writer=CommitWriter(self._storage, folder, commit, hashed=self._hashed),
+            storage_writer=self._writer(self._storage, folder, self._planner, commit),
             planner=self._planner,
             process_group=self._group,
             async_stager=self._stager,
@@ -235,7 +236,7 @@ class DurableSaver:
 
 
 def hot_saver(storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]) -> DurableSaver:
-    """A saver for the hot tier: it keeps the newest commit alone, and hashes nothing.
+    """A saver for the hot tier: it keeps the newest commit alone, and saves it cheaply.
 
     Args:
         storage: a `HotStorage`.
@@ -247,7 +248,7 @@ def hot_saver(storage: CommitStorage, *, attempt: int, warn: Callable[[str], Non
         keep_last=1,
         keep_best=False,
         attempt=attempt,
-        hashed=False,
+        lean=True,
         what="hot copy",
         warn=warn,
     )

@@ -15,21 +15,32 @@ import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
     FileSystemBase,
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -39,6 +50,8 @@ from elastrata.commit import Commit, FileRecord
 from elastrata.commit_storage import CommitStorage
 
 METADATA = ".metadata"
+_RAW = "elastrata.raw"
+"""Marks a tensor that is stored as its bytes alone."""
 
 
 class HashingStream(io.RawIOBase):
@@ -139,25 +152,29 @@ class CommitWriter(FileSystemWriter):
     """Writes one checkpoint into a folder of its own.
 
     Args:
+        storage: what the folder lies in.
+        folder: its name.
+        planner: which plans this save.
         finished: called on the coordinator when all files are there, with a record of each one.
-        hashed: whether the records say the SHA-256.
     """
+
+    _hashed = True
 
     def __init__(
         self,
         storage: CommitStorage,
         folder: str,
+        planner: RememberingPlanner,
         finished: Callable[[dict[str, FileRecord]], None],
-        *,
-        hashed: bool = True,
     ) -> None:
         # DCP's own fsync falls back to syncing the whole machine where a stream has no descriptor;
         # The storage's create() syncs the one file, where that means something.
         super().__init__(folder, sync_files=False)
         self._storage = storage
         self._folder = folder
+        self._planner = planner
         self._finished = finished
-        self._files = StorageFiles(storage, hashed=hashed)
+        self._files = StorageFiles(storage, hashed=self._hashed)
         self.fs = cast(Any, self._files)
         self.path = folder
 
@@ -178,17 +195,16 @@ class CommitWriter(FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = [cast(HashedResult, result) for of_rank in results for result in of_rank]
-        metadata = dataclasses.replace(
-            metadata,
-            version=CURRENT_DCP_VERSION,
-            storage_data={result.index: result.storage_data for result in written},
-        )
         path = f"{self._folder}/{METADATA}"
         with self._files.create_stream(path, "wb") as stream:
-            cast(HashingStream, stream).write(pickle.dumps(metadata))
+            pickled = self._planner.pickled_metadata(self._places(results))
+            cast(HashingStream, stream).write(pickled)
+        written = [cast(HashedResult, result) for of_rank in results for result in of_rank]
         files = {result.storage_data.relative_path: result.file for result in written}
         self._finished({**files, METADATA: self._files.records[path]})
+
+    def _places(self, results: list[list[WriteResult]]) -> dict[MetadataIndex, _StorageInfo]:
+        return {result.index: result.storage_data for of_rank in results for result in of_rank}
 
     @override
     def storage_meta(self) -> StorageMeta | None:
@@ -196,11 +212,60 @@ class CommitWriter(FileSystemWriter):
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class LeanResult(HashedResult):
+    """What a rank tells the coordinator of all that it wrote."""
+
+    lengths: list[int]
+    """Bytes of every item of its plan; they lie one after the other."""
+
+
+class LeanWriter(CommitWriter):
+    """Writes for a storage that others than a run need not read: tensors as raw bytes, no SHA-256.
+
+    DCP makes an archive of every tensor and a message about it: a price per tensor, in Python, that
+    a copy every few steps feels.
+    """
+
+    _hashed = False
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([self._write(plan, planner)] if plan.items else [])
+        return written
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> LeanResult:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        path, lengths = f"{self._folder}/{name}", []
+        with self._files.create_stream(path, "wb") as stream:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                raw = data.getbuffer() if isinstance(data, io.BytesIO) else _raw_bytes(data)
+                lengths.append(cast(HashingStream, stream).write(raw))
+        place = _StorageInfo(name, 0, sum(lengths))
+        first = plan.items[0].index
+        return LeanResult(first, place.length, place, self._files.records[path], lengths)
+
+    @override
+    def _places(self, results: list[list[WriteResult]]) -> dict[MetadataIndex, _StorageInfo]:
+        places = {}
+        for plan, written in zip(self._planner.global_plan, results, strict=True):
+            for result in cast("list[LeanResult]", written):
+                starts = accumulate(result.lengths, initial=0)
+                for item, start, length in zip(plan.items, starts, result.lengths, strict=False):
+                    name = result.storage_data.relative_path
+                    places[item.index] = _StorageInfo(name, start, length, (_RAW,))
+        return places
+
+
 class CommitReader(FileSystemReader):
     """Reads one commit, by metadata that `read_metadata` has returned."""
 
     def __init__(self, storage: CommitStorage, commit: Commit, metadata: Metadata) -> None:
         super().__init__(commit.folder)
+        self._storage = storage
+        self._folder = commit.folder
         self._metadata = metadata
         self.fs = cast(Any, StorageFiles(storage))
         self.path = commit.folder
@@ -208,6 +273,41 @@ class CommitReader(FileSystemReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = {id(item): self.storage_data[item.storage_index] for item in plan.items}
+        if not all(place.transform_descriptors == (_RAW,) for place in places.values()):
+            return super().read_data(plan, planner)
+        for name in sorted({place.relative_path for place in places.values()}):
+            data = memoryview(self._storage.read(self._folder, name))
+            for item in plan.items:
+                place = places[id(item)]
+                if place.relative_path == name:
+                    self._load(item, data[place.offset : place.offset + place.length], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(data))
+            return
+        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(saved, dcp_metadata.TensorStorageMetadata)
+        chunk = next(one for one in saved.chunks if one.offsets == item.storage_index.offset)
+        tensor = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
+        _raw_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+
+def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor, in place where it is contiguous."""
+    return cast("NDArray[np.uint8]", tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class RememberingPlanner(DefaultSavePlanner):
@@ -222,6 +322,7 @@ class RememberingPlanner(DefaultSavePlanner):
         # DCP remembers for the whole process, by this key.
         self._cached_plans_key = uuid.uuid4().hex
         self._layout: list[tuple[Any, ...]] | None = None
+        self._pickled: tuple[Metadata, Metadata, bytes] | None = None
 
     @override
     def create_local_plan(self) -> SavePlan:
@@ -232,6 +333,22 @@ class RememberingPlanner(DefaultSavePlanner):
             return SavePlan([], usable=False)
         self._layout = layout
         return super().create_local_plan()
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, _ = super().create_global_plan(all_plans)
+        # DCP sends the metadata to all ranks after the save; rank 0 alone needs it: `metadata`.
+        return plans, Metadata({})
+
+    def pickled_metadata(self, places: dict[MetadataIndex, _StorageInfo]) -> bytes:
+        """What the planned save holds, and where; on rank 0, after the global plan."""
+        if self._pickled:
+            planned, whole, data = self._pickled
+            if planned is self.metadata and whole.storage_data == places:
+                return data
+        whole = dataclasses.replace(self.metadata, version=CURRENT_DCP_VERSION, storage_data=places)
+        self._pickled = self.metadata, whole, pickle.dumps(whole)
+        return self._pickled[2]
 
     def forget(self) -> None:
         """Frees what DCP remembers for this planner."""

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastrata.commit import MARKER, Commit, FileRecord, FolderName
+from elastrata.checkpoint import DurableSaver, load
+from elastrata.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
 from elastrata.hot import HotStorage, close_hot_tier, newest_hot, open_hot_tier
 from elastrata.hot_directory import ring_from
 from elastrata.hot_keeper import CHUNK_BYTES
+from elastrata_pipelines.storage import Storage
 from support.actors import answers, driver_of_nodes, head_id, on_node
 from support.hot_ranks import DeadlyHotStorage, Rank
 from support.hot_writer import Writer
@@ -224,6 +227,38 @@ def test_the_ring_gives_every_writer_another_node(alive: set[str], writing: set[
 def test_a_driver_opens_a_tier_without_torch() -> None:
     check = "import sys, elastrata.hot; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_lean_commit_keeps_every_kind_of_value(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    state: dict[str, Any] = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "half": torch.arange(6).reshape(2, 3).to(torch.bfloat16),
+        "mask": torch.tensor([True, False, True]),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "plain": {"betas": (0.9, 0.95)},
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        saver = DurableSaver(storage, keep_last=1, keep_best=False, warn=pytest.fail, lean=True)
+        for step in (1, 2, 3):
+            if step == 3:  # another layout than the one that was planned for
+                state["half"] = torch.arange(8).reshape(2, 4).to(torch.bfloat16)
+            saver.save(state, step=step, samples=0, tokens=0)
+        saver.close()
+        (commit,) = commits(storage)
+        found = {
+            name: torch.zeros_like(value) if isinstance(value, Tensor) else {"betas": None}
+            for name, value in state.items()
+        }
+        load(storage, commit, found)
+    finally:
+        dist.destroy_process_group()
+    assert {record.sha256 for record in commit.files.values()} == {None}
+    assert not problems(storage, commit)
+    assert found.pop("plain") == state.pop("plain")
+    assert_equal(found, state)
 
 
 class Group:
