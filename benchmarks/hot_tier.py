@@ -5,7 +5,8 @@
 Two ranks (gloo), Ray actors on this machine, train with steps of at least 100 ms: matrix products
 and a reduction. Every round they save one sharded state and train on until the copy is complete.
 A save costs its stall (the loop stands still) and its drag (the steps that run beside it are
-longer); with a rank on every core, as here, the drag is at its worst. Medians over the rounds, for
+longer); with a rank on every core, as here, the drag is at its worst. `processor_s` is the CPU time
+of a save in the rank's process, which a busy machine does not change. Medians over the rounds, for
 a state of some 200 MB, one of as many tensors as BERT base but small, and a tiny one; also with
 `DurableSaver` on the local disk. Writes `results/hot_tier.json`.
 """
@@ -67,8 +68,8 @@ class Rank:
 
     def calibrate(self) -> None:
         """Finds how many products make a step; the same number on every rank."""
-        started, done = time.perf_counter(), 0
-        while time.perf_counter() - started < 10 * STEP_SECONDS:
+        processor, done = time.thread_time(), 0
+        while time.thread_time() - processor < 10 * STEP_SECONDS:
             self._matrix @ self._matrix
             done += 1
         products = torch.tensor(done / 10)
@@ -89,13 +90,18 @@ class Rank:
             if kind == "hot"
             else DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
         )
-        idle = statistics.median(self.step() for _ in range(20))
-        measured = [self._round(saver, step, idle) for step in range(rounds + 1)]
+        processor, count = time.process_time(), 20
+        idle = statistics.median(self.step() for _ in range(count))
+        of_step = (time.process_time() - processor) / count
+        measured = [self._round(saver, step, idle, of_step) for step in range(rounds + 1)]
         saver.close()
         return measured[1:]
 
-    def _round(self, saver: DurableSaver, step: int, idle: float) -> dict[str, float]:
+    def _round(
+        self, saver: DurableSaver, step: int, idle: float, of_step: float
+    ) -> dict[str, float]:
         dist.barrier()
+        processor = time.process_time()
         agreeing = time.perf_counter()
         assert saver.all_idle()
         began = time.perf_counter()
@@ -107,12 +113,14 @@ class Rank:
         while not saver.all_idle():
             beside.append(self.step())
         complete = time.perf_counter()
+        processor = time.process_time() - processor - of_step * len(beside)
         return {
             "step_s": idle,
             "agree_s": began - agreeing,
             "state_s": taken - began,
             "stall_s": stalled - agreeing,
             "drag_s": max(0.0, sum(beside) - idle * len(beside)),
+            "processor_s": max(0.0, processor),
             "complete_s": complete - began,
         }
 
