@@ -161,8 +161,7 @@ def main() -> None:
             measure = disturbed if kind in INJECTIONS else restarted
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
             results[kind] = {**summary(rows), "same_samples": alike(steps, whole.steps())}
-            print(kind, {k: v for k, v in results[kind].items() if k != "trials"}, flush=True)
-    write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
+            write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
 
 
 if __name__ == "__main__":
