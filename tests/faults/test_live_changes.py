@@ -62,6 +62,7 @@ def test_grows_and_makes_way_without_losing_a_step(recipe, undisturbed, cluster,
     assert [entry["reason"] for entry in live.of_kind("halted")] == ["resize", "drain"]
 
 
+@SLOW
 def test_a_lost_node_costs_no_more_than_hot_steps(recipe, undisturbed, cluster, tmp_path) -> None:
     cluster.add(cpus=1)
     second = cluster.add(cpus=2)
@@ -91,7 +92,8 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     assert live.of_kind("fault")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_driver_saves_first(number, recipe, undisturbed, tmp_path) -> None:
     name = f"driver-{number.name}"
     live = LiveRun(recipe, name, tmp_path / "log", "workers.max=2")
