@@ -126,10 +126,17 @@ def row(live: LiveRun, begun: float) -> dict[str, Any]:
     }
 
 
-def alike(steps: list[Any], undisturbed: list[Any]) -> bool:
-    """Whether every step that both have got the same samples."""
-    expected = {step["step"]: step["digest"] for step in undisturbed}
-    return all(step["digest"] == expected.get(step["step"], step["digest"]) for step in steps)
+def compared(steps: list[Any], undisturbed: list[Any]) -> dict[str, Any]:
+    """Whether every step that both have got the same samples, and how far their losses differ."""
+    expected = {step["step"]: step for step in undisturbed}
+    pairs = [(step, expected[step["step"]]) for step in steps if step["step"] in expected]
+    return {
+        "steps_compared": len(pairs),
+        "same_samples": all(one["digest"] == other["digest"] for one, other in pairs),
+        "max_relative_loss_difference": max(
+            abs(one["loss"] - other["loss"]) / abs(other["loss"]) for one, other in pairs
+        ),
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def main() -> None:
             name, log = f"run-{number}", folder / f"log-{number}"
             measure = disturbed if kind in INJECTIONS else restarted
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
-            results[kind] = {**summary(rows), "same_samples": alike(steps, whole.steps())}
+            results[kind] = {**summary(rows), **compared(steps, whole.steps())}
             write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
 
 
