@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sqlite3
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -68,13 +69,13 @@ def check_reachable(uri: str) -> None:
 
 def _check_sqlite(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
+    if not path.exists():  # and must not for a moment: another process may be about to make it
+        tempfile.TemporaryFile(dir=path.parent).close()
+        return
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version").fetchall()
         database.execute("BEGIN IMMEDIATE")
         database.rollback()
-    if is_new and path.exists() and path.stat().st_size == 0:
-        path.unlink()
 
 
 def sqlite_path(uri: str) -> Path | None:
