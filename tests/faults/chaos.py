@@ -39,8 +39,10 @@ KINDS = ("kill worker", "hang worker", "kill node", "drain node", "add node")
 STEPS_PER_FAULT = 200
 MOST_NODES = 3
 SHARED_MEMORY = Path("/dev/shm")
-RAYS_OWN_ACTORS = ("_AutoscalingCoordinatorActor", "TrainStateActor", "AutoscalingRequester")
+RAYS_OWN_ACTORS = ("_AutoscalingCoordinatorActor", "_StatsActor", "_UsageCollectionActor")
 """Detached actors that Ray makes once for a cluster and keeps."""
+TORCHS_OWN_FILES = "torchinductor_"
+"""A cache that torch makes once for a user and keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ def rehearse(folder: Path, *, seed: int, faults: int) -> Report:
     print(f"an undisturbed run of {steps} steps", flush=True)
     LiveRun(recipe, "undisturbed", folder / "undisturbed.log", "workers.max=1").end(900)
     temporary = folder / "tmp"
-    temporary.mkdir()
+    (temporary / "ray").mkdir(parents=True)  # Ray notes its newest cluster there
     before = traces(temporary)
     os.environ["TMPDIR"] = str(temporary)  # all that the cluster and the driver start inherits it
     print(f"a run with {faults} faults, seed {seed}", flush=True)
@@ -190,7 +192,8 @@ def traces(temporary: Path) -> set[str]:
         for process in psutil.process_iter()
         if process.pid != os.getpid() and str(temporary) in _said(process.environ)
     }
-    files = {f"temporary file {path.name}" for path in temporary.iterdir()}
+    names = {path.name for path in temporary.iterdir()}
+    files = {f"temporary file {name}" for name in names if not name.startswith(TORCHS_OWN_FILES)}
     return processes | files | {f"shared memory {path.name}" for path in SHARED_MEMORY.iterdir()}
 
 
