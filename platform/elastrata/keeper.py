@@ -63,7 +63,7 @@ class Keeper:
         self._config, self._steps = config, steps
         self._sender, self._model, self._optimizer = sender, model, optimizer
         self._evaluated: Evaluated | None = None
-        self._served: Request | None = None
+        self._serving: Request | None = None
         self._retry = Backoff()
         self._durable = DurableSaver(
             self._checkpoints,
@@ -80,8 +80,11 @@ class Keeper:
         """What all ranks are to do after the step that is about to begin; on rank 0."""
         if self._history is None:
             return Act.GO_ON
-        if self._sender.request and self._sender.request != self._served:
-            return self._sender.request.act
+        request = self._sender.request  # it may change any moment: looked at once
+        is_new = request != self._serving
+        self._serving = request
+        if request and is_new:
+            return request.act
         again = self._retry.retry_due(time.monotonic()) and not self._durable.saving
         return Act.SAVE if again else Act.GO_ON
 
@@ -122,7 +125,6 @@ class Keeper:
     def keep(self, record: StepRecord, act: Act) -> None:
         """Copies the state after that step where a copy is due. Collective."""
         seconds = 0.0
-        self._served = self._sender.request if act > Act.GO_ON else None
         if act > Act.GO_ON or due(record.step, self._config.every, self._steps):
             seconds += self._save_durably(record)
         if self._hot and (act >= Act.HALT or record.step % self._config.hot_every == 0):
@@ -139,7 +141,7 @@ class Keeper:
         self._durable.wait()
         if self._hot:
             self._hot.wait()
-        agreed: list[Any] = [self._sender.request]
+        agreed: list[Any] = [self._serving]
         dist.broadcast_object_list(agreed, src=0)
         request = cast(Request, agreed[0])
         event = Halted(step=record.step, reason=request.reason, text=request.text)
