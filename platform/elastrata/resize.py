@@ -21,6 +21,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2.api.config import ScalingConfig
 from typing_extensions import override
 
+from elastrata.nodes import draining, elsewhere, nodes, unreachable
 from elastrata.request import Act, Request
 
 _SECONDS_TO_ANSWER = 5.0
@@ -47,6 +48,7 @@ class ResizePolicy(ElasticScalingPolicy):
         self._grace_seconds = grace_seconds
         self._deadline: float | None = None
         self._warned_of: frozenset[str] = frozenset()
+        self._avoided: frozenset[str] = frozenset()
 
     @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
@@ -68,7 +70,7 @@ class ResizePolicy(ElasticScalingPolicy):
 
     def _ask(self, group: Any, status: Any) -> float | None:
         """Asks the workers to halt where there is a reason; returns until when we wait for them."""
-        leaving = _draining() & {worker.metadata.node_id for worker in group.workers}
+        leaving = draining() & {worker.metadata.node_id for worker in group.workers}
         if leaving - self._warned_of:
             self._warned_of |= leaving
             return self._make_way(group, leaving)
@@ -128,19 +130,23 @@ class ResizePolicy(ElasticScalingPolicy):
     def _get_num_workers_for_resource_request(self) -> int:
         """The most workers, and once more those that nodes about to go have room for: else Ray
         might reserve room on these alone."""
-        draining = _draining()
-        if not draining:
-            return self.scaling_config.max_workers
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        leaving = [n["Resources"] for n in nodes if n["NodeID"] in draining and n["Alive"]]
+        avoided = self._avoided | draining()
+        leaving = [n["Resources"] for n in nodes() if n["NodeID"] in avoided and n["Alive"]]
         return self.scaling_config.max_workers + sum(map(self._room, leaving))
 
     @override
     def _count_possible_workers(self, reserved_resources: Any) -> int:
-        draining = _draining()
-        staying = [r for node, r in reserved_resources.items() if node not in draining]
+        self._avoided = draining() | unreachable()
+        staying = [r for node, r in reserved_resources.items() if node not in self._avoided]
         count = min(sum(map(self._room, staying)), self.scaling_config.max_workers)
         return count - count % self._multiple
+
+    @override
+    def on_controller_start_worker_group(
+        self, *, scaling_config: ScalingConfig, num_workers: int
+    ) -> dict[str, str] | None:
+        """Where the workers may be placed: Ray would take nodes that it has not yet missed."""
+        return elsewhere(self._avoided)
 
     def _room(self, resources: Mapping[str, float]) -> int:
         """Workers that fit into the resources of one node."""
@@ -160,8 +166,3 @@ class ResizePolicy(ElasticScalingPolicy):
             )
         except ray.exceptions.RayError:
             return None
-
-
-def _draining() -> frozenset[str]:
-    """Ids of the nodes that are about to go."""
-    return frozenset(ray._private.state.state.get_draining_nodes() or ())

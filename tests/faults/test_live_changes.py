@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.command import run
+from elastrata.commit import commits
+from elastrata_pipelines.storage import Storage
+from support.command import run, wait_until
 from support.live_run import LiveRun
 from support.nodes import Nodes, nodes, send, train_workers
 from support.short_steps import HOT_STEPS, write_recipe
@@ -130,3 +132,19 @@ def test_a_second_driver_is_refused(recipe, tmp_path) -> None:
     live.driver.wait(timeout=120)
     owner = json.loads((recipe.parent / "runs" / "twice" / "driver.json").read_text())
     assert owner["released"]
+
+
+@SLOW
+def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
+    every = 1000
+    longer = ("steps=20000", f"checkpoint.every={every}")
+    live = LiveRun(recipe, "unsaved", tmp_path / "log", *longer)
+    live.wait_for_group(1)
+    checkpoints = recipe.parent / "runs" / "unsaved" / "checkpoints"
+    checkpoints.write_text("no folder can be made here")
+    wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 120, live.output)
+    checkpoints.unlink()
+    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 120, live.output)[0]
+    assert every < newest.step < 2 * every
+    live.send(signal.SIGINT)
+    assert live.driver.wait(timeout=120) == 130, live.output

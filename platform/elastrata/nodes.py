@@ -1,0 +1,54 @@
+"""Nodes of a Ray cluster that new workers should keep off."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+_SECONDS_TO_CONNECT = 1.0
+_MOST_AT_ONCE = 64
+
+
+def draining() -> frozenset[str]:
+    """Ids of the nodes that are about to go: drained, or about to be taken away."""
+    return frozenset(ray._private.state.state.get_draining_nodes() or ())
+
+
+def unreachable() -> frozenset[str]:
+    """Ids of the nodes that Ray takes for alive, but whose raylets take no connection.
+
+    Ray believes in a dead node until it has missed several health checks: 15 s with a raylet that
+    was killed, longer with a machine that fell silent. A connection tells within a second.
+    """
+    alive = [node for node in nodes() if node["Alive"]]
+    if not alive:
+        return frozenset()
+    with ThreadPoolExecutor(min(len(alive), _MOST_AT_ONCE)) as threads:
+        answers = list(threads.map(_answers, alive))
+    return frozenset(
+        node["NodeID"] for node, answer in zip(alive, answers, strict=True) if not answer
+    )
+
+
+def nodes() -> list[Mapping[str, Any]]:
+    """All that Ray says of every node, dead ones too."""
+    found: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return found
+
+
+def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
+    """A label selector for all nodes but these; None where all will do."""
+    ids = sorted(avoided)
+    return {ray.util.placement_group.NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    place = node["NodeManagerAddress"], node["NodeManagerPort"]
+    with contextlib.suppress(OSError), socket.create_connection(place, _SECONDS_TO_CONNECT):
+        return True
+    return False

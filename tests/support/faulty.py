@@ -1,0 +1,49 @@
+"""A workload in which one rank goes wrong once: it raises, or takes more memory than there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastrata.workload import Loss
+from elastrata_workloads.bert import Bert
+
+RANK = 1
+_BLOCK_BYTES = 2**27
+_SECONDS_TO_BE_KILLED = 60.0
+_losses = 0
+
+
+class FaultyBert(Bert):
+    """BERT that goes wrong on one rank.
+
+    Fields:
+        fault: what rank 1 does.
+        after: losses that its process computes before.
+        memory_bytes: what it takes, where that is its fault.
+        marker: a file that is made when it happens; it does not happen where there is one.
+    """
+
+    fault: Literal["raises", "takes all memory"]
+    after: int
+    memory_bytes: int = 0
+    marker: Path
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        global _losses
+        _losses += 1
+        if dist.get_rank() == RANK and _losses > self.after and not self.marker.exists():
+            self.marker.touch()
+            if self.fault == "raises":
+                raise OSError(5, "Input/output error")
+            taken = [
+                torch.ones(_BLOCK_BYTES // 4) for _ in range(self.memory_bytes // _BLOCK_BYTES)
+            ]
+            Event().wait(_SECONDS_TO_BE_KILLED)
+            raise AssertionError(f"nobody minds {len(taken)} blocks of {_BLOCK_BYTES} bytes")
+        return super().loss(model, batch)
