@@ -30,11 +30,12 @@ class Listing:
     """Handle of the keeper on each node."""
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_restarts=-1)
 class HotDirectory:
     """Starts a keeper on every node that needs one; they die with it, and it with the driver.
 
-    It remembers no files: what a keeper says it has is what there is.
+    It remembers no files: what a keeper says it has is what there is. Where it is killed, an empty
+    one takes its place.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
@@ -11,19 +11,16 @@ from typing import Any
 import ray
 
 from elastrata import history
-from elastrata.commit import commits, newest_verified
-from elastrata.ends import TrainingError
+from elastrata.commit import commits
+from elastrata.drive import Drive, is_finished
 from elastrata.events import Committed, Event, Launched, Warned
 from elastrata.facts import start_tags
 from elastrata.history import HistoryWriter
-from elastrata.hot import HotStorage, close_hot_tier, open_hot_tier
 from elastrata.interrupt import Interrupt
-from elastrata.job import Job
-from elastrata.mailbox import Receiver, open_mailbox
-from elastrata.observer import Observer, catch_up
+from elastrata.mailbox import open_mailbox
+from elastrata.observer import catch_up
 from elastrata.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.phases import Phases
-from elastrata.pictures import publish_pictures
 from elastrata.preflight import TrainingData, check_storage, cluster_problems, training_data
 from elastrata.ray_session import ray_session
 from elastrata.recipe import Recipe
@@ -35,9 +32,7 @@ from elastrata.run_folder import (
     read_identity,
     write_identity,
 )
-from elastrata.source import Source
-from elastrata.tracking import Status, Tracker, open_tracker
-from elastrata.watchdog import Watchdog
+from elastrata.tracking import Tracker, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -88,7 +83,7 @@ def train(
         identity = read_identity(run)
         if identity:
             check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
-        is_finished = _is_finished(run, recipe.steps)
+        finished = is_finished(run, recipe.steps)
         phases.passed("ownership")
         with ray_session(address):
             phases.passed("ray")
@@ -99,9 +94,9 @@ def train(
             tracker = _open_record(recipe, name, run, identity, data)
             phases.passed("record")
             show(Launched(seconds=phases.seconds))
-            launch = _Launch(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
+            drive = Drive(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
             with interrupt.heard(lambda name: _ask_to_stop(mailbox, show, name)):
-                status = launch.to_end(is_finished)
+                status = drive.to_end(finished)
     return _result(run, tracker.run_id, status)
 
 
@@ -134,121 +129,11 @@ def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
     writer.flush()
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """One driver's part in a run."""
-
-    recipe: Recipe
-    run: Storage
-    data: TrainingData
-    tracker: Tracker
-    mailbox: Any
-    interrupt: Interrupt
-    gpus: float
-    show: Callable[[Event], None]
-
-    def to_end(self, is_finished: bool) -> Status:
-        """Trains what is left, and records how it ended, whatever comes."""
-        entries = history.read(self.run.sub("history"))
-        number = history.next_attempt(self.run.sub("history"))
-        writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
-        status: Status = "FAILED"
-        text = ""
-        try:
-            if not is_finished:
-                observer = Observer(self.tracker, writer, self.show, history.world_sizes(entries))
-                self._fit(observer, number)
-            status = "FINISHED"
-            _publish(self.run, self.data, self.tracker, self.show)
-        except KeyboardInterrupt:
-            status = "KILLED"
-            raise
-        except Exception as error:
-            text = str(error)
-            raise
-        finally:
-            if not self.interrupt.is_lost:  # else run and record are another driver's
-                writer.add("ended", {"status": status, "text": text})
-                writer.flush()
-                self.tracker.finish(status)
-        return status
-
-    def _fit(self, observer: Observer, number: int) -> None:
-        from elastrata.trainer import fit
-
-        recipe = self.recipe
-        hot = open_hot_tier(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
-        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
-
-        def handle(events: Sequence[Event]) -> None:
-            watchdog.hear(events)
-            observer(events)
-
-        receiver = Receiver(self.mailbox, handle)
-        try:
-            self.interrupt.run(
-                lambda: fit(
-                    self._job(hot), self._source(hot), gpus_per_worker=self.gpus, launch=number
-                ),
-                recipe.checkpoint.grace_seconds,
-            )
-        except TrainingError:
-            receiver.close()
-            if observer.refused:
-                raise UserError(*observer.refused) from None
-            if self.interrupt.signal:
-                raise KeyboardInterrupt(self.interrupt.signal) from None
-            raise
-        finally:
-            receiver.close()
-            watchdog.close()
-            if hot:
-                close_hot_tier(hot)
-        if not _is_finished(self.run, recipe.steps):
-            raise TrainingError(
-                "the last checkpoint could not be saved; the same command redoes the steps after "
-                "the one before"
-            )
-
-    def _job(self, hot: HotStorage | None) -> Job:
-        return Job(
-            recipe=self.recipe,
-            run=self.run,
-            batches=self.data.train,
-            held_out=self.data.held_out,
-            mailbox=self.mailbox,
-            hot=hot,
-        )
-
-    def _source(self, hot: HotStorage | None) -> Source:
-        return Source(
-            run=self.run,
-            batches=self.data.train,
-            steps=self.recipe.steps,
-            batch_size=self.recipe.batch_size,
-            mailbox=self.mailbox,
-            hot=hot,
-        )
-
-    def _warn(self, line: str) -> None:
-        self.show(Warned(text=line))
-
-
 def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:
     """Called in a signal's handler: only sends, and waits for nothing."""
     text = f"{name}: saving a checkpoint first; once more to stop at once"
     mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
     show(Warned(text=text))
-
-
-def _publish(
-    run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
-) -> None:
-    """A picture that cannot be drawn or written does not undo a finished run."""
-    try:
-        publish_pictures(run, data.train.manifest.length_histogram, tracker)
-    except Exception as error:
-        show(Warned(text=f"no pictures of the run: {error}"))
 
 
 def _import_ahead() -> None:
@@ -303,16 +188,6 @@ def _committed(checkpoints: Storage) -> list[Committed]:
         )
         for commit in reversed(commits(checkpoints))
     ]
-
-
-def _is_finished(run: Storage, steps: int) -> bool:
-    """Whether the newest whole checkpoint is that of the last step.
-
-    Raises:
-        UserError: there are checkpoints, but none is whole.
-    """
-    newest = newest_verified(run.sub("checkpoints"), lambda _: None)  # told when training begins
-    return newest is not None and newest.step >= steps
 
 
 def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:

@@ -21,8 +21,10 @@ POST_SECONDS = 0.2
 _TAKE_SECONDS = 1.0
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class _Mailbox:
+    """Where it is killed, as Ray does where memory runs out, an empty one takes its place."""
+
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._arrived = asyncio.Event()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
+from ray.util.placement_group import NODE_ID_LABEL_KEY
 
 _SECONDS_TO_CONNECT = 1.0
 _MOST_AT_ONCE = 64
@@ -44,7 +45,7 @@ def nodes() -> list[Mapping[str, Any]]:
 def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
     """A label selector for all nodes but these; None where all will do."""
     ids = sorted(avoided)
-    return {ray.util.placement_group.NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
+    return {NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
 
 
 def _answers(node: Mapping[str, Any]) -> bool:

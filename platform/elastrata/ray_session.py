@@ -6,15 +6,20 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0
 _NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
+_EXPECTED_MESSAGES = ("worker processes have been started on node",)
+"""That is how spares come to be."""
+_MESSAGE_CHARACTERS = 160
 
 
 @contextmanager
@@ -40,10 +45,19 @@ def ray_session(
         yield
         return
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
-    if wanted == "local":
-        with _local_cluster(num_cpus, log_to_driver):
-            yield
-        return
+    with _brief_messages():
+        if wanted == "local":
+            with _local_cluster(num_cpus, log_to_driver):
+                yield
+        else:
+            with _joined_cluster(wanted, log_to_driver):
+                yield
+
+
+@contextmanager
+def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
+    import ray
+
     try:
         _check_answers(wanted)
         ray.init(address=wanted, log_to_driver=log_to_driver, logging_level=logging.ERROR)
@@ -99,6 +113,29 @@ def _quiet_settings() -> None:
     """Ray reads these when it is imported; what the user has set stays."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def _brief_messages() -> Iterator[None]:
+    """Trouble in the cluster, of which Ray tells every driver in pages of logs, takes one line."""
+    from ray._private import worker
+
+    in_full = worker.print_to_stdstream
+
+    def briefly(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        if data["pid"] != "raylet":
+            in_full(data, ignore_prefix)
+            return
+        message = " ".join(data["lines"]).strip()
+        if not any(expected in message for expected in _EXPECTED_MESSAGES):
+            line = message.partition("\n")[0]
+            print(f"ray: {line[:_MESSAGE_CHARACTERS]}", file=sys.stderr, flush=True)
+
+    worker.print_to_stdstream = briefly
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = in_full
 
 
 def _quiet_loggers() -> None:

@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,
     NoopDecision,
     ResizeDecision,
     ScalingDecision,
+)
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    TrainAutoscalingCoordinatorClient,
 )
 from ray.train.v2.api.config import ScalingConfig
 from typing_extensions import override
@@ -35,20 +39,35 @@ class ResizePolicy(ElasticScalingPolicy):
     Args:
         scaling: with the bounds, and how often a resize upward is considered.
         mailbox: to ask the workers through.
+        run: what Ray's reservations are for. A controller that follows one that died takes them
+            over; another name's would bar it from these resources for three minutes.
         multiple: workers come in whole numbers of so many; what is left over waits as spares.
         grace_seconds: how long the workers may take to save their state.
     """
 
     def __init__(
-        self, scaling: ScalingConfig, mailbox: Any, *, multiple: int, grace_seconds: float
+        self,
+        scaling: ScalingConfig,
+        mailbox: Any,
+        *,
+        run: str,
+        multiple: int,
+        grace_seconds: float,
     ) -> None:
         super().__init__(scaling)
         self._mailbox = mailbox
+        self._run = run
         self._multiple = multiple
         self._grace_seconds = grace_seconds
-        self._deadline: float | None = None
+        self._deadline: float | None = 0.0  # a controller before this one may have asked
         self._warned_of: frozenset[str] = frozenset()
         self._avoided: frozenset[str] = frozenset()
+
+    @override
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        self._requester_id = self._run
+        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
+        self._send_resource_request()  # type: ignore[no-untyped-call]
 
     @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:

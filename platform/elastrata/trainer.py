@@ -11,7 +11,8 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.exceptions import RayActorError
+from ray import PlacementGroupID
+from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
@@ -19,9 +20,14 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
 from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from elastrata import warm
-from elastrata.ends import Stopped, TrainingError
+from elastrata.ends import ControllerLostError, Stopped, TrainingError
 from elastrata.events import Lost
 from elastrata.job import Job
 from elastrata.recipe import WorkersConfig
@@ -55,18 +61,23 @@ CONTROLLER_SPARES = 5
 """For a new group's barrier, data sets and their splits; and two for idle readers, which look like
 spares."""
 
+_DEATHS = (RayActorError, OutOfMemoryError)
+"""What Ray raises for processes that are gone. Its controller survives the first kind in any
+worker; the second one, which Ray's own memory monitor causes, makes it give up."""
 
-def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> None:
+
+def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: str) -> None:
     """Runs a job to its last step.
 
     Args:
         job: what the workers are told.
         source: gives every new group of workers its stream.
         gpus_per_worker: 0 trains on CPUs.
-        launch: a number that no earlier call for the same run had. Ray's own notes about a launch
+        launch: a name that no earlier call for the same run had. Ray's own notes about a launch
             are bound to its version, so a launch never reads those of another.
 
     Raises:
+        ControllerLostError: Ray Train's controller died, or gave up as another process did.
         TrainingError: more groups of workers were lost than the recipe allows, or trying again
             cannot help, or the run was asked to stop.
     """
@@ -81,7 +92,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
         ),
         scaling_config=scaling,
         run_config=RunConfig(  # type: ignore[arg-type]
-            name=f"launch-{launch:04d}",
+            name=launch,
             storage_path=job.run.uri("ray"),
             failure_config=FailureConfig(max_failures=workers.max_failures),
             worker_runtime_env=warm.runtime_env(_worker_modules(job.recipe.workload)),
@@ -93,13 +104,27 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: int) -> Non
     trainer.policy = ResizePolicy(
         scaling,
         job.mailbox,
+        run=job.run.uri(),
         multiple=1,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
     )
+    others = _placement_groups()
     try:
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        for group in _placement_groups() - others:  # Ray keeps them until the job ends
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+        cause = getattr(error, "controller_failure", error)
+        if isinstance(cause, _DEATHS):
+            raise ControllerLostError(_death(cause)) from error
         raise TrainingError(_last_line(error)) from error
+
+
+def _placement_groups() -> set[str]:
+    """Ids of this job's placement groups that hold resources, or wait for them."""
+    table = placement_group_table()
+    job = ray.get_runtime_context().get_job_id()
+    return {id for id, group in table.items() if id.endswith(job) and group["state"] != "REMOVED"}
 
 
 def _callbacks(job: Job) -> list[Any]:
@@ -184,7 +209,7 @@ class _Faults(UserCallback):
             if isinstance(error, UserError | TrainingError | Stopped):
                 raise error  # an exception here ends the run
         causes = {rank: _cause(error) for rank, error in worker_exceptions.items()}
-        dead = {rank: error for rank, error in causes.items() if isinstance(error, RayActorError)}
+        dead = {rank: error for rank, error in causes.items() if isinstance(error, _DEATHS)}
         lost = dead or causes  # the others only miss the dead
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"

@@ -14,7 +14,7 @@ from elastrata.commit import commits
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
 from support.live_run import LiveRun
-from support.nodes import Nodes, nodes, send, train_workers
+from support.nodes import Nodes, actors, nodes, send, train_workers
 from support.short_steps import HOT_STEPS, write_recipe
 
 SLOW = pytest.mark.slow
@@ -92,6 +92,21 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
     assert sum(live.rolled_back()) <= HOT_STEPS
     assert live.of_kind("fault")
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["TrainController", "_Mailbox", "HotDirectory"])
+def test_a_killed_helper_is_replaced(name, recipe, undisturbed, cluster, tmp_path) -> None:
+    cluster.add(cpus=2)
+    live = LiveRun(recipe, f"no{name}", tmp_path / "log", "--address", cluster.address)
+    live.wait_for_group(1)
+    (helper,) = actors(name, cluster.address)
+    send(helper, signal.SIGKILL)
+    live.end()
+    assert_alike(live, undisturbed)
+    lost = name == "TrainController"
+    assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"][: 1 + lost]
+    assert len(live.of_kind("fault")) == lost
 
 
 @SLOW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from elastrata.workload import Loss
 from elastrata_workloads.bert import Bert
 
 RANK = 1
+MEMORY_LIMIT = "RAY_memory_usage_threshold"
+"""Ray's variable; a node's processes inherit it."""
 _BLOCK_BYTES = 2**27
 _SECONDS_TO_BE_KILLED = 60.0
 _losses = 0
@@ -23,7 +26,7 @@ class FaultyBert(Bert):
     """BERT that goes wrong on one rank.
 
     Fields:
-        fault: what rank 1 does.
+        fault: what rank 1 does, or those on a node with a limit of memory.
         after: losses that its process computes before.
         memory_bytes: what it takes, where that is its fault.
         marker: a file that is made when it happens; it does not happen where there is one.
@@ -37,7 +40,7 @@ class FaultyBert(Bert):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         global _losses
         _losses += 1
-        if dist.get_rank() == RANK and _losses > self.after and not self.marker.exists():
+        if self._is_faulty() and _losses > self.after and not self.marker.exists():
             self.marker.touch()
             if self.fault == "raises":
                 raise OSError(5, "Input/output error")
@@ -47,3 +50,6 @@ class FaultyBert(Bert):
             Event().wait(_SECONDS_TO_BE_KILLED)
             raise AssertionError(f"nobody minds {len(taken)} blocks of {_BLOCK_BYTES} bytes")
         return super().loss(model, batch)
+
+    def _is_faulty(self) -> bool:
+        return dist.get_rank() == RANK if self.fault == "raises" else MEMORY_LIMIT in os.environ

@@ -30,8 +30,9 @@ class Nodes:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self, cpus: int) -> Any:
-        return self._cluster.add_node(num_cpus=cpus, object_store_memory=128 * 2**20)
+    def add(self, cpus: int, **arguments: Any) -> Any:
+        """A new node; Ray's `Cluster.add_node` says what other arguments it takes."""
+        return self._cluster.add_node(num_cpus=cpus, object_store_memory=128 * 2**20, **arguments)
 
     def kill(self, node: Any) -> None:
         """SIGKILL to the raylet: to the others, the machine is gone."""
@@ -67,11 +68,16 @@ def nodes() -> Iterator[Nodes]:
 
 def train_workers(address: str) -> list[psutil.Process]:
     """The processes of all Ray Train workers of the cluster at `address`."""
+    return actors("RayTrainWorker", address)
+
+
+def actors(name: str, address: str) -> list[psutil.Process]:
+    """The processes of all actors of one class, of the cluster at `address`."""
     port = address.rsplit(":", 1)[1]
     return [
         process
         for process in psutil.process_iter()
-        if _command(process).startswith("ray::RayTrainWorker")
+        if _command(process).startswith(f"ray::{name}")
         and any(f":{port}" in _command(parent) for parent in _parents(process))
     ]
 
