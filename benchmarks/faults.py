@@ -23,13 +23,13 @@ from typing import Any
 from report import write_result
 
 from support.live_run import LiveRun
-from support.nodes import Nodes, nodes, send, train_workers
+from support.nodes import Nodes, actors, nodes, send, train_workers
 from support.short_steps import CPUS, write_recipe
 
 SETTLED_STEPS = 60
 SETTLED_SECONDS = 12.0
 """A group has settled after so many steps and seconds: its spares have done their imports."""
-STEPS = 4000
+STEPS = 12_000
 Injection = Callable[[Nodes, LiveRun, list[Any]], None]
 Trials = tuple[list[dict[str, Any]], list[Any]]
 """A row for each trial, and the steps that made the model."""
@@ -51,6 +51,10 @@ def drain_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
     cluster.drain(alive.pop(), seconds=120)
 
 
+def kill_controller(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+    send(actors("TrainController", cluster.address)[-1], signal.SIGKILL)
+
+
 def add_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
     alive.append(cluster.add(cpus=CPUS))
 
@@ -58,6 +62,7 @@ def add_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
 INJECTIONS: dict[str, Injection] = {
     "worker killed (SIGKILL)": kill_worker,
     "worker hung (SIGSTOP), 10 s allowed": stop_worker,
+    "Ray Train's controller killed": kill_controller,
     "node killed": kill_node,
     "node drained": drain_node,
     "node added": add_node,
@@ -77,16 +82,16 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         injected = []
         groups = 1
         for _ in range(trials):
-            live.wait_for_group(groups, steps=SETTLED_STEPS)
+            live.wait_for_size(len(alive), groups, SETTLED_STEPS)
             time.sleep(SETTLED_SECONDS)
             injected.append(time.time())
             INJECTIONS[kind](cluster, live, alive)
-            groups += 1
+            groups = live.groups() + 1
             if kind in ALTERNATES:
-                live.wait_for_group(groups, steps=SETTLED_STEPS)
+                live.wait_for_size(len(alive), groups, SETTLED_STEPS)
                 ALTERNATES[kind](cluster, live, alive)
-                groups += 1
-        live.wait_for_group(groups, steps=SETTLED_STEPS)
+                groups = live.groups() + 1
+        live.wait_for_size(len(alive), groups, SETTLED_STEPS)
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
         return [row(live, begun) for begun in injected], live.steps()
@@ -161,11 +166,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS)
-        whole = LiveRun(recipe, "undisturbed", folder / "whole", "workers.max=2")
+        plain = ("workers.max=2", "checkpoint.hot_steps=0")
+        whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
         whole.end(900)
         for number, kind in enumerate(arguments.kinds):
             name, log = f"run-{number}", folder / f"log-{number}"
             measure = disturbed if kind in INJECTIONS else restarted
+            print(f"== {kind}", flush=True)
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
             results[kind] = {**summary(rows), **compared(steps, whole.steps())}
             write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))

@@ -51,6 +51,21 @@ class LiveRun:
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
+    def wait_for_size(self, workers: int, number: int, steps: int, seconds: float = 240) -> None:
+        """Waits until the newest group, the `number`-th or a later one, has so many workers and has
+        taken so many steps."""
+
+        def has_settled() -> bool:
+            if self.driver.poll() is not None:
+                raise AssertionError(f"ended with {self.driver.returncode}:\n{self.output}")
+            groups = self.output.split(f"\n{GROUP}")[1:]
+            if len(groups) < number or int(groups[-1].split()[0]) != workers:
+                return False
+            shown = [int(step) for step in _STEP.findall(groups[-1])]
+            return bool(shown) and shown[-1] - shown[0] >= steps
+
+        wait_until(has_settled, seconds, f"{workers} workers, group {number}\n{self.output}")
+
     def end(self, seconds: float = 300) -> None:
         """Waits for the end, which must be a good one."""
         assert self.driver.wait(timeout=seconds) == 0, self.output
