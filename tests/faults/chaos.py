@@ -3,9 +3,10 @@
     make chaos
     python tests/faults/chaos.py --seed 3 --faults 12 --out chaos.json
 
-Trains a small model, kills and hangs workers, kills, drains and adds nodes, in an order drawn from
-the seed, some while the run still recovers from the one before. Then the run must have ended well,
-`elastrata audit` must find it equal to an undisturbed one, and nothing may be left behind.
+Trains a small model, kills and hangs workers, kills Ray Train's controller, kills, drains and adds
+nodes, in an order drawn from the seed, some while the run still recovers from the one before. Then
+the run must have ended well, `elastrata audit` must find it equal to an undisturbed one, and
+nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,13 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.chaos import KINDS, Chaos
 from support.command import run, wait_until
 from support.live_run import LiveRun
-from support.nodes import Nodes, nodes, send, train_workers
+from support.nodes import nodes
 from support.short_steps import CPUS, HOT_STEPS, write_recipe
 
-KINDS = ("kill worker", "hang worker", "kill node", "drain node", "add node")
 STEPS_PER_FAULT = 200
-MOST_NODES = 3
 SHARED_MEMORY = Path("/dev/shm")
 RAYS_OWN_ACTORS = ("_AutoscalingCoordinatorActor", "_StatsActor", "_UsageCollectionActor")
 """Detached actors that Ray makes once for a cluster and keeps."""
@@ -59,68 +58,6 @@ class Report:
     seconds: float
     audit: dict[str, Any]
     leaks: list[str]
-
-
-@dataclass
-class Chaos:
-    """Injects faults into a run that trains on `cluster`."""
-
-    cluster: Nodes
-    live: LiveRun
-    random: random.Random
-    alive: list[Any] = field(default_factory=list)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-
-    def inject(self, count: int) -> None:
-        """So many faults, each when the run has got a little further; fewer where it ends first."""
-        begun = time.time()
-        for _ in range(count):
-            if not self._further():
-                return
-            kind = self.random.choice(KINDS)
-            getattr(self, f"_{kind.replace(' ', '_')}")()
-            self.faults.append({"kind": kind, "seconds": round(time.time() - begun, 1)})
-            print(f"  {self.faults[-1]['seconds']:6.1f} s  {kind}", flush=True)
-
-    def _further(self) -> bool:
-        """Waits for three more lines of progress; False where the run has ended."""
-        before = self.live.output.count("\nstep ")
-
-        def is_further() -> bool:
-            return self._has_ended() or self.live.output.count("\nstep ") >= before + 3
-
-        wait_until(is_further, 180, f"progress\n{self.live.output}")
-        return not self._has_ended()
-
-    def _has_ended(self) -> bool:
-        return self.live.driver.poll() is not None
-
-    def _kill_worker(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _hang_worker(self) -> None:
-        self._send(signal.SIGSTOP)
-
-    def _send(self, number: signal.Signals) -> None:
-        workers = train_workers(self.cluster.address)
-        if workers:  # none: the run is between two groups
-            send(self.random.choice(workers), number)
-
-    def _kill_node(self) -> None:
-        self.cluster.kill(self._leaving())
-
-    def _drain_node(self) -> None:
-        self.cluster.drain(self._leaving(), seconds=120)
-
-    def _leaving(self) -> Any:
-        """Any node; another one comes first where it is the last."""
-        if len(self.alive) == 1:
-            self._add_node()
-        return self.alive.pop(self.random.randrange(len(self.alive)))
-
-    def _add_node(self) -> None:
-        if len(self.alive) < MOST_NODES:
-            self.alive.append(self.cluster.add(cpus=CPUS))
 
 
 def rehearse(folder: Path, *, seed: int, faults: int) -> Report:
@@ -146,8 +83,9 @@ def rehearse(folder: Path, *, seed: int, faults: int) -> Report:
         most = "workers.max_failures=-1"
         alive = [cluster.add(cpus=CPUS) for _ in range(2)]
         live = LiveRun(recipe, "disturbed", folder / "disturbed.log", *address, most)
-        chaos = Chaos(cluster, live, random.Random(seed), alive)
-        chaos.inject(faults)
+        draw = random.Random(seed)
+        chaos = Chaos(cluster, live, draw, alive)
+        chaos.inject(draw.choice(KINDS) for _ in range(faults))
         live.end(900)
         seconds = time.time() - started
         leaks = cluster_leaks(cluster.address)

@@ -1,0 +1,184 @@
+"""The same losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
+
+    PYTHONPATH=tests python benchmarks/elasticity.py ../shared/data/wikitext
+
+Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers, and once more on a cluster of
+several nodes while every kind of fault of `make chaos` happens to it, and its driver is interrupted
+and started again. Compares every step with that of the run of one worker. Writes
+`results/elasticity.json` and a picture of the curves and of their differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+
+from elastrata.comparison import compare, relative_difference
+from support.chaos import KINDS, Chaos
+from support.command import run_json
+from support.live_run import LiveRun
+from support.nodes import nodes
+
+SIZES = (1, 2, 3, 4)
+STEPS, CURVE_POINTS, LAST_STEPS = 1000, 50, 50
+DISTURBED = "through faults"
+Runs = Mapping[str, Sequence[Any]]
+"""The steps of every run, by its name; that of one worker first."""
+
+
+def write_recipe(folder: Path, wikitext: Path) -> Path:
+    """A recipe of BERT-tiny on WikiText, its data prepared, in `folder`."""
+    article = r"^ = [^=].* = $"
+    values = {
+        "extends": "bert/tiny",
+        "data": {
+            "path": str(folder / "data"),
+            "prepare": {
+                "sources": [
+                    {
+                        "name": "wikitext",
+                        "paths": str((wikitext / "train.txt").resolve()),
+                        "document_start": article,
+                    }
+                ],
+                "tokenizer": {"vocab_size": 4096},
+                "seq_len": 128,
+            },
+        },
+        "steps": STEPS,
+        "batch_size": 24,
+        "micro_batch_tokens": 1024,
+        "schedule": {"warmup_steps": 50},
+        "evaluation": {"every": STEPS},
+        "checkpoint": {"every": 200, "hot_steps": 10},
+        "workers": {
+            "min": 1,
+            "max": 3,
+            "cpus": 1,
+            "threads": 1,
+            "max_failures": -1,
+            "hang_seconds": 15,
+            "resize_seconds": 1,
+        },
+        "storage": str(folder / "runs"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    run_json("prepare", folder / "recipe.yaml")
+    return folder / "recipe.yaml"
+
+
+def undisturbed(recipe: Path, size: int) -> list[Any]:
+    """The steps of a run that has so many workers from its beginning to its end."""
+    workers = [f"workers.{key}={value}" for key, value in
+               {"min": size, "max": size, "cpus": 0.4, "spares": "false"}.items()]  # fmt: skip
+    live = LiveRun(recipe, f"size-{size}", recipe.parent / f"log-{size}", *workers)
+    live.end(1800)
+    return live.steps()
+
+
+def disturbed(recipe: Path) -> tuple[LiveRun, list[dict[str, Any]]]:
+    """A run that every kind of fault happens to, and those faults in order."""
+    draw = random.Random(0)
+    log = recipe.parent / "log-disturbed"
+    with nodes() as cluster:
+        alive = [cluster.add(cpus=1) for _ in range(2)]
+        address = ("--address", cluster.address)
+        live = LiveRun(recipe, "disturbed", log, *address)
+        chaos = Chaos(cluster, live, draw, alive)
+        chaos.inject(KINDS)
+        live.wait_for_group(live.groups())
+        live.send(signal.SIGTERM)
+        assert live.driver.wait(timeout=120) == 130, live.output
+        faults = [*chaos.faults, {"kind": "interrupt driver (SIGTERM), start it again"}]
+        live = LiveRun(recipe, "disturbed", log.with_suffix(".again"), *address)
+        live.end(1800)
+    return live, faults
+
+
+def differences(runs: Runs) -> dict[str, Any]:
+    """How every other run compares with the first one."""
+    (_, first), *others = runs.items()
+    found = {}
+    for name, steps in others:
+        comparison = compare(first, steps, tolerance=1e-4)
+        of_last = [
+            relative_difference(one["loss"], other["loss"])
+            for one, other in zip(first[-LAST_STEPS:], steps[-LAST_STEPS:], strict=True)
+        ]
+        found[name] = {
+            "same_samples_in_every_step": comparison.equal,
+            "max_relative_loss_difference": comparison.max_relative_loss_difference,
+            f"max_in_the_last_{LAST_STEPS}_steps": max(of_last),
+        }
+    return found
+
+
+def draw_curves(runs: Runs, path: Path) -> None:
+    """The losses of all runs, and below how far they are from those of the first one."""
+    figure = Figure(figsize=(8, 6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    (_, first), *others = runs.items()
+    numbers = [step["step"] for step in first]
+    for order, (name, steps) in enumerate(runs.items()):
+        losses = [step["loss"] for step in steps]
+        above.plot(numbers, losses, linewidth=5 - order, alpha=0.6, label=name)
+    below.plot([], [])  # the first run's colour
+    for name, steps in others:
+        apart = [
+            relative_difference(one["loss"], other["loss"])
+            for one, other in zip(first, steps, strict=True)
+        ]
+        below.plot(numbers, apart, linewidth=1, label=name)
+    above.set_ylabel("loss (nats)")
+    above.legend(frameon=False)
+    below.set_yscale("symlog", linthresh=1e-9)
+    below.set_ylabel("relative difference\nfrom 1 worker")
+    below.set_xlabel("optimizer step")
+    figure.savefig(path)
+
+
+def curve(steps: Sequence[Any]) -> list[tuple[int, float]]:
+    """Some steps with their losses."""
+    return [(s["step"], s["loss"]) for s in steps[:: max(1, len(steps) // CURVE_POINTS)]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wikitext", type=Path)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        recipe = write_recipe(Path(scratch), arguments.wikitext)
+        runs = {f"{size} worker{'s' * (size > 1)}": undisturbed(recipe, size) for size in SIZES}
+        live, faults = disturbed(recipe)
+        runs[DISTURBED] = live.steps()
+        audit = run_json("audit", *(recipe.parent / "runs" / n for n in ("disturbed", "size-1")))
+        draw_curves(runs, RESULTS / "elasticity.png")
+        figures = {
+            "steps": STEPS,
+            "differences_from_1_worker": differences(runs),
+            DISTURBED: {
+                "faults": faults,
+                "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
+                "steps_done_again": live.rolled_back(),
+                "audit": audit,
+            },
+            "losses": {name: curve(steps) for name, steps in runs.items()},
+        }
+    write_result("elasticity", figures, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()
