@@ -28,12 +28,12 @@ from report import write_result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoint import DurableSaver, hot_saver
-from elastrata.commit import commits
-from elastrata.commit_storage import CommitStorage
-from elastrata.hot import close_hot_tier, newest_hot, open_hot_tier
-from elastrata.ray_session import ray_session
-from elastrata.training_state import restore, training_state
+from elastrata.checkpoints.checkpoint import DurableSaver, hot_saver
+from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.hot.storage import close_hot_tier, newest_hot, open_hot_tier
+from elastrata.launch.ray_session import ray_session
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2

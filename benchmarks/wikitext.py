@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from report import RESULTS, write_result
 
-from elastrata import history
-from elastrata.evaluate import EVALUATION_SEED, held_out_rows
-from elastrata.pictures import FOLDER, LOSS_CURVE
-from elastrata.preflight import training_data
-from elastrata.recipe_file import load_recipe
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.runs import history
+from elastrata.tracking.pictures import FOLDER, LOSS_CURVE
+from elastrata.training.evaluate import EVALUATION_SEED, held_out_rows
 from elastrata_pipelines.storage import Storage
 
 RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100

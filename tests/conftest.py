@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.ray_session import ray_session
+from elastrata.launch.ray_session import ray_session
 from support.s3 import s3_bucket
 
 

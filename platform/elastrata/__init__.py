@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastrata.api import prepare, train
-    from elastrata.launch import TrainResult
-    from elastrata.recipe import Recipe
-    from elastrata.recipe_file import load_recipe
-    from elastrata.workload import Workload
+    from elastrata.launch.launch import TrainResult
+    from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.training.workload import Workload
     from elastrata_pipelines.errors import UserError
     from elastrata_pipelines.preparation import PrepareConfig
 
@@ -30,11 +30,11 @@ __all__ = [
 
 _HOMES = {
     "PrepareConfig": "elastrata_pipelines.preparation",
-    "Recipe": "elastrata.recipe",
-    "TrainResult": "elastrata.launch",
+    "Recipe": "elastrata.recipe.recipe",
+    "TrainResult": "elastrata.launch.launch",
     "UserError": "elastrata_pipelines.errors",
-    "Workload": "elastrata.workload",
-    "load_recipe": "elastrata.recipe_file",
+    "Workload": "elastrata.training.workload",
+    "load_recipe": "elastrata.recipe.file",
     "prepare": "elastrata.api",
     "train": "elastrata.api",
 }

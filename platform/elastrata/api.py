@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastrata.events import Event
-from elastrata.launch import TrainResult
-from elastrata.launch import train as train_on_ray
-from elastrata.ray_session import ray_session
-from elastrata.recipe import Recipe
+from elastrata.launch.launch import TrainResult
+from elastrata.launch.launch import train as train_on_ray
+from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.recipe import Recipe
+from elastrata.workers.events import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig

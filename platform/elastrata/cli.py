@@ -21,7 +21,7 @@ from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
 from elastrata.commands.status import status
 from elastrata.commands.train import train
-from elastrata.console import print_error, print_json_line
+from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.commit import commits
+from elastrata.checkpoints.commit import commits
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
 from support.live_run import LiveRun

@@ -23,9 +23,9 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from torch import nn
 from typing_extensions import override
 
-from elastrata.checkpoint import DurableSaver, load_full_model_state, training_state
-from elastrata.commit import MARKER, commits, newest_verified
-from elastrata.dcp import METADATA
+from elastrata.checkpoints.checkpoint import DurableSaver, load_full_model_state, training_state
+from elastrata.checkpoints.commit import MARKER, commits, newest_verified
+from elastrata.checkpoints.dcp_metadata import METADATA
 from elastrata_pipelines.storage import Storage
 
 WIDTH = 128

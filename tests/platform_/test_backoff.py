@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff
+from elastrata.workers.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff
 
 NOW = st.floats(0, 1e9)
 

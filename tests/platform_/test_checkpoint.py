@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.commit import commits, newest_verified, problems
-from elastrata.training_state import load_full_model_state
+from elastrata.checkpoints.commit import commits, newest_verified, problems
+from elastrata.checkpoints.training_state import load_full_model_state
 from elastrata_pipelines.storage import Storage
 
 RANKS = Path(__file__).parent / "checkpoint_ranks.py"

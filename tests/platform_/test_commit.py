@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.commit import (
+from elastrata.checkpoints.commit import (
     EVALUATION_LOSS,
     MARKER,
     Commit,
@@ -23,7 +23,7 @@ from elastrata.commit import (
     newest_verified,
     problems,
 )
-from elastrata.retention import prune
+from elastrata.checkpoints.retention import prune
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -202,5 +202,6 @@ def test_pruning_without_commits_removes_nothing(storage: Storage) -> None:
 
 
 def test_a_driver_looks_for_commits_without_torch() -> None:
-    check = "import sys, elastrata.commit, elastrata.retention; sys.exit('torch' in sys.modules)"
+    modules = "elastrata.checkpoints.commit, elastrata.checkpoints.retention"
+    check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from elastrata.cli import app, run
-from elastrata.doctor import Finding
-from elastrata.launch import TrainResult
-from elastrata.recipe_file import load_recipe
+from elastrata.launch.doctor import Finding
+from elastrata.launch.launch import TrainResult
+from elastrata.recipe.file import load_recipe
 from support.documented import documented_keys
 from support.synthetic import write_data_set
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from elastrata.doctor import examine
+from elastrata.launch.doctor import examine
 from support.command import run, run_json
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata import history
-from elastrata.attempts import attempts, undone_steps
+from elastrata.runs import history
+from elastrata.runs.attempts import attempts, undone_steps
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import Entry, said, started, stepped

@@ -13,7 +13,7 @@ import pytest
 
 import elastrata
 from elastrata import shipped
-from elastrata.recipe_yaml import available_recipes
+from elastrata.recipe.yaml_reader import available_recipes
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -23,26 +23,24 @@ SOURCES = {
 }
 
 DOORS = {
-    "mlflow": {"elastrata.tracking", "elastrata.tracking_client"},
+    "mlflow": {"elastrata.tracking.tracker", "elastrata.tracking.client"},
     "ray.data": {
-        "elastrata.source",
+        "elastrata.workers.source",
         "elastrata_pipelines.preparation",
         "elastrata_pipelines.stream",
     },
     "ray.train": {
-        "elastrata.resize",
-        "elastrata.trainer",
-        "elastrata.worker",
+        "elastrata.workers.resize",
+        "elastrata.workers.trainer",
+        "elastrata.workers.worker",
         "elastrata_pipelines.stream",
     },
     "ray.tune": set(),
     "torch.distributed.checkpoint": {
-        "elastrata.checkpoint",
-        "elastrata.dcp",
-        "elastrata.training_state",
+        "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli", "elastrata.commands"},
-    "matplotlib": {"elastrata.plots"},
+    "matplotlib": {"elastrata.tracking.plots"},
 }
 """The modules (with those below them) that may import a library or a part of it."""
 

@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 import ray
 
-from elastrata.events import Refused, Warned
-from elastrata.mailbox import Receiver, Sender, open_mailbox
+from elastrata.workers.events import Refused, Warned
+from elastrata.workers.mailbox import Receiver, Sender, open_mailbox
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from elastrata.outbox import Outbox
+from elastrata.tracking.outbox import Outbox
 
 
 def test_actions_run_in_order_through_failures() -> None:

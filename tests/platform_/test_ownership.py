@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from elastrata import ownership
-from elastrata.ownership import DRIVER_FILE, Owner, own_run, owner_is_alive, read_owner
+from elastrata.runs import ownership
+from elastrata.runs.ownership import DRIVER_FILE, Owner, own_run, owner_is_alive, read_owner
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from elastrata.plots import length_strata, loss_curve
+from elastrata.tracking.plots import length_strata, loss_curve
 
 
 @pytest.mark.parametrize("steps", [1, 5, 500])

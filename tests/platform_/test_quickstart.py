@@ -7,7 +7,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from transformers import AutoModelForMaskedLM
 
-from elastrata.quickstart import collect_corpus
+from elastrata.launch.quickstart import collect_corpus
 from support.command import run, run_json
 from support.documented import documented_keys
 

@@ -8,7 +8,7 @@ import sys
 OWN_AND_GONE = """
 import ray
 from pathlib import Path
-from elastrata.ray_session import ray_session
+from elastrata.launch.ray_session import ray_session
 
 def folder():
     return Path(ray._private.worker._global_node.get_session_dir_path()).parent
@@ -39,6 +39,9 @@ def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
 
 
 def test_a_cluster_that_does_not_answer_is_told() -> None:
-    code = "from elastrata.ray_session import ray_session\nwith ray_session('127.0.0.1:1'): pass\n"
+    code = """
+from elastrata.launch.ray_session import ray_session
+with ray_session('127.0.0.1:1'): pass
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "UserError: --address: 127.0.0.1:1: no Ray cluster answers there" in done.stderr

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 import yaml
 
-from elastrata.recipe_file import load_recipe, to_yaml
-from elastrata.recipe_schema import recipe_schema
-from elastrata.recipe_yaml import available_recipes, parse_yaml
+from elastrata.recipe.file import load_recipe, to_yaml
+from elastrata.recipe.json_schema import recipe_schema
+from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
 from elastrata_pipelines.errors import UserError
 
 GOOD = """\

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from elastrata.cli import run
-from elastrata.recoveries import recoveries
-from elastrata.run_state import SILENT_SECONDS, Driver, run_state
-from elastrata.status import Status, summary
+from elastrata.runs.recoveries import recoveries
+from elastrata.runs.state import SILENT_SECONDS, Driver, run_state
+from elastrata.runs.status import Status, summary
 from support.documented import documented_keys
 from support.histories import Entry, said, started, stepped, write_run
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from elastrata.tracking import Tracker, TrackingConfig, open_tracker
-from elastrata.tracking_client import quiet_client
-from elastrata.tracking_uri import shown, tracking_uri
+from elastrata.tracking.client import quiet_client
+from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
+from elastrata.tracking.uri import shown, tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until
@@ -166,7 +166,7 @@ def test_what_the_store_refuses_is_dropped_with_a_warning(
 
 def test_many_processes_make_one_store(tmp_path: Path) -> None:
     code = (
-        "from elastrata.tracking import TrackingConfig, open_tracker\n"
+        "from elastrata.tracking.tracker import TrackingConfig, open_tracker\n"
         "from elastrata_pipelines.storage import Storage\n"
         f"t = open_tracker(TrackingConfig(), Storage({str(tmp_path)!r}), run_name='r',"
         " run_id=None, params={}, tags={})\n"

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from elastrata import history
-from elastrata.commit import commits
+from elastrata.checkpoints.commit import commits
+from elastrata.runs import history
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run, run_json, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set

@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.checkpoint import DurableSaver
-from elastrata.commit import Commit, commits
-from elastrata.dcp import METADATA, _MetadataUnpickler, read_metadata
-from elastrata.training_state import load, load_full_model_state, restore, training_state
+from elastrata.checkpoints.checkpoint import DurableSaver
+from elastrata.checkpoints.commit import Commit, commits
+from elastrata.checkpoints.dcp_metadata import METADATA, _MetadataUnpickler, read_metadata
+from elastrata.checkpoints.training_state import (
+    load,
+    load_full_model_state,
+    restore,
+    training_state,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastrata import warm
+from elastrata.workers import warm
 from support.command import wait_until
 
 MODULE = "wsgiref.simple_server"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from elastrata.loop import Loop
-from elastrata.optimizer import build_optimizer
-from elastrata.parallel import data_mesh, parallelize
-from elastrata.preflight import training_data
-from elastrata.recipe import Recipe
-from elastrata.record import StepRecord
-from elastrata.request import Act
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.loop import Loop
+from elastrata.training.optimizer import build_optimizer
+from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.record import StepRecord
+from elastrata.training.request import Act
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import decode
 

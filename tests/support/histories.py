@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastrata.recipe import Recipe
-from elastrata.run_folder import RunIdentity, write_identity
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs.folder import RunIdentity, write_identity
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.checkpoint import hot_saver
-from elastrata.commit import Commit
-from elastrata.hot import HotStorage
-from elastrata.training_state import restore
+from elastrata.checkpoints.checkpoint import hot_saver
+from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.training_state import restore
+from elastrata.hot.storage import HotStorage
 from platform_.checkpoint_ranks import ROWS, Training
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastrata.hot import HotStorage
+from elastrata.hot.storage import HotStorage
 
 
 class Writer:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastrata import history
+from elastrata.runs import history
 from elastrata_pipelines.storage import Storage
 from support.command import start, wait_until
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.attempts import Attempt
-    from elastrata.audit import Audit
-    from elastrata.comparison import Comparison
+    from elastrata.runs.attempts import Attempt
+    from elastrata.runs.audit import Audit
+    from elastrata.runs.comparison import Comparison
 
 _PROBLEM_LINES = 10
 
@@ -35,8 +35,8 @@ def audit(
     json: Json = False,
 ) -> None:
     """Prove that a run saw every sample once in each epoch, and the same ones as another run."""
-    from elastrata.audit import audit as audit_run
-    from elastrata.comparison import compare
+    from elastrata.runs.audit import audit as audit_run
+    from elastrata.runs.comparison import compare
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.doctor import Finding
+    from elastrata.launch.doctor import Finding
 
 _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAIL", "bold red")}
 
@@ -28,7 +28,7 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
-    from elastrata.doctor import examine
+    from elastrata.launch.doctor import examine
 
     console = open_console(as_json=json)
     findings = []

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 
 def export(
@@ -22,7 +22,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
-    from elastrata.export import export as export_run
+    from elastrata.checkpoints.export import export as export_run
 
     path = export_run(run, out, checkpoint=checkpoint)
     console = open_console(as_json=json)

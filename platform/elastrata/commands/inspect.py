@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _work(recipe: str | None, manifest: Manifest) -> WorkModel:
     if recipe is None:
         # A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens.
         return WorkModel(linear=6 * _BERT_BASE_WIDTH, quadratic=1)
-    from elastrata.recipe_file import load_recipe
+    from elastrata.recipe.file import load_recipe
 
     return load_recipe(recipe).workload.work(manifest.vocabulary)
 

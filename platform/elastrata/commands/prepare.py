@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.commands.options import Address, Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def prepare(
     else:
         config, target = _from_recipe(arguments or [], out)
     from elastrata.api import prepare as prepare_data
-    from elastrata.stage_progress import StageProgress
+    from elastrata.terminal.stage_progress import StageProgress
 
     console = open_console(as_json=json)
     started = time.monotonic()
@@ -85,8 +85,8 @@ def prepare(
 def _from_options(*, out: str | None, **values: Any) -> tuple[PrepareConfig, str]:
     from pydantic import ValidationError
 
-    from elastrata.recipe_problems import recipe_problems
-    from elastrata.recipe_yaml import COMMAND_LINE, RecipeText
+    from elastrata.recipe.problems import recipe_problems
+    from elastrata.recipe.yaml_reader import COMMAND_LINE, RecipeText
     from elastrata_pipelines.preparation import PrepareConfig
 
     if out is None:
@@ -99,7 +99,7 @@ def _from_options(*, out: str | None, **values: Any) -> tuple[PrepareConfig, str
 
 
 def _from_recipe(arguments: list[str], out: str | None) -> tuple[PrepareConfig, str]:
-    from elastrata.recipe_file import load_recipe
+    from elastrata.recipe.file import load_recipe
 
     if not arguments:
         raise UserError("expected a recipe, or --text PATH... --out DIR")

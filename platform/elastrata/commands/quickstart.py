@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.launch import TrainResult
-    from elastrata.quickstart import Filled
-    from elastrata.recipe import Recipe
+    from elastrata.launch.launch import TrainResult
+    from elastrata.launch.quickstart import Filled
+    from elastrata.recipe.recipe import Recipe
 
 
 def quickstart(
@@ -32,13 +32,13 @@ def quickstart(
     json: Json = False,
 ) -> None:
     """Train a small BERT on Python's own library: text to shards to model, in minutes."""
-    from elastrata.quickstart import (
+    from elastrata.launch.quickstart import (
         collect_corpus,
         fill_masks,
         last_evaluation,
         quickstart_recipe,
     )
-    from elastrata.ray_session import ray_session
+    from elastrata.launch.ray_session import ray_session
     from elastrata_pipelines.storage import Storage
 
     started = time.monotonic()
@@ -66,8 +66,8 @@ def quickstart(
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
-    from elastrata.progress import Progress
-    from elastrata.stage_progress import StageProgress
+    from elastrata.terminal.progress import Progress
+    from elastrata.terminal.stage_progress import StageProgress
 
     assert recipe.data.prepare is not None
     console.print("2/5  prepare: text to shards of presorted stripes")
@@ -89,7 +89,7 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
 
 def _export(result: TrainResult, out: Path) -> Path:
     """Exports anew: the model of an earlier quickstart in the same folder is replaced."""
-    from elastrata.export import export
+    from elastrata.checkpoints.export import export
 
     shutil.rmtree(out, ignore_errors=True)
     return export(result.run_dir, out)
@@ -115,7 +115,7 @@ def _summarize(
     model: Path,
     seconds: float,
 ) -> None:
-    from elastrata.tracking_uri import tracking_uri
+    from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     uri = tracking_uri(recipe.tracking.uri, Storage(recipe.storage))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 
@@ -20,7 +20,7 @@ def schema(
     json: Json = False,
 ) -> None:
     """Print the JSON Schema of recipes, for completion and checks in an editor."""
-    from elastrata.recipe_schema import recipe_schema
+    from elastrata.recipe.json_schema import recipe_schema
 
     found = recipe_schema()
     if out is not None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from elastrata.commands.options import Json
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.status import Status
+    from elastrata.runs.status import Status
 
 _STYLES = {
     "running": "cyan",
@@ -31,7 +31,7 @@ def status(
     json: Json = False,
 ) -> None:
     """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
-    from elastrata.status import status as look_at
+    from elastrata.runs.status import status as look_at
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
@@ -64,7 +64,7 @@ def _show_state(console: Console, found: Status) -> None:
 
 
 def _show_faults(console: Console, found: Status) -> None:
-    from elastrata.run_state import utc
+    from elastrata.runs.state import utc
 
     if found.faults:
         console.print("\nfaults")
@@ -75,7 +75,7 @@ def _show_faults(console: Console, found: Status) -> None:
 
 
 def _show_recoveries(console: Console, found: Status) -> None:
-    from elastrata.run_state import utc
+    from elastrata.runs.state import utc
 
     if found.recoveries:
         console.print("\nrecoveries")

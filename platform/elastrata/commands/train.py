@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from elastrata.commands.options import Address, Json, Overrides, RecipeName
-from elastrata.console import open_console, print_json_line
+from elastrata.terminal.console import open_console, print_json_line
 
 
 def train(
@@ -24,9 +24,9 @@ def train(
     """Train a recipe, or continue its run where it stopped."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.progress import Progress
-    from elastrata.recipe_file import load_recipe
-    from elastrata.tracking_uri import tracking_uri
+    from elastrata.recipe.file import load_recipe
+    from elastrata.terminal.progress import Progress
+    from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastrata_workloads.bert
-from elastrata.recipe_file import load_recipe
+from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.format import Vocabulary
 
 RECIPES = sorted((Path(elastrata_workloads.bert.__file__).parent / "recipes").glob("*.yaml"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from elastrata.workload import workload_class
+from elastrata.training.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.bert import Bert
 

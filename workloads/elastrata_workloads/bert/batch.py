@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from elastrata.workload import Batch
+from elastrata.training.workload import Batch
 
 
 @dataclass(frozen=True, eq=False)

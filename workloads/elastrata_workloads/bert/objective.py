@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata.workload import Loss, Metric
+from elastrata.training.workload import Loss, Metric
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.sample_rng import SampleRng

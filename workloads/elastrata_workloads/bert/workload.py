@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from elastrata.workload import Batch, Loss, Workload
+from elastrata.training.workload import Batch, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows

@@ -1,0 +1,340 @@
+"""Checkpoints: saved in the background, committed last, loadable at any world size."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Annotated, Any, cast
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from elastrata.checkpoints.commit import (
+    MARKER,
+    Commit,
+    FileRecord,
+    FolderName,
+    folders,
+    size_problems,
+)
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.dcp_planner import RememberingPlanner
+from elastrata.checkpoints.dcp_writer import CommitWriter
+from elastrata.checkpoints.lean import LeanWriter
+from elastrata.checkpoints.retention import prune, remove
+from elastrata.checkpoints.training_state import (
+    load,
+    load_full_model_state,
+    restore,
+    training_state,
+)
+from elastrata.recipe.config import Config
+
+__all__ = [
+    "CheckpointConfig",
+    "DurableSaver",
+    "hot_saver",
+    "load",
+    "load_full_model_state",
+    "restore",
+    "training_state",
+]
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long the fastest rank waits for the slowest one to write its part."""
+
+
+class CheckpointConfig(Config):
+    """When a checkpoint is taken and which ones are kept."""
+
+    every: PositiveInt = 500
+    """Steps from one checkpoint to the next."""
+    keep_last: PositiveInt = 2
+    """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
+    keep_best: bool = True
+    """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
+    steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
+    hot_steps: NonNegativeInt = 20
+    """Most steps that a lost worker costs: a copy of the state goes into the memory of other
+    processes twice in so many steps. 0: no such copies."""
+    hot_bytes: PositiveInt = 16 * 2**30
+    """Most memory that those copies may take on a node."""
+    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
+
+    @property
+    def hot_every(self) -> int:
+        """Steps from one copy in memory to the next. One that is begun waits until the one before
+        is complete, so two intervals are the most that can be lost."""
+        return max(1, self.hot_steps // 2)
+
+
+class DurableSaver:
+    """Saves the state of a run without stopping it; one per group of workers, on every rank.
+
+    A save copies the state into main memory, returns, and goes on in the background, over a gloo
+    process group of its own so that its collectives never meet those of the training. One save is
+    in flight at most. A save that fails leaves no commit and does not stop the training.
+
+    The callbacks are called on rank 0, in the background thread.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        keep_last: number of the newest commits that stay.
+        keep_best: whether the commit with the smallest evaluation loss stays beside them.
+        attempt: number of this group of workers, the same on every rank, larger than that of any
+            commit in `storage`. Default: found by listing it.
+        lean: whether to save cheaply what does not live long: tensors as raw bytes, which other
+            tools cannot read, and files without a SHA-256, so that sizes alone are verified.
+        what: what the warnings call a commit.
+        warn: called with one line when a save, or the cleaning up after it, has failed.
+        on_commit: called with every new commit.
+        on_remove: called with every commit that was removed to keep no more than was asked for.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or rank 0 cannot list the storage.
+    """
+
+    def __init__(
+        self,
+        storage: CommitStorage,
+        *,
+        keep_last: int,
+        keep_best: bool,
+        attempt: int | None = None,
+        lean: bool = False,
+        what: str = "checkpoint",
+        warn: Callable[[str], None],
+        on_commit: Callable[[Commit], None] = lambda _: None,
+        on_remove: Callable[[Commit], None] = lambda _: None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("saving needs torch.distributed, also with one process")
+        self._storage = storage
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._writer = LeanWriter if lean else CommitWriter
+        self._what = what
+        self._warn = warn
+        self._on_commit = on_commit
+        self._on_remove = on_remove
+        self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+        self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
+        self._planner = RememberingPlanner()
+        self._stager = _ReusingStager()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._saved_step: int | None = None
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        samples: int,
+        tokens: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Saves `state` as it is now. All ranks call it, with parts of the same state.
+
+        Waits for the previous save first. A step that this saver has committed is not saved again.
+
+        Args:
+            state: nested dicts of tensors and plain values; sharded where they are DTensors.
+            step: optimizer steps done.
+            samples: samples seen, over all workers.
+            tokens: tokens seen, over all workers.
+            extra: JSON that goes into the marker; `EVALUATION_LOSS` decides which commit is best.
+
+        Returns:
+            Seconds that the caller was kept waiting.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if step == self._saved_step:
+            return time.perf_counter() - started
+        folder = str(FolderName(self._attempt, step, self._token))
+
+        def commit(files: dict[str, FileRecord]) -> None:
+            self._commit(
+                Commit(
+                    folder=folder,
+                    step=step,
+                    samples=samples,
+                    tokens=tokens,
+                    extra=dict(extra or {}),
+                    files=files,
+                )
+            )
+
+        future = async_save(
+            state,
+            storage_writer=self._writer(self._storage, folder, self._planner, commit),
+            planner=self._planner,
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+        self._idle.clear()
+        cast("Future[Any]", future).add_done_callback(
+            lambda done: self._settle(done.exception(), step, folder)
+        )
+        return time.perf_counter() - started
+
+    def all_idle(self) -> bool:
+        """Whether no rank has a save in flight: `save` would not wait. Collective.
+
+        Over the default process group, which must take tensors of the CPU: all ranks call it at the
+        same place among the collectives of the training.
+        """
+        saving = torch.tensor(self.saving, dtype=torch.int32)
+        dist.all_reduce(saving, dist.ReduceOp.MAX)
+        return not saving.item()
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight."""
+        return not self._idle.is_set()
+
+    def wait(self) -> None:
+        """Returns when no save is in flight any more, whether it succeeded or failed."""
+        self._idle.wait()
+
+    def close(self) -> None:
+        """Waits for the save in flight and gives the process group back. All ranks call it."""
+        self.wait()
+        self._planner.forget()
+        dist.destroy_process_group(self._group)
+
+    def _commit(self, commit: Commit) -> None:
+        if wrong := size_problems(self._storage, commit):
+            raise OSError(f"not all was written: {wrong[0]}")
+        self._storage.write(commit.to_json(), commit.folder, MARKER)
+        try:
+            self._on_commit(commit)
+            removed = prune(self._storage, keep_last=self._keep_last, keep_best=self._keep_best)
+            for commit in removed:
+                self._on_remove(commit)
+        except Exception as error:
+            self._warn(f"{self._what} of step {commit.step} is saved, but after it: {_text(error)}")
+
+    def _settle(self, error: BaseException | None, step: int, folder: str) -> None:
+        try:
+            if error is None:
+                self._saved_step = step
+            elif dist.get_rank(self._group) == 0:
+                self._clean_up(error, folder)
+                self._warn(
+                    f"{self._what} of step {step} failed, training goes on: {_reason(error)}"
+                )
+        finally:
+            self._idle.set()
+
+    def _clean_up(self, error: BaseException, folder: str) -> None:
+        # A CheckpointException means that every rank has stopped writing, and said so. After any
+        # other error one may still write; a later prune removes what it leaves.
+        if isinstance(error, CheckpointException):
+            with suppress(Exception):
+                remove(self._storage, folder)
+
+
+def hot_saver(storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]) -> DurableSaver:
+    """A saver for the hot tier: it keeps the newest commit alone, and saves it cheaply.
+
+    Args:
+        storage: a `HotStorage`.
+        attempt: number of this group of workers.
+        warn: called with one line when a save has failed.
+    """
+    return DurableSaver(
+        storage,
+        keep_last=1,
+        keep_best=False,
+        attempt=attempt,
+        lean=True,
+        what="hot copy",
+        warn=warn,
+    )
+
+
+class _ReusingStager(BlockingAsyncStager):
+    """Copies a state into main memory that it keeps: fresh pages would cost more than the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy: Any = None
+
+    @override
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._copy = _copied(state_dict, self._copy)
+        return cast(dict[str, Any], self._copy)
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of nested dicts of tensors in main memory, in the tensors of `into` where they fit."""
+    if isinstance(value, dict):
+        reusable = into if isinstance(into, dict) else {}
+        return {key: _copied(item, reusable.get(key)) for key, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(into, Tensor) or into.shape != value.shape or into.dtype != value.dtype:
+        return value.detach().to("cpu", copy=True)
+    _local(into).copy_(_local(value))
+    return into
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _agree_on_attempt(
+    storage: CommitStorage, group: dist.ProcessGroup, attempt: int | None
+) -> tuple[int, str]:
+    """The number of this attempt to save into `storage`, and its random token; equal on all ranks.
+
+    Args:
+        storage: listed for earlier attempts where `attempt` is not given.
+        group: of the ranks.
+        attempt: the number, where it is known already.
+
+    Raises:
+        RuntimeError: rank 0 cannot list the storage.
+    """
+    agreed: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            if attempt is None:
+                attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
+            agreed = [(attempt, uuid.uuid4().hex[:6])]
+        except Exception as error:
+            agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
+    dist.broadcast_object_list(agreed, src=0, group=group)
+    if isinstance(agreed[0], str):
+        raise RuntimeError(agreed[0])
+    return cast(tuple[int, str], agreed[0])
+
+
+def _reason(error: BaseException) -> str:
+    """One line: what went wrong, on which rank."""
+    if not isinstance(error, CheckpointException):
+        return _text(error)
+    rank, (cause, _) = next(iter(error.failures.items()))
+    more = f" (and {len(error.failures) - 1} more ranks)" if len(error.failures) > 1 else ""
+    return f"rank {rank}: {_text(cause)}{more}"
+
+
+def _text(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,244 @@
+"""A commit: one durable checkpoint on storage, how it is found and how it is verified.
+
+Free of torch, so that a driver or controller can look for commits cheaply. `docs/checkpoints.md`
+shows one on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata_pipelines.errors import UserError
+
+FORMAT_VERSION = 1
+MARKER = "commit.json"
+EVALUATION_LOSS = "evaluation_loss"
+"""The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
+
+_FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4}|[1-9]\d{4,})-(?P<token>[0-9a-f]{6})")
+_VERIFY_THREADS = 8
+
+
+@dataclass(frozen=True, order=True)
+class FolderName:
+    """The name of a commit's folder. Later names sort higher: by attempt first, then by step.
+
+    An attempt is one life of a group of workers. A later attempt that had to go back to an earlier
+    step is the run's history from there on, so its commits come before what it left behind.
+    """
+
+    attempt: int
+    """1 for the first group of workers that saved into this storage, then 2..."""
+    step: int
+    token: str
+    """Random, so that two attempts which start at the same moment never share a folder."""
+
+    def __str__(self) -> str:
+        return f"{self.step:09d}-{self.attempt:04d}-{self.token}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The parts of a folder's name; None where it is not the name of a commit's folder."""
+        found = _FOLDER.fullmatch(name)
+        if not found:
+            return None
+        return cls(int(found["attempt"]), int(found["step"]), found["token"])
+
+
+class FileRecord(BaseModel):
+    """What a file of a commit must be."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    size: NonNegativeInt
+    """Bytes."""
+    sha256: str | None
+    """As `sha256sum` prints it; None where it was not taken, for a copy in memory."""
+
+
+class Commit(BaseModel):
+    """A complete checkpoint; what its marker says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    folder: str = Field(exclude=True)
+    """The name of its folder; not in the marker, which lies in that folder."""
+    format_version: int = FORMAT_VERSION
+    step: NonNegativeInt
+    """Optimizer steps done."""
+    samples: NonNegativeInt
+    """Samples seen, over all workers."""
+    tokens: NonNegativeInt
+    """Tokens seen, over all workers."""
+    extra: dict[str, Any]
+    """JSON: recipe digest, manifest fingerprint, world size, evaluation loss..."""
+    files: dict[str, FileRecord]
+    """Every file of the commit but the marker, by its name in the folder."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands in the run's history: attempt and step."""
+        name = FolderName.parse(self.folder)
+        assert name is not None, self.folder
+        return name.attempt, name.step
+
+    @property
+    def evaluation_loss(self) -> float | None:
+        """The evaluation loss of this very step, where it was evaluated."""
+        loss = self.extra.get(EVALUATION_LOSS)
+        return float(loss) if isinstance(loss, int | float) else None
+
+    def to_json(self) -> bytes:
+        """The marker's bytes. They end with a digest of all the rest."""
+        content = json.loads(self.model_dump_json())
+        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, folder: str) -> Self:
+        """Reads the marker found in `folder`.
+
+        Raises:
+            ValueError: it is no marker, of another format version, or altered; says which.
+        """
+        try:
+            content = json.loads(data)
+        except ValueError:
+            raise ValueError("is not JSON (truncated or altered)") from None
+        if not isinstance(content, dict):
+            raise ValueError("is not a JSON object")
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"has format version {version}, expected {FORMAT_VERSION}")
+        if content.pop("digest", None) != _digest(content):
+            raise ValueError("does not match its own digest (altered)")
+        try:
+            return cls.model_validate({**content, "folder": folder})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"has a bad '{where}': {first['msg']}") from None
+
+
+def _digest(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def folders(storage: CommitStorage) -> list[FolderName]:
+    """The folders of all commits, complete or not, the newest first."""
+    named = (FolderName.parse(name) for name in storage.names())
+    return sorted((name for name in named if name), reverse=True)
+
+
+def commits(storage: CommitStorage) -> list[Commit]:
+    """All commits with a readable marker, the newest first. Their files are not looked at.
+
+    Args:
+        storage: the run's folder of checkpoints.
+    """
+    found = (_read(storage, str(folder)) for folder in folders(storage))
+    return [commit for commit in found if isinstance(commit, Commit)]
+
+
+def newest_verified(storage: CommitStorage, warn: Callable[[str], None]) -> Commit | None:
+    """The newest commit whose every file has the size and SHA-256 that its marker says.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        warn: called with one line for every newer commit that had to be passed over.
+
+    Returns:
+        The commit, or None where there is none at all.
+
+    Raises:
+        UserError: there are commits, but none is whole; one line for each.
+    """
+    bad: list[str] = []
+    for folder in map(str, folders(storage)):
+        found = _read(storage, folder)
+        if found is None:
+            continue
+        problem = found if isinstance(found, str) else _summary(problems(storage, found))
+        if isinstance(found, Commit) and not problem:
+            for line in bad:
+                warn(f"{line}; falling back to the checkpoint of step {found.step}")
+            return found
+        bad.append(f"checkpoint {storage.uri(folder)}: {problem}")
+    if bad:
+        raise UserError(*bad)
+    return None
+
+
+def problems(storage: CommitStorage, commit: Commit) -> list[str]:
+    """One line per file that is missing, truncated, altered or unreadable."""
+    if wrong := size_problems(storage, commit):
+        return wrong
+    with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
+        checked = pool.map(lambda name: _content_problem(storage, commit, name), commit.files)
+        return [problem for problem in checked if problem]
+
+
+def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
+    """One line per file that is missing or has another size, by one listing of the folder."""
+    try:
+        sizes = _sizes(storage, commit)
+    except Exception as error:  # remote file systems raise what they like
+        return [f"cannot be listed ({error})"]
+    found = ((name, sizes.get(name), record.size) for name, record in commit.files.items())
+    return [
+        _size_problem(name, size, expected) for name, size, expected in found if size != expected
+    ]
+
+
+def _read(storage: CommitStorage, folder: str) -> Commit | str | None:
+    """The commit in a folder, what is wrong with its marker, or None where there is no marker."""
+    try:
+        return Commit.from_json(storage.read(folder, MARKER), folder)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        return f"{MARKER} {error}"
+    except Exception as error:
+        return f"{MARKER} cannot be read ({error})"
+
+
+def _sizes(storage: CommitStorage, commit: Commit) -> dict[str, int]:
+    """Bytes of every file of a commit that is there, by name."""
+    present = commit.files.keys() & storage.names(commit.folder)
+    return {name: storage.size(commit.folder, name) for name in present}
+
+
+def _size_problem(name: str, size: int | None, expected: int) -> str:
+    if size is None:
+        return f"{name} is missing"
+    if size < expected:
+        return f"{name} is truncated ({size} of {expected} bytes)"
+    return f"{name} is altered ({size} bytes, expected {expected})"
+
+
+def _content_problem(storage: CommitStorage, commit: Commit, name: str) -> str | None:
+    expected = commit.files[name].sha256
+    if expected is None:
+        return None
+    try:
+        digest = storage.sha256(commit.folder, name)
+    except Exception as error:
+        return f"{name} cannot be read ({error})"
+    if digest == expected:
+        return None
+    return f"{name} is altered (SHA-256 {digest[:12]}..., expected {expected[:12]}...)"
+
+
+def _summary(lines: list[str]) -> str:
+    """The first problem and how many more; empty where there is none."""
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    return lines[0] + more if lines else ""

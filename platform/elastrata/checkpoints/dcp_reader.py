@@ -1,0 +1,77 @@
+"""A commit read by DCP: into the tensors that are there, never by running code from it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+from typing_extensions import override
+
+from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.dcp_files import StorageFiles
+from elastrata.checkpoints.lean import RAW, raw_bytes
+
+
+class CommitReader(FileSystemReader):
+    """Reads one commit, by metadata that `read_metadata` has returned."""
+
+    def __init__(self, storage: CommitStorage, commit: Commit, metadata: Metadata) -> None:
+        super().__init__(commit.folder)
+        self._storage = storage
+        self._folder = commit.folder
+        self._metadata = metadata
+        self.fs = cast(Any, StorageFiles(storage))
+        self.path = commit.folder
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = {id(item): self.storage_data[item.storage_index] for item in plan.items}
+        if not all(place.transform_descriptors == (RAW,) for place in places.values()):
+            return super().read_data(plan, planner)
+        for name in sorted({place.relative_path for place in places.values()}):
+            data = memoryview(self._storage.read(self._folder, name))
+            for item in plan.items:
+                place = places[id(item)]
+                if place.relative_path == name:
+                    self._load(item, data[place.offset : place.offset + place.length], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(data))
+            return
+        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(saved, dcp_metadata.TensorStorageMetadata)
+        chunk = next(one for one in saved.chunks if one.offsets == item.storage_index.offset)
+        tensor = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
+        raw_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Reads values other than tensors as weights-only: plain Python data, never code."""
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

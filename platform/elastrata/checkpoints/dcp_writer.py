@@ -1,0 +1,96 @@
+"""PyTorch's Distributed Checkpoint (DCP) written to a `CommitStorage`.
+
+The files are those of DCP's own file system writer, so its tools read them. What differs: no file
+is renamed at the end (object stores cannot), and every file is hashed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from elastrata.checkpoints.commit import FileRecord
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.dcp_files import HashingStream, StorageFiles
+from elastrata.checkpoints.dcp_metadata import METADATA
+from elastrata.checkpoints.dcp_planner import RememberingPlanner
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedResult(WriteResult):
+    """What a rank tells the coordinator of one tensor that it wrote."""
+
+    file: FileRecord
+    """The file that the tensor lies in, with others."""
+
+
+class CommitWriter(FileSystemWriter):
+    """Writes one checkpoint into a folder of its own.
+
+    Args:
+        storage: what the folder lies in.
+        folder: its name.
+        planner: which plans this save.
+        finished: called on the coordinator when all files are there, with a record of each one.
+    """
+
+    _hashed = True
+
+    def __init__(
+        self,
+        storage: CommitStorage,
+        folder: str,
+        planner: RememberingPlanner,
+        finished: Callable[[dict[str, FileRecord]], None],
+    ) -> None:
+        # DCP's own fsync falls back to syncing the whole machine where a stream has no descriptor;
+        # The storage's create() syncs the one file, where that means something.
+        super().__init__(folder, sync_files=False)
+        self._storage = storage
+        self._folder = folder
+        self._planner = planner
+        self._finished = finished
+        self._files = StorageFiles(storage, hashed=self._hashed)
+        self.fs = cast(Any, self._files)
+        self.path = folder
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        hashed: Future[list[WriteResult]] = Future()
+        results = super().write_data(plan, planner).wait() if plan.items else []
+        hashed.set_result([self._with_file(result) for result in results])
+        return hashed
+
+    def _with_file(self, result: WriteResult) -> WriteResult:
+        record = self._files.records[f"{self._folder}/{result.storage_data.relative_path}"]
+        return HashedResult(result.index, result.size_in_bytes, result.storage_data, record)
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        path = f"{self._folder}/{METADATA}"
+        with self._files.create_stream(path, "wb") as stream:
+            pickled = self._planner.pickled_metadata(self._places(results))
+            cast(HashingStream, stream).write(pickled)
+        written = [cast(HashedResult, result) for of_rank in results for result in of_rank]
+        files = {result.storage_data.relative_path: result.file for result in written}
+        self._finished({**files, METADATA: self._files.records[path]})
+
+    def _places(self, results: list[list[WriteResult]]) -> dict[MetadataIndex, _StorageInfo]:
+        return {result.index: result.storage_data for of_rank in results for result in of_rank}
+
+    @override
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing: a checkpoint may be moved, so it does not say where it lies."""
+        return None

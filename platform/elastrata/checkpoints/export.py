@@ -1,0 +1,90 @@
+"""Export: a run's newest or best checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from elastrata.checkpoints.commit import Commit, commits, problems
+from elastrata.checkpoints.retention import best_commit
+from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.runs.folder import RUN_FILE, read_identity, read_recipe
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format.manifest import TOKENIZER_DIR
+from elastrata_pipelines.storage import Storage
+
+
+def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
+    """Writes the model of a run for `from_pretrained`, with its tokenizer.
+
+    Args:
+        run_dir: the run's folder or URL.
+        out: the folder to write; must be empty or missing.
+        checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
+    """
+    run = Storage(run_dir)
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    checkpoints = run.sub("checkpoints")
+    commit = _chosen(checkpoints, checkpoint)
+    if damaged := problems(checkpoints, commit):
+        raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    recipe = read_recipe(run)
+    data = Storage(identity.data)
+    manifest = Manifest.read(data)
+    if manifest.fingerprint != identity.data_fingerprint:
+        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
+    state = load_full_model_state(checkpoints, commit)
+    with TemporaryDirectory() as scratch:
+        recipe.workload.export(
+            state,
+            manifest.vocabulary,
+            manifest.seq_len,
+            _fetched_tokenizer(data, manifest, Path(scratch)),
+            out,
+        )
+    return out.resolve()
+
+
+def _chosen(checkpoints: Storage, wanted: str) -> Commit:
+    found = commits(checkpoints)
+    if not found:
+        raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
+    if wanted == "newest":
+        return found[0]
+    if wanted == "best":
+        best = best_commit(found)
+        if best is None:
+            raise UserError(f"{checkpoints.uri()}: no checkpoint was evaluated; try 'newest'")
+        return best
+    by_step = {str(commit.step): commit for commit in found}
+    if wanted not in by_step:
+        raise UserError(
+            f"--checkpoint: {wanted}: expected newest, best or one of the steps "
+            f"{', '.join(sorted(by_step, key=int))}{nearest(wanted, [*by_step, 'newest', 'best'])}"
+        )
+    return by_step[wanted]
+
+
+def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
+    """The data set's tokenizer, copied to `folder`; None where it has none."""
+    found = False
+    for entry in manifest.files:
+        if entry.path.startswith(f"{TOKENIZER_DIR}/"):
+            content = data.read(entry.path)
+            if hashlib.sha256(content).hexdigest() != entry.sha256:
+                raise UserError(f"{data.uri(entry.path)}: altered; prepare the data set again")
+            (folder / Path(entry.path).name).write_bytes(content)
+            found = True
+    return folder if found else None

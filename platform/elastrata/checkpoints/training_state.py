@@ -1,0 +1,202 @@
+"""The state of a training run: taken from model and optimizers, and put back at any world size.
+
+It is tensors alone: parameters, buffers and the optimizers' state by parameter name. What an
+optimizer is told (learning rate, betas...) belongs to the recipe and is not part of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
+
+from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.dcp_metadata import read_metadata
+from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner
+from elastrata_pipelines.errors import UserError
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+_STATE = "state."
+
+
+def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
+    """The live tensors of a model and its optimizers: `{"model": {...}, "optimizer": {...}}`.
+
+    Sharded parameters come as DTensors. Nothing is copied: what is written into these tensors is
+    written into the model. Optimizers that have not made a step yet have no state, and stay so.
+    """
+    state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
+    if any(optimizer.state for optimizer in optimizers):
+        state[OPTIMIZER] = _optimizer_state(model, optimizers)
+    return state
+
+
+def restore(
+    storage: CommitStorage, commit: Commit, model: nn.Module, *optimizers: Optimizer
+) -> None:
+    """Puts a commit back into a model and its optimizers, at any world size and in any layout.
+
+    Collective over all ranks, if torch.distributed is initialised. Gradients are dropped.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        commit: one of its commits.
+        model: with its parameters allocated, sharded in whatever way.
+        optimizers: of the same kind and over the same parameters as those saved.
+
+    Raises:
+        UserError: the commit holds another model or another optimizer.
+    """
+    metadata = read_metadata(storage, commit)
+    saved = set(metadata.state_dict_metadata)
+    state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
+    if optimizers and any(name.startswith(f"{OPTIMIZER}.") for name in saved):
+        for optimizer in optimizers:
+            # torch makes the state of a fresh optimizer by a step with zero gradients and leaves
+            # it out where there are gradients already.
+            optimizer.zero_grad(set_to_none=True)
+        made = _optimizer_state(model, optimizers)
+        state[OPTIMIZER] = _forget_unsaved(optimizers, made, saved)
+    _load(storage, commit, metadata, state)
+
+
+def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
+    """Reads a commit into the tensors of `state`; every rank reads only what its shards need.
+
+    Collective over all ranks, if torch.distributed is initialised. What the commit holds beyond
+    `state` is left alone.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        commit: one of its commits.
+        state: nested dicts of tensors; sharded where they are DTensors.
+
+    Raises:
+        UserError: a tensor is not in the commit, or has another shape there.
+        RuntimeError: reading failed.
+    """
+    _load(storage, commit, read_metadata(storage, commit), state)
+
+
+def load_full_model_state(storage: CommitStorage, commit: Commit) -> dict[str, Tensor]:
+    """The model of a commit as plain tensors in main memory, read by this process alone."""
+    metadata = read_metadata(storage, commit)
+    prefix = f"{MODEL}."
+    model = {
+        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    _read(storage, commit, metadata, {MODEL: model}, alone=True)
+    return model
+
+
+def _load(
+    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
+) -> None:
+    _check(storage, commit, metadata, state)
+    _read(storage, commit, metadata, state, alone=not dist.is_initialized())
+
+
+def _optimizer_state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizers, options=options)
+    return {name: value for name, value in flat.items() if name.startswith(_STATE)}
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _forget_unsaved(
+    optimizers: tuple[Optimizer, ...], state: dict[str, Any], saved: set[str]
+) -> dict[str, Any]:
+    """Drops the state of parameters that had none when it was saved, as they had no gradient yet.
+
+    Returns:
+        The rest of `state`.
+    """
+    parameters = {name.rpartition(".")[0] for name in saved}
+    kept = {
+        name: value
+        for name, value in state.items()
+        if f"{OPTIMIZER}.{name.rpartition('.')[0]}" in parameters
+    }
+    live = {id(value) for value in kept.values()}
+    for optimizer in optimizers:
+        for parameter, values in list(optimizer.state.items()):
+            if not any(id(value) in live for value in values.values()):
+                del optimizer.state[parameter]
+    return kept
+
+
+def _check(
+    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
+) -> None:
+    problems = []
+    for name, value in _flat(state, ""):
+        entry = metadata.state_dict_metadata.get(name)
+        if entry is None:
+            problems.append(f"has no '{name}'")
+        elif isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+            problems.append(f"'{name}' has shape {tuple(entry.size)}, not {tuple(value.shape)}")
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(
+            f"checkpoint {storage.uri(commit.folder)}: {problems[0]}{more}: it was saved with "
+            "another model or optimizer"
+        )
+
+
+def _flat(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read(
+    storage: CommitStorage,
+    commit: Commit,
+    metadata: Metadata,
+    state: dict[str, Any],
+    *,
+    alone: bool,
+) -> None:
+    try:
+        with _no_warning_that_it_is_alone():
+            dcp_load(
+                state,
+                storage_reader=CommitReader(storage, commit, metadata),
+                planner=SafeLoadPlanner(),
+                no_dist=alone,
+            )
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(
+            f"checkpoint {storage.uri(commit.folder)}: rank {rank}: {cause}"
+        ) from error
+
+
+@contextmanager
+def _no_warning_that_it_is_alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+        yield

@@ -1,0 +1,1 @@
+"""The state of a run in the memory of other processes than its workers'."""

@@ -1,0 +1,1 @@
+"""The driver: from a command to the end of a run."""

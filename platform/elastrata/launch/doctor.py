@@ -1,0 +1,173 @@
+"""The doctor: what this machine has, what works on it, and what to do about the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.shipped import cluster_files, tested_versions
+from elastrata.tracking.facts import versions
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+_GIB = 2**30
+_SMALLEST_MEMORY_GIB, _SMALLEST_SHARED_GIB = 4, 1
+_PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    status: Literal["ok", "warning", "problem"]
+    found: str
+    advice: str = ""
+    """What to do about it; empty where it is fine."""
+
+
+def examine(*, storage: str | None, tracking: str | None) -> Iterator[Finding]:
+    """All findings, one by one as they are made.
+
+    Args:
+        storage: folder or URL to try to write to; None: not tried.
+        tracking: MLflow's tracking URI to try to reach; None: not tried.
+    """
+    yield from _versions()
+    yield _recipes()
+    yield from _machine()
+    yield from _gpus()
+    advice = "free memory and disk under /tmp, then look at Ray's logs"
+    yield _tried("ray start", advice, _start_ray)
+    if storage is not None:
+        advice = "check the path or URL, the credentials and the rights"
+        yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
+    if tracking is not None:
+        advice = "start it (mlflow server --port 5000), or check the address"
+        yield _tried("tracking", advice, lambda: _reach(tracking))
+
+
+def _versions() -> Iterator[Finding]:
+    tested = tested_versions()
+    for name, installed in versions().items():
+        wanted = tested.get(name)
+        plain = installed.split("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
+        is_tested = wanted is None or plain == wanted
+        yield Finding(
+            name=name,
+            status="ok" if is_tested else "warning",
+            found=installed,
+            advice="" if is_tested else f"tested with {wanted}: pip install {name}=={wanted}",
+        )
+
+
+def _recipes() -> Finding:
+    recipes = available_recipes()
+    is_whole = bool(recipes) and cluster_files().is_dir()
+    return Finding(
+        name="recipes",
+        status="ok" if is_whole else "problem",
+        found=f"{len(recipes)} recipes, cluster files in {cluster_files()}",
+        advice="" if is_whole else "the installation is not whole: install it again",
+    )
+
+
+def _machine() -> Iterator[Finding]:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding(
+        name="cpus",
+        status="ok" if cpus > 1 else "warning",
+        found=str(cpus),
+        advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
+    )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+    has_enough = memory >= _SMALLEST_MEMORY_GIB
+    yield Finding(
+        name="memory",
+        status="ok" if has_enough else "warning",
+        found=f"{memory:.1f} GiB",
+        advice="" if has_enough else f"Ray and two workers want {_SMALLEST_MEMORY_GIB} GiB or more",
+    )
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").total / _GIB
+        has_enough = shared >= _SMALLEST_SHARED_GIB
+        yield Finding(
+            name="/dev/shm",
+            status="ok" if has_enough else "warning",
+            found=f"{shared:.1f} GiB",
+            advice="" if has_enough else "Ray keeps batches there: docker run --shm-size=4g",
+        )
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from elastrata.training.device import peak_flops
+
+    if not torch.cuda.is_available():
+        yield Finding(name="gpus", status="ok", found="none; training runs on the CPU")
+    for number in range(torch.cuda.device_count()):
+        peak = peak_flops(torch.device("cuda", number))
+        yield Finding(
+            name=f"gpu {number}",
+            status="ok",
+            found=torch.cuda.get_device_name(number)
+            + (f", {peak / 1e12:.0f} TFLOP/s dense bf16" if peak else ", peak not known: no MFU"),
+        )
+
+
+def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
+    """The finding of something that works or raises."""
+    started = time.monotonic()
+    try:
+        found = action()
+    except UserError as error:
+        return Finding(name=name, status="problem", found=error.problems[0], advice=advice)
+    except Exception as error:  # every library behind these checks raises its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Finding(name=name, status="problem", found=reason, advice=advice)
+    return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
+
+
+def _start_ray() -> str:
+    from elastrata.launch.ray_session import ray_session
+
+    with ray_session("local"):
+        import ray
+
+        ray.get(ray.remote(_work).remote())
+    return "a local cluster starts, runs a task and stops"
+
+
+def _work() -> None:
+    """What the task on the local cluster does."""
+
+
+def _write_and_read(storage: Storage) -> str:
+    """Writes a file, reads it back, compares, deletes it."""
+    name = f"elastrata-doctor-{uuid.uuid4().hex[:8]}"
+    data = os.urandom(_PROBE_BYTES)
+    try:
+        storage.write(data, name)
+        if storage.sha256(name) != hashlib.sha256(data).hexdigest():
+            raise UserError(f"{storage.uri(name)}: reads back altered")
+    finally:
+        storage.delete(name)
+    return f"{storage.uri()}: {_PROBE_BYTES // 2**20} MiB written, read back equal, deleted"
+
+
+def _reach(uri: str) -> str:
+    from elastrata.tracking.client import check_store
+    from elastrata.tracking.uri import shown, tracking_uri
+
+    absolute = tracking_uri(uri, Storage("."))
+    check_store(absolute)
+    return f"{shown(absolute)} answers"

@@ -1,0 +1,163 @@
+"""The drive: one driver's part in a run, from the newest state to the end, whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from elastrata.checkpoints.commit import newest_verified
+from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
+from elastrata.launch.interrupt import Interrupt
+from elastrata.launch.preflight import TrainingData
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata.runs.history import HistoryWriter
+from elastrata.tracking.observer import Observer
+from elastrata.tracking.pictures import publish_pictures
+from elastrata.tracking.tracker import Status, Tracker
+from elastrata.training.ends import ControllerLostError, TrainingError
+from elastrata.workers.events import Event, Lost, Warned
+from elastrata.workers.job import Job
+from elastrata.workers.mailbox import Receiver
+from elastrata.workers.source import Source
+from elastrata.workers.watchdog import Watchdog
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One driver's part in a run."""
+
+    recipe: Recipe
+    run: Storage
+    data: TrainingData
+    tracker: Tracker
+    mailbox: Any
+    interrupt: Interrupt
+    gpus: float
+    show: Callable[[Event], None]
+
+    def to_end(self, finished: bool) -> Status:
+        """Trains what is left, and records how it ended, whatever comes."""
+        entries = history.read(self.run.sub("history"))
+        number = history.next_attempt(self.run.sub("history"))
+        writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
+        status: Status = "FAILED"
+        text = ""
+        try:
+            if not finished:
+                observer = Observer(self.tracker, writer, self.show, history.world_sizes(entries))
+                self._fit(observer, number)
+            status = "FINISHED"
+            _publish(self.run, self.data, self.tracker, self.show)
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        except Exception as error:
+            text = str(error)
+            raise
+        finally:
+            if not self.interrupt.is_lost:  # else run and record are another driver's
+                writer.add("ended", {"status": status, "text": text})
+                writer.flush()
+                self.tracker.finish(status)
+        return status
+
+    def _fit(self, observer: Observer, number: int) -> None:
+        recipe = self.recipe
+        hot = open_hot_tier(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
+
+        def handle(events: Sequence[Event]) -> None:
+            watchdog.hear(events)
+            observer(events)
+
+        receiver = Receiver(self.mailbox, handle)
+        try:
+            self.interrupt.run(
+                lambda: self._controlled(handle, number, hot), recipe.checkpoint.grace_seconds
+            )
+        except TrainingError:
+            receiver.close()
+            if observer.refused:
+                raise UserError(*observer.refused) from None
+            if self.interrupt.signal:
+                raise KeyboardInterrupt(self.interrupt.signal) from None
+            raise
+        finally:
+            receiver.close()
+            watchdog.close()
+            if hot:
+                close_hot_tier(hot)
+        if not is_finished(self.run, recipe.steps):
+            raise TrainingError(
+                "the last checkpoint could not be saved; the same command redoes the steps after "
+                "the one before"
+            )
+
+    def _controlled(
+        self, handle: Callable[[Sequence[Event]], None], number: int, hot: HotStorage | None
+    ) -> None:
+        """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
+        from elastrata.workers.trainer import fit
+
+        for lost in count():
+            try:
+                fit(
+                    self._job(hot),
+                    self._source(hot),
+                    gpus_per_worker=self.gpus,
+                    launch=f"launch-{number:04d}-{lost}",
+                )
+            except ControllerLostError as error:
+                if self.interrupt.signal or lost == self.recipe.workers.max_failures:
+                    raise
+                handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
+            else:
+                return
+
+    def _job(self, hot: HotStorage | None) -> Job:
+        return Job(
+            recipe=self.recipe,
+            run=self.run,
+            batches=self.data.train,
+            held_out=self.data.held_out,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _source(self, hot: HotStorage | None) -> Source:
+        return Source(
+            run=self.run,
+            batches=self.data.train,
+            steps=self.recipe.steps,
+            batch_size=self.recipe.batch_size,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _warn(self, line: str) -> None:
+        self.show(Warned(text=line))
+
+
+def _publish(
+    run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
+) -> None:
+    """A picture that cannot be drawn or written does not undo a finished run."""
+    try:
+        publish_pictures(run, data.train.manifest.length_histogram, tracker)
+    except Exception as error:
+        show(Warned(text=f"no pictures of the run: {error}"))
+
+
+def is_finished(run: Storage, steps: int) -> bool:
+    """Whether the newest whole checkpoint is that of the last step.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    newest = newest_verified(run.sub("checkpoints"), lambda _: None)  # told when training begins
+    return newest is not None and newest.step >= steps

@@ -1,0 +1,87 @@
+"""Interrupts: Ctrl-C and SIGTERM end a run with its state saved; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from elastrata.training.ends import TrainingError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOK_SECONDS = 0.2
+
+
+class Interrupt:
+    """What has come between a run and its end."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        """The name of the signal that asked for the end; None: nobody asked."""
+        self.since = 0.0
+        """When it came, by the monotonic clock."""
+        self._lost: str | None = None
+
+    def lose(self, text: str) -> None:
+        """The run is not this process's any more: it must not go on."""
+        self._lost = text
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run is another process's now."""
+        return self._lost is not None
+
+    def run(self, action: Callable[[], None], grace_seconds: float) -> None:
+        """Runs `action` in a thread of its own, so that signals are heard at once.
+
+        Raises:
+            KeyboardInterrupt: a signal came, and a second one, or `grace_seconds` went by.
+            TrainingError: the run is not this process's any more.
+            Exception: what `action` raised.
+        """
+        raised: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                action()
+            except BaseException as error:  # it belongs to the thread that waits
+                raised.append(error)
+
+        thread = threading.Thread(target=guarded, name="elastrata-fit", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if self._lost:
+                raise TrainingError(self._lost)
+            if self.signal and time.monotonic() - self.since > grace_seconds:
+                raise KeyboardInterrupt(self.signal)
+        if raised:
+            raise raised[0]
+
+    @contextmanager
+    def heard(self, asked: Callable[[str], None]) -> Iterator[None]:
+        """Catches the signals while its block runs. Off the main thread it catches none.
+
+        Args:
+            asked: called with the name of the first signal; the second raises KeyboardInterrupt.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal:
+                raise KeyboardInterrupt
+            self.signal, self.since = signal.Signals(number).name, time.monotonic()
+            asked(self.signal)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in _SIGNALS}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)

@@ -1,0 +1,205 @@
+"""The launch: one training run, from a recipe to its last checkpoint and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import ray
+
+from elastrata.checkpoints.commit import commits
+from elastrata.launch.drive import Drive, is_finished
+from elastrata.launch.interrupt import Interrupt
+from elastrata.launch.preflight import TrainingData, check_storage, cluster_problems, training_data
+from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata.runs.folder import (
+    RunIdentity,
+    check_same_run,
+    flatten,
+    read_identity,
+    write_identity,
+)
+from elastrata.runs.history import HistoryWriter
+from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.tracking.facts import start_tags
+from elastrata.tracking.observer import catch_up
+from elastrata.tracking.tracker import Tracker, open_tracker
+from elastrata.training.phases import Phases
+from elastrata.training.request import Act, Request
+from elastrata.workers.events import Committed, Event, Launched, Warned
+from elastrata.workers.mailbox import open_mailbox
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A finished run. The field names are the keys of `elastrata train --json`."""
+
+    run_dir: str
+    mlflow_run_id: str
+    steps: int
+    samples_seen: int
+    tokens_seen: int
+    final_loss: float
+    world_sizes: list[int]
+    """World size of every group of workers that took part, in order."""
+    status: str
+
+
+def train(
+    recipe: Recipe,
+    *,
+    name: str,
+    address: str | None = None,
+    show: Callable[[Event], None],
+) -> TrainResult:
+    """Trains a recipe to its last step, or continues the run of that name from its newest state.
+
+    Args:
+        recipe: what to train.
+        name: of the run; its folder in `recipe.storage`.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with every event, from a thread of its own.
+
+    Raises:
+        UserError: something in the recipe, the data or the cluster cannot work.
+        TrainingError: training did not come to its end; says why.
+    """
+    phases = Phases()
+    data = training_data(recipe)
+    root = Storage(recipe.storage)
+    check_storage(root)
+    run = root.sub(name)
+    interrupt = Interrupt()
+    phases.passed("preflight")
+    Thread(target=_import_ahead, daemon=True).start()
+    with _owned(run, interrupt, show):
+        identity = read_identity(run)
+        if identity:
+            check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+        finished = is_finished(run, recipe.steps)
+        phases.passed("ownership")
+        with ray_session(address):
+            phases.passed("ray")
+            gpus = _gpus_per_worker(recipe)
+            if problems := cluster_problems(recipe, gpus, _cluster_resources()):
+                raise UserError(*problems)
+            mailbox = open_mailbox()
+            tracker = _open_record(recipe, name, run, identity, data)
+            phases.passed("record")
+            show(Launched(seconds=phases.seconds))
+            drive = Drive(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
+            with interrupt.heard(lambda name: _ask_to_stop(mailbox, show, name)):
+                status = drive.to_end(finished)
+    return _result(run, tracker.run_id, status)
+
+
+@contextmanager
+def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) -> Iterator[None]:
+    """Runs its block as the run's only driver. A run that was never begun leaves no folder."""
+    ownership: Ownership | None = None
+    before = read_owner(run)
+    try:
+        with own_run(
+            run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))
+        ) as ownership:
+            if before and not before.released:
+                _note_death(run, f"the driver is gone ({before})", show)
+            yield
+    finally:
+        if ownership and not ownership.is_lost and run.names() == [DRIVER_FILE]:
+            run.delete()
+
+
+def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
+    """The fault that the driver before could not note: its own death."""
+
+    def warn(line: str) -> None:
+        show(Warned(text=line))
+
+    storage = run.sub("history")
+    writer = HistoryWriter(storage, history.next_attempt(storage) - 1, warn, writer="d")
+    writer.add("fault", {"text": text, "ranks": []})
+    writer.flush()
+
+
+def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:
+    """Called in a signal's handler: only sends, and waits for nothing."""
+    text = f"{name}: saving a checkpoint first; once more to stop at once"
+    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
+    show(Warned(text=text))
+
+
+def _import_ahead() -> None:
+    """Imports what is needed next while Ray starts, which leaves a core idle: saves 1 to 2 s."""
+
+    import elastrata.workers.trainer  # noqa: F401
+
+
+def _cluster_resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
+def _gpus_per_worker(recipe: Recipe) -> float:
+    if recipe.workers.gpus == "auto":
+        return 1.0 if _cluster_resources().get("GPU", 0) >= 1 else 0.0
+    return recipe.workers.gpus
+
+
+def _open_record(
+    recipe: Recipe, name: str, run: Storage, identity: RunIdentity | None, data: TrainingData
+) -> Tracker:
+    """Starts the run's folder and its record, or goes on with them."""
+    fingerprint = data.train.manifest.fingerprint
+    tracker = open_tracker(
+        recipe.tracking,
+        Storage(recipe.storage),
+        run_name=name,
+        run_id=identity.mlflow_run_id if identity else None,
+        params=flatten(recipe.model_dump(mode="json")),
+        tags=start_tags(fingerprint, run.uri()),
+    )
+    now = RunIdentity(
+        name=name,
+        data=data.train.url,
+        data_fingerprint=fingerprint,
+        mlflow_run_id=tracker.run_id,
+    )
+    write_identity(run, now, recipe)
+    if identity:
+        catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))
+    return tracker
+
+
+def _committed(checkpoints: Storage) -> list[Committed]:
+    """The checkpoints there are, the oldest first."""
+    return [
+        Committed(
+            step=commit.step,
+            uri=checkpoints.uri(commit.folder),
+            evaluation_loss=commit.evaluation_loss,
+        )
+        for commit in reversed(commits(checkpoints))
+    ]
+
+
+def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:
+    entries = history.read(run.sub("history"))
+    last: Mapping[str, Any] = history.effective_steps(entries)[-1]
+    return TrainResult(
+        run_dir=run.uri(),
+        mlflow_run_id=mlflow_run_id,
+        steps=last["step"],
+        samples_seen=last["samples"],
+        tokens_seen=last["tokens"],
+        final_loss=last["loss"],
+        world_sizes=history.world_sizes(entries),
+        status=status,
+    )

@@ -1,0 +1,122 @@
+"""The quickstart: from the text of Python's own library to a BERT that fills in masked words."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+RECIPE, RUN_NAME = "bert/quickstart", "bert-quickstart"
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_PROMPTS = (
+    "def __init__({mask}, name):",
+    "import {mask}",
+    "if value is not {mask}:",
+    "for line {mask} lines:",
+    "raise ValueError({mask})",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The text that the quickstart trains on."""
+
+    folder: Path
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """A line with a masked word, and what the model would put there, likeliest first."""
+
+    line: str
+    words: tuple[str, ...]
+    probability: float
+    """Of the first word."""
+
+
+def collect_corpus(folder: Path) -> Corpus:
+    """Copies the running Python's standard library, its sources that are UTF-8, into a folder.
+
+    Files that are there already stay as they are, so that data prepared from them stays valid.
+
+    Raises:
+        UserError: this Python has no library sources, or the folder cannot be written.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    count = size = 0
+    try:
+        for path, data in _sources(library):
+            target = folder / path.relative_to(library)
+            if not target.exists() or target.read_bytes() != data:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+            count, size = count + 1, size + len(data)
+    except OSError as error:
+        raise UserError(f"--out: {folder}: cannot be written ({error.strerror})") from None
+    if not count:
+        raise UserError(f"{library}: no Python sources here to train on; use another Python")
+    return Corpus(folder=folder, files=count, bytes=size)
+
+
+def _sources(library: Path) -> Iterator[tuple[Path, bytes]]:
+    for path in sorted(library.rglob("*.py")):
+        if _LEFT_OUT.isdisjoint(path.relative_to(library).parts):
+            data = path.read_bytes()
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                continue
+            if data.strip():
+                yield path, data
+
+
+def quickstart_recipe(out: Path, corpus: Corpus, overrides: tuple[str, ...] = ()) -> Recipe:
+    """The recipe `bert/quickstart` with everything it reads and writes under `out`."""
+    # Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len.
+    source = {"name": "python", "paths": str(corpus.folder), "documents": "paragraph"}
+    places = {
+        "name": RUN_NAME,
+        "data.path": str(out / "data"),
+        "data.prepare.sources": [source],
+        "storage": str(out / "runs"),
+    }
+    written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+    return load_recipe(RECIPE, [*written, *overrides])
+
+
+def fill_masks(model: Path) -> list[Filled]:
+    """What the exported model puts in the place of a masked word of some lines of Python."""
+    from transformers import AutoTokenizer, pipeline
+    from transformers.utils import logging
+
+    quiet: Any = logging  # transformers does not annotate these two
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    mask = AutoTokenizer.from_pretrained(str(model)).mask_token
+    fill = pipeline("fill-mask", model=str(model), device="cpu")
+    filled = []
+    for prompt in _PROMPTS:
+        line = prompt.format(mask=mask)
+        guesses: list[dict[str, Any]] = fill(line, top_k=3)
+        words = tuple(guess["token_str"].strip() for guess in guesses)
+        filled.append(Filled(line=line, words=words, probability=guesses[0]["score"]))
+    return filled
+
+
+def last_evaluation(run: Storage) -> dict[str, float]:
+    """The metrics of the run's last evaluation."""
+    from elastrata.runs import history
+
+    entries = [e for e in history.read(run.sub("history")) if e["kind"] == "evaluated"]
+    last = entries[-1] if entries else {}
+    return {name: value for name, value in last.items() if name.startswith("eval/")}

@@ -1,0 +1,55 @@
+"""Recipes on disk: read with all mistakes told at once, written, compared, described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+from pydantic import BaseModel, ValidationError, create_model
+
+from elastrata.recipe.problems import misread_booleans, recipe_problems
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
+from elastrata.training.workload import workload_class
+from elastrata_pipelines.errors import UserError
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        name_or_path: a YAML file, or a name such as `bert/tiny`.
+        overrides: `dotted.path=value`, the value in YAML.
+
+    Raises:
+        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+    """
+    text = read_recipe_text(name_or_path, overrides)
+    text.values.setdefault("name", text.name)
+    problems = misread_booleans(_described(text), text)
+    try:
+        recipe = Recipe.model_validate(text.values)
+    except ValidationError as error:
+        problems = recipe_problems(error, _described(text), text) + problems
+        raise UserError(*dict.fromkeys(problems)) from None
+    problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
+    if problems:
+        raise UserError(*problems)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as a file that `load_recipe` reads back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _described(text: RecipeText) -> type[BaseModel]:
+    """The recipe's model with the class of its workload in it, so that its keys are known."""
+    section = text.values.get("workload")
+    name = section.get("name") if isinstance(section, dict) else None
+    try:
+        workload = workload_class(name) if isinstance(name, str) else None
+    except UserError:
+        workload = None
+    return create_model("Recipe", __base__=Recipe, workload=(workload, ...)) if workload else Recipe

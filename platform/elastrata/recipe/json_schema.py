@@ -1,0 +1,69 @@
+"""The JSON Schema of recipe files, for editors: completion, descriptions, mistakes underlined."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.workload import ENTRY_POINTS, workload_class
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_DEFS = "#/$defs/"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema of a recipe file, with every installed workload.
+
+    A file with `extends` may leave out what its base says; any other must be whole.
+    """
+    defs: dict[str, Any] = {}
+    recipe = _hoisted(Recipe.model_json_schema(), defs)
+    del defs["Workload"]
+    recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "title": "Workload"}
+    recipe["properties"]["extends"] = {
+        "type": "string",
+        "description": "A recipe's file or name; this one says only what is different.",
+    }
+    defs["Recipe"] = recipe
+    variants = {f"{name} (variant)": _relaxed(schema) for name, schema in defs.items()}
+    return {
+        "$schema": _DRAFT,
+        "title": "Elastrata recipe",
+        "type": "object",
+        "if": {"required": ["extends"]},
+        "then": {"$ref": f"{_DEFS}Recipe (variant)"},
+        "else": {"$ref": f"{_DEFS}Recipe"},
+        "$defs": {**defs, **variants},
+    }
+
+
+def _workloads(defs: dict[str, Any]) -> list[dict[str, Any]]:
+    """A reference to the schema of each installed workload."""
+    references = []
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        schema = _hoisted(workload_class(point.name).model_json_schema(), defs)
+        schema["properties"]["name"] = {"const": point.name, "description": "The workload."}
+        schema["required"] = sorted({*schema.get("required", []), "name"})
+        defs[f"workload {point.name}"] = schema
+        references.append({"$ref": f"{_DEFS}workload {point.name}"})
+    return references
+
+
+def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """The schema without its definitions, which go to `defs`."""
+    defs.update(schema.pop("$defs", {}))
+    return schema
+
+
+def _relaxed(schema: Any) -> Any:
+    """A schema in which nothing is required, down to the definitions it refers to."""
+    if isinstance(schema, list):
+        return [_relaxed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: f"{value} (variant)" if key == "$ref" else _relaxed(value)
+        for key, value in schema.items()
+        if not (key == "required" and isinstance(value, list))
+    }

@@ -1,0 +1,46 @@
+"""The rules between keys of a recipe: sizes that each are fine and together impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastrata.recipe.recipe import Recipe
+
+Problem = tuple[tuple[str, ...], str]
+"""The key to change, and the line about it."""
+
+
+def cross_field_problems(recipe: Recipe) -> list[Problem]:
+    """Everything that cannot work and that the recipe alone tells, without data or cluster."""
+    return [*_steps(recipe), *_sizes(recipe)]
+
+
+def _steps(recipe: Recipe) -> Iterator[Problem]:
+    warmup = recipe.schedule.warmup_steps
+    if warmup >= recipe.steps:
+        yield (
+            ("schedule", "warmup_steps"),
+            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps})",
+        )
+
+
+def _sizes(recipe: Recipe) -> Iterator[Problem]:
+    prepare = recipe.data.prepare
+    if prepare and prepare.seq_len > recipe.micro_batch_tokens:
+        yield (
+            ("micro_batch_tokens",),
+            f"micro_batch_tokens: {recipe.micro_batch_tokens}: expected at least "
+            f"data.prepare.seq_len ({prepare.seq_len}), the longest sample",
+        )
+    if recipe.batch_size < recipe.workers.min:
+        yield (
+            ("batch_size",),
+            f"batch_size: {recipe.batch_size}: expected at least workers.min "
+            f"({recipe.workers.min}), a sample for every worker",
+        )
+    replicate = recipe.parallel.replicate
+    if replicate > recipe.workers.max:
+        yield (
+            ("parallel", "replicate"),
+            f"parallel.replicate: {replicate}: expected at most workers.max ({recipe.workers.max})",
+        )

@@ -1,0 +1,101 @@
+"""The folder of a run: what it is called, and what it trains on what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+if TYPE_CHECKING:  # it imports torch, which `status` and `audit` need not wait for
+    from elastrata.recipe.recipe import Recipe
+
+RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
+
+MAY_CHANGE = (
+    "name",
+    "storage",
+    "workers",
+    "checkpoint",
+    "tracking",
+    "evaluation",
+    "parallel",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "compile",
+    "data.path",
+    "data.prepare",
+)
+"""Keys of a recipe that a run may be continued with another value of: they change where and how
+the same samples are computed on, not what is learned from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What makes a run the same run after a restart."""
+
+    name: str
+    data: str
+    """Absolute path or URL of the data set it trains on, as the newest launch found it."""
+    data_fingerprint: str
+    """Of that data set's manifest."""
+    mlflow_run_id: str | None = None
+
+
+def read_identity(run: Storage) -> RunIdentity | None:
+    """The identity of the run in that folder; None where there is none yet."""
+    if not run.exists(RUN_FILE):
+        return None
+    return RunIdentity(**json.loads(run.read(RUN_FILE)))
+
+
+def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
+    """Writes the identity and the recipe of a run."""
+    dumped = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    run.write(dumped.encode(), RECIPE_FILE)
+    run.write(json.dumps(asdict(identity), indent=1).encode(), RUN_FILE)
+
+
+def read_recipe(run: Storage) -> Recipe:
+    """The recipe a run was started or last continued with."""
+    from elastrata.recipe.recipe import Recipe
+
+    return Recipe.model_validate(yaml.safe_load(run.read(RECIPE_FILE)))
+
+
+def check_same_run(run: Storage, identity: RunIdentity, recipe: Recipe, fingerprint: str) -> None:
+    """Refuses to continue a run as another one.
+
+    Raises:
+        UserError: the recipe differs in keys that may not change, or the data set is another one.
+    """
+    before = flatten(yaml.safe_load(run.read(RECIPE_FILE)))
+    now = flatten(recipe.model_dump(mode="json"))
+    problems = [
+        f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
+        f"{now.get(key)!r} in this recipe"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+        and not any(key == part or key.startswith(f"{part}.") for part in MAY_CHANGE)
+    ]
+    if fingerprint != identity.data_fingerprint:
+        problems.append(
+            f"{recipe.data.path}: not the data set that run '{identity.name}' trains on"
+        )
+    if problems:
+        advice = f"run '{identity.name}' exists; choose another --name, or give it back its recipe"
+        raise UserError(*problems, advice)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested dict as dotted paths; lists stay values."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,190 @@
+"""The status of a run, from its storage alone: any process on any cluster can ask."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastrata.checkpoints.commit import commits
+from elastrata.recipe.number import recipe_number
+from elastrata.runs import history
+from elastrata.runs.attempts import attempts
+from elastrata.runs.folder import RUN_FILE, read_identity
+from elastrata.runs.recoveries import Recovery, idle_seconds, recoveries
+from elastrata.runs.state import Driver, State, last_sign, look_at_driver, run_state
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A group of workers was lost."""
+
+    time: float
+    attempt: int
+    text: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSize:
+    """From `step` on the run had that many workers."""
+
+    attempt: int
+    time: float
+    step: int
+    """Steps done by then."""
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A durable checkpoint."""
+
+    step: int
+    uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """How a run stands. The field names are the keys of `elastrata status --json`."""
+
+    run: str
+    state: State
+    """`silent`: it has not ended, but gives no sign of life."""
+    text: str
+    """The same for people, with the reason or the time."""
+    seen: float | None
+    """Unix time of its last sign of life; None: there was none yet."""
+    steps: int
+    """Optimizer steps done."""
+    steps_in_all: int
+    progress: float
+    """The first over the second."""
+    samples_seen: int
+    tokens_seen: int
+    loss: float | None
+    """Training loss of the last step; None: no step yet, or not finite."""
+    checkpoint: Checkpoint | None
+    """The newest one."""
+    world_sizes: tuple[WorldSize, ...]
+    faults: tuple[Fault, ...]
+    recoveries: tuple[Recovery, ...]
+    seconds_in_all: float
+    """From the first start to the last sign of life, less the time when the run had ended."""
+    seconds_lost: float
+    """Without a step between two groups of workers, or on steps that were rolled back."""
+    share_lost: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def status(run: Storage) -> Status:
+    """Looks at a run's folder.
+
+    Raises:
+        UserError: there is no such run, or its history was altered so that it cannot be read.
+    """
+    if read_identity(run) is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    checkpoints = run.sub("checkpoints")
+    newest = [
+        Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
+        for commit in commits(checkpoints)[:1]
+    ]
+    return summary(
+        run.uri(),
+        history.read(run.sub("history")),
+        steps_in_all=recipe_number(run, "steps"),
+        checkpoint=newest[0] if newest else None,
+        driver=look_at_driver(run),
+        now=time.time(),
+    )
+
+
+def summary(
+    run: str,
+    entries: Sequence[Entry],
+    *,
+    steps_in_all: int,
+    checkpoint: Checkpoint | None,
+    driver: Driver,
+    now: float,
+) -> Status:
+    """The status that a history gives.
+
+    Args:
+        run: the run's folder or URL.
+        entries: its history.
+        steps_in_all: by its recipe.
+        checkpoint: the newest one.
+        driver: what is known about its driver.
+        now: Unix time.
+    """
+    steps = history.effective_steps(entries)
+    last: Entry = steps[-1] if steps else {"step": 0, "samples": 0, "tokens": 0, "loss": math.nan}
+    state, text = run_state(entries, done=last["step"] >= steps_in_all, driver=driver, now=now)
+    recovered = recoveries(entries)
+    seconds = seconds_in_all(entries)
+    lost = sum(recovery.seconds + recovery.seconds_rolled_back for recovery in recovered)
+    return Status(
+        run=run,
+        state=state,
+        text=text,
+        seen=last_sign(entries, driver),
+        steps=last["step"],
+        steps_in_all=steps_in_all,
+        progress=last["step"] / steps_in_all,
+        samples_seen=last["samples"],
+        tokens_seen=last["tokens"],
+        loss=last["loss"] if math.isfinite(last["loss"]) else None,
+        checkpoint=checkpoint,
+        world_sizes=_world_sizes(entries),
+        faults=_faults(entries),
+        recoveries=tuple(recovered),
+        seconds_in_all=seconds,
+        seconds_lost=lost,
+        share_lost=lost / seconds if seconds else 0.0,
+    )
+
+
+def seconds_in_all(entries: Sequence[Entry]) -> float:
+    """From the first start of workers to the last entry, less the time when the run had ended."""
+    times = [float(entry["time"]) for entry in entries]
+    if not times:
+        return 0.0
+    starting = sum(group.seconds_starting for group in attempts(entries)[:1])
+    return max(times) - min(times) + starting - idle_seconds(entries, min(times), max(times))
+
+
+def _world_sizes(entries: Sequence[Entry]) -> tuple[WorldSize, ...]:
+    return tuple(
+        WorldSize(
+            attempt=group.attempt,
+            time=group.started,
+            step=group.step,
+            world_size=group.world_size,
+        )
+        for group in attempts(entries)
+    )
+
+
+def _faults(entries: Sequence[Entry]) -> tuple[Fault, ...]:
+    faults = [
+        Fault(
+            time=entry["time"],
+            attempt=entry["attempt"],
+            text=str(entry.get("text", "")),
+            ranks=tuple(entry.get("ranks", ())),
+        )
+        for entry in entries
+        if entry["kind"] == "fault"
+    ]
+    return tuple(sorted(faults, key=lambda fault: fault.time))

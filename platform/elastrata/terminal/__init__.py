@@ -1,0 +1,1 @@
+"""What people see while something long is going on."""

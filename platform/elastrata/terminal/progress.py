@@ -1,0 +1,96 @@
+"""Progress: a readable line a second or so for steps, and one for all else that happens."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from elastrata.training.record import StepRecord
+from elastrata.workers.events import Committed, Evaluated, Event, Halted, Lost, Started, Warned
+
+_LINE_SECONDS = 1.0
+_ETA_STEPS = 50
+_TIERS = {"hot": "kept in memory", "durable": "on storage"}
+
+
+class Progress:
+    """Turns events into lines.
+
+    Args:
+        steps: of the whole run.
+        write: prints a line.
+    """
+
+    def __init__(self, steps: int, write: Callable[[str], None]) -> None:
+        self._steps = steps
+        self._write = write
+        self._printed = 0.0
+        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def __call__(self, event: Event) -> None:
+        """Prints the event's line; step records come too often for a line each."""
+        if isinstance(event, StepRecord):
+            self._recent.append(event.seconds)
+            now = time.monotonic()
+            if now - self._printed >= _LINE_SECONDS or event.step in (1, self._steps):
+                self._printed = now
+                self._write(self._step_line(event))
+        else:
+            line = _line(event)
+            if line:
+                self._write(line)
+
+    def _step_line(self, record: StepRecord) -> str:
+        left = (self._steps - record.step) * sum(self._recent) / len(self._recent)
+        parts = [
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {record.loss:7.4f}",
+            f"lr {record.lr:.2e}",
+            f"grad {record.gradient_norm:6.3f}",
+            f"{_quantity(record.tokens_per_second)} tokens/s",
+            f"padding {record.padding:.1%}",
+            f"imbalance {record.imbalance:.3f}",
+            f"data wait {record.seconds_waiting_for_data / record.seconds:.0%}",
+        ]
+        if record.mfu is not None:
+            parts.append(f"MFU {record.mfu:.1%}")
+        return "  ".join([*parts, f"ETA {_duration(left)}"])
+
+
+def _line(event: Event) -> str | None:
+    match event:
+        case Started():
+            workers = "worker" if event.world_size == 1 else "workers"
+            since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
+            again = f", {event.rolled_back} steps again" if event.rolled_back else ""
+            count = f"{event.world_size} {workers}"
+            return f"training on {count}{since}{again} (attempt {event.attempt})"
+        case Evaluated():
+            metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+            return f"evaluation after step {event.step}: loss {event.loss:.4f}  {metrics}"
+        case Committed():
+            return f"checkpoint of step {event.step}: {event.uri}"
+        case Halted():
+            return f"saved after step {event.step} for a {event.reason}: {event.text}"
+        case Lost():
+            return f"lost workers: {event.text}; going on from the newest state"
+        case Warned():
+            return f"warning: {event.text}"
+        case _:
+            return None
+
+
+def _quantity(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

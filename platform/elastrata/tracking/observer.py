@@ -1,0 +1,115 @@
+"""The observer: the driver's record of a run, from the events that the workers send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from elastrata.runs.history import HistoryWriter
+from elastrata.tracking.tracker import Tracker
+from elastrata.training.record import StepRecord
+from elastrata.workers.events import (
+    Committed,
+    Evaluated,
+    Event,
+    Lost,
+    Refused,
+    Removed,
+    Stalled,
+    Started,
+)
+
+NOT_OF_THE_EVENT = ("kind", "attempt", "time")
+"""Keys of an entry of the history that its writer adds."""
+
+
+def catch_up(
+    tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
+) -> None:
+    """Records what a driver that died did not: steps of the history, checkpoints on storage.
+
+    Args:
+        tracker: of the run.
+        entries: its whole history.
+        checkpoints: all that there are, the oldest first.
+    """
+    metrics = []
+    for entry in entries:
+        values = {key: value for key, value in entry.items() if key not in NOT_OF_THE_EVENT}
+        if entry["kind"] == "step":
+            metrics.append({"step": entry["step"], **StepRecord(**values).to_metrics()})
+        elif entry["kind"] == "evaluated":
+            metrics.append(values)
+    tracker.log_steps(metrics)
+    tracker.keep_checkpoints([checkpoint.uri for checkpoint in checkpoints])
+    for checkpoint in checkpoints:
+        tracker.record_checkpoint(checkpoint.uri, checkpoint.step, checkpoint.to_metrics())
+
+
+def _nothing(event: Event) -> None:
+    """Shows an event to nobody."""
+
+
+class Observer:
+    """Passes events on to MLflow and to whoever shows progress, and remembers how the run stands.
+
+    Args:
+        tracker: of the run.
+        history: of the run, written by the driver.
+        show: called with every event.
+        world_sizes: of the groups of workers before this launch.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        history: HistoryWriter,
+        show: Callable[[Event], None],
+        world_sizes: Sequence[int],
+    ) -> None:
+        self._tracker = tracker
+        self._history = history
+        self._show = show
+        self._world_sizes = list(world_sizes)
+        self._attempt = 0
+        self.refused: tuple[str, ...] = ()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        """Handles events in the order they happened."""
+        steps = [
+            {"step": event.step, **event.to_metrics()}
+            for event in events
+            if isinstance(event, StepRecord | Evaluated | Stalled)
+        ]
+        if steps:
+            self._tracker.log_steps(steps)
+        for event in events:
+            self._note(event)
+        for event in events:
+            self._show_safely(event)
+
+    def _show_safely(self, event: Event) -> None:
+        """A terminal that is gone, as after `| head`, must not end the record."""
+        try:
+            self._show(event)
+        except (Exception, SystemExit):
+            self._show = _nothing
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._attempt = event.attempt
+                self._world_sizes.append(event.world_size)
+                self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
+            case Committed():
+                self._tracker.record_checkpoint(event.uri, event.step, event.to_metrics())
+            case Removed():
+                self._tracker.forget_checkpoint(event.uri)
+            case Lost():
+                fault = {"text": event.text, "ranks": list(event.ranks)}
+                self._history.add("fault", {"attempt": self._attempt, **fault})
+                self._history.flush()
+            case Refused():
+                self.refused = event.problems
+            case _:
+                pass

@@ -1,0 +1,276 @@
+"""Tracking: one MLflow run per training run, written by the driver alone.
+
+Nothing here may end a training run: a store that does not answer when the run starts is the
+user's mistake; one that fails later is written to again and again, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from elastrata.recipe.config import Config
+from elastrata.tracking.client import alone, quiet_client
+from elastrata.tracking.outbox import Outbox
+from elastrata.tracking.uri import artifact_location, check_reachable, shown, tracking_uri
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+_METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's own limits
+_PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
+_SECONDS_TO_FINISH = 60.0
+_HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
+
+
+class TrackingConfig(Config):
+    """Where the run is recorded."""
+
+    uri: str | None = None
+    """MLflow's tracking URI: `sqlite:///...`, `http(s)://...` or a database URL. Default: a SQLite
+    database `mlflow.db` in the run's storage folder, where that is local."""
+    experiment: str = "elastrata"
+    """The MLflow experiment; made where it is missing."""
+
+
+class Tracker:
+    """The open record of one run. Its methods return at once and never raise.
+
+    Made by `open_tracker`.
+    """
+
+    def __init__(self, client: Any, *, uri: str, run_id: str, experiment_id: str) -> None:
+        self.uri = uri
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+        self._client = client
+        self._outbox = Outbox(f"MLflow at {shown(uri)}", _is_hopeless)
+        self._last_steps: dict[str, int] | None = None
+        self._models: dict[str, str] = {}
+
+    def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
+        """Logs metrics by optimizer step. A step that was logged before is not logged again.
+
+        Args:
+            records: each has a key `step`; all other keys are names of metrics.
+        """
+        now = int(time.time() * 1000)
+        kept = [dict(record) for record in records]
+        self._outbox.put(lambda: self._write_steps(kept, now))
+
+    def tag(self, tags: Mapping[str, object]) -> None:
+        """Sets tags; a tag that exists takes the new value."""
+        kept = dict(tags)
+        self._outbox.put(lambda: _set_tags(self._client, self.run_id, kept))
+
+    def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Records a checkpoint that lies at `uri` as an external model of the run, once."""
+        self.tag({"checkpoint.latest": uri, "checkpoint.latest_step": step})
+        params = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
+
+        def record() -> None:
+            if recorded := self._recorded_models(uri):
+                self._models[uri] = recorded[0]
+                return
+            model = self._client.create_logged_model(
+                experiment_id=self.experiment_id,
+                name=f"step-{step}",
+                source_run_id=self.run_id,
+                tags={"uri": uri, "mlflow.model.isExternal": "true"},
+                params=params,
+                model_type="checkpoint",
+            )
+            self._client.finalize_logged_model(model.model_id, "READY")
+            self._models[uri] = model.model_id
+
+        self._outbox.put(record)
+
+    def forget_checkpoint(self, uri: str) -> None:
+        """Takes the record of a checkpoint that was deleted off the run."""
+
+        def forget() -> None:
+            for model_id in self._recorded_models(uri):
+                self._client.delete_logged_model(model_id)
+
+        self._outbox.put(forget)
+
+    def keep_checkpoints(self, uris: Collection[str]) -> None:
+        """Takes the records of all checkpoints but these off the run."""
+        kept = set(uris)
+
+        def forget() -> None:
+            for model in self._search_models():
+                if model.tags.get("uri") not in kept:
+                    self._client.delete_logged_model(model.model_id)
+
+        self._outbox.put(forget)
+
+    def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
+        """Adds a file of that name to the run's artifacts."""
+
+        def log() -> None:
+            with TemporaryDirectory() as scratch:
+                path = Path(scratch) / name
+                path.write_bytes(data)
+                self._client.log_artifact(self.run_id, str(path), folder)
+
+        self._outbox.put(log)
+
+    def finish(self, status: Status) -> None:
+        """Writes what is still to be written and the final status, in at most a minute."""
+        self._outbox.put(lambda: self._client.set_terminated(self.run_id, status))
+        left = self._outbox.close(_SECONDS_TO_FINISH)
+        if left:
+            _log.warning(
+                "MLflow at %s does not answer: run %s lacks %d records and its final status %s",
+                *(shown(self.uri), self.run_id, left - 1, status),
+            )
+
+    def _write_steps(self, records: Sequence[Mapping[str, float]], milliseconds: int) -> None:
+        from mlflow.entities import Metric
+
+        if self._last_steps is None:
+            self._last_steps = _last_steps(self._client, self.run_id)
+        last = dict(self._last_steps)
+        metrics = []
+        for record in records:
+            step = int(record["step"])
+            for name, value in record.items():
+                if name != "step" and step > last.get(name, -1):
+                    last[name] = step
+                    metrics.append(Metric(name, float(value), milliseconds, step))
+        for chunk in _chunks(metrics, _METRICS_PER_CALL):
+            self._client.log_batch(self.run_id, metrics=chunk)
+            self._last_steps |= {metric.key: metric.step for metric in chunk}
+
+    def _recorded_models(self, uri: str) -> list[str]:
+        if uri in self._models:
+            return [self._models.pop(uri)]
+        return [m.model_id for m in self._search_models() if m.tags.get("uri") == uri]
+
+    def _search_models(self) -> list[Any]:
+        found: list[Any] = self._client.search_logged_models(
+            [self.experiment_id], filter_string=f"source_run_id = '{self.run_id}'"
+        )
+        return found
+
+
+def open_tracker(
+    config: TrackingConfig,
+    storage: Storage,
+    *,
+    run_name: str,
+    run_id: str | None,
+    params: Mapping[str, object],
+    tags: Mapping[str, object],
+) -> Tracker:
+    """Starts the record of a run, or goes on with it.
+
+    Creates database, experiment and run where they are missing. Parameters of MLflow cannot
+    change: where a resumed run's differ they become tags `resumed.<parameter>`.
+
+    Args:
+        config: where to record.
+        storage: the folder under which all runs lie; the default database lies in it.
+        run_name: the run's name.
+        run_id: the MLflow run to go on with. Where the store does not know it, a new run is made,
+            tagged `continues_run`.
+        params: the recipe as dotted paths.
+        tags: facts about this start: commit, versions, fingerprint of the data.
+
+    Raises:
+        UserError: the store cannot be reached or written, or the experiment is deleted.
+    """
+    uri = tracking_uri(config.uri, storage)
+    check_reachable(uri)
+    client = quiet_client(uri)
+    try:
+        with alone(uri):
+            experiment_id = _experiment(client, config.experiment, uri)
+        run = _find_run(client, run_id)
+        if run is None:
+            run = client.create_run(experiment_id, run_name=run_name, tags=_first_tags(run_id))
+        else:
+            client.update_run(run.info.run_id, status="RUNNING")
+        _log_params(client, run, params)
+        _set_tags(client, run.info.run_id, tags)
+    except UserError:
+        raise
+    except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
+        reason = str(error).strip().splitlines()[0][:300]
+        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {reason}") from error
+    return Tracker(client, uri=uri, run_id=run.info.run_id, experiment_id=run.info.experiment_id)
+
+
+def _experiment(client: Any, name: str, uri: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
+    if found.lifecycle_stage != "active":
+        raise UserError(
+            f"tracking.experiment: '{name}': deleted in {shown(uri)}; restore it or name another"
+        )
+    return str(found.experiment_id)
+
+
+def _first_tags(earlier_run_id: str | None) -> dict[str, str]:
+    user = {"mlflow.user": getpass.getuser()}
+    return user | ({"continues_run": earlier_run_id} if earlier_run_id else {})
+
+
+def _find_run(client: Any, run_id: str | None) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _log_params(client: Any, run: Any, params: Mapping[str, object]) -> None:
+    from mlflow.entities import Param
+
+    run_id, known = run.info.run_id, run.data.params
+    wanted = {name: str(value)[:_PARAM_CHARACTERS] for name, value in params.items()}
+    new = [Param(name, value) for name, value in wanted.items() if name not in known]
+    for chunk in _chunks(new, _PARAMS_PER_CALL):
+        client.log_batch(run_id, params=chunk)
+    changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}
+    _set_tags(client, run_id, {f"resumed.{name}": value for name, value in changed.items()})
+
+
+def _last_steps(client: Any, run_id: str) -> dict[str, int]:
+    """The last step logged of each metric. A crash may have cut a batch between two metrics."""
+    return {
+        name: max(metric.step for metric in client.get_metric_history(run_id, name))
+        for name in client.get_run(run_id).data.metrics
+    }
+
+
+def _set_tags(client: Any, run_id: str, tags: Mapping[str, object]) -> None:
+    from mlflow.entities import RunTag
+
+    found = [RunTag(name, str(value)[:_TAG_CHARACTERS]) for name, value in tags.items()]
+    for chunk in _chunks(found, _TAGS_PER_CALL):
+        client.log_batch(run_id, tags=chunk)
+
+
+def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _is_hopeless(error: Exception) -> bool:
+    return getattr(error, "error_code", None) in _HOPELESS

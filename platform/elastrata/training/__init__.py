@@ -1,0 +1,1 @@
+"""The training itself: step, loop and what they are made of. Knows neither Ray nor MLflow."""

@@ -1,0 +1,71 @@
+"""Evaluation on held-out data: the same batches, masks and sums every time, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import PositiveInt
+from torch import nn
+
+from elastrata.recipe.config import Config
+from elastrata.training.step import StepLoss, mean_loss, reduce_sums
+from elastrata.training.workload import Workload
+from elastrata_pipelines.batches import Batches, Group
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.payload import decode
+from elastrata_pipelines.rows import Rows
+
+EVALUATION_SEED = 0
+"""Fixed, so that runs of different seeds are evaluated on the same predictions."""
+
+
+class EvaluationConfig(Config):
+    """When and on how much held-out data the model is evaluated."""
+
+    every: PositiveInt = 250
+    """Steps between evaluations; there is always one after the last step."""
+    path: str | None = None
+    """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
+    `prepare` puts it. Without one there is no evaluation."""
+    samples: PositiveInt = 4096
+    """At most this many samples, a random draw that is always the same."""
+
+
+def held_out_rows(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> list[Rows]:
+    """This rank's micro-batches of the held-out data. All ranks get equally many.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    group = Group(
+        first_step=0,
+        first_position=0,
+        num_steps=1,
+        batch_size=min(samples, batches.manifest.samples),
+    )
+    for place, payload in enumerate(batches.payloads(group, num_ranks)):
+        if place == rank:
+            return next(decode(payload, batches.manifest.token_dtype)).micro_batches
+    raise ValueError(f"rank {rank} of {num_ranks}")
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    workload: Workload,
+    micro_batches: Sequence[Rows],
+    vocabulary: Vocabulary,
+    device: torch.device,
+) -> StepLoss:
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
+    model.eval()
+    weights: dict[str, float] = {}
+    losses = []
+    for rows in micro_batches:
+        batch = workload.collate(rows, vocabulary, EVALUATION_SEED).to(device)
+        for term, weight in batch.weights.items():
+            weights[term] = weights.get(term, 0.0) + weight
+        losses.append(workload.loss(model, batch))
+    model.train()
+    return mean_loss(losses, reduce_sums(weights, device))

@@ -1,0 +1,165 @@
+"""The training loop: rows in, step records out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from elastrata.training.clip import ClipConfig
+from elastrata.training.device import peak_flops, peak_memory_bytes
+from elastrata.training.ends import TrainingError
+from elastrata.training.optimizer import set_learning_rate
+from elastrata.training.phases import Phases
+from elastrata.training.record import StepRecord
+from elastrata.training.request import Act
+from elastrata.training.schedule import ScheduleConfig, learning_rate
+from elastrata.training.step import StepResult, reduce_sums, train_step
+from elastrata.training.workload import Batch, Workload
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.hashing import digest
+from elastrata_pipelines.payload import RankStep
+
+_HALF = 2**32
+_WEIGHT = "weight/"
+_ACT = "act"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What stays the same from step to step."""
+
+    workload: Workload
+    vocabulary: Vocabulary
+    seed: int
+    peak_lr: float
+    schedule: ScheduleConfig
+    steps: int
+    clip: ClipConfig
+    on_nonfinite: Literal["stop", "skip"]
+    device: torch.device
+    world_size: int
+
+    def run(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stream: Iterable[RankStep],
+        start: Start,
+        asked: Callable[[], Act],
+    ) -> Iterator[tuple[StepRecord, Act]]:
+        """Trains on every step of `stream` and yields its record, the same on every rank but for
+        the seconds and the memory, and what all ranks are to do after it.
+
+        Args:
+            model: as `parallelize` returned it.
+            optimizer: over its parameters.
+            stream: this rank's part of every step that is left.
+            start: the state of the run before the first of them.
+            asked: what is asked of all ranks, on rank 0; elsewhere `Act.GO_ON`.
+        """
+        samples, tokens = start.samples, start.tokens
+        phases = Phases()
+        for part in stream:
+            phases.passed("seconds_waiting_for_data")
+            batches = [
+                self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+                for rows in part.micro_batches
+            ]
+            batch = reduce_sums({**self._sums(part, batches), _ACT: asked()}, self.device)
+            phases.passed("seconds_collating")
+            lr = learning_rate(
+                self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps
+            )
+            set_learning_rate(optimizer, lr)
+            result = train_step(
+                model, optimizer, self.workload, batches, weights=_weights(batch), clip=self.clip
+            )
+            if result.skipped and self.on_nonfinite == "stop":
+                raise TrainingError(_nonfinite(part.step, result))
+            samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
+            record = StepRecord(
+                step=part.step,
+                samples=samples,
+                tokens=tokens,
+                lr=lr,
+                world_size=self.world_size,
+                micro_batches=len(part.cuts) - 1,
+                imbalance=part.imbalance,
+                memory_bytes=peak_memory_bytes(self.device),
+                **_loss_fields(result),
+                **_batch_fields(batch),
+                **self._time_fields(phases, batch["flops"]),
+            )
+            yield record, Act(int(batch[_ACT]))
+            phases = Phases()
+
+    def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
+        """This rank's part of everything that is summed over the global batch before the forward
+        pass. The digest travels in halves, so that its sum is exact in float64."""
+        weights: dict[str, float] = {}
+        for batch in batches:
+            for term, weight in batch.weights.items():
+                weights[term] = weights.get(term, 0.0) + weight
+        upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
+        segments = part.rows.segment_lengths.tolist()
+        return {
+            **{_WEIGHT + term: weight for term, weight in weights.items()},
+            "samples": len(part.rows),
+            "tokens": len(part.rows.tokens),
+            "positions": sum(batch.num_positions for batch in batches),
+            "flops": self.workload.flops(segments, weights, self.vocabulary),
+            "digest_upper": upper,
+            "digest_lower": lower,
+        }
+
+    def _time_fields(self, phases: Phases, flops: float) -> dict[str, Any]:
+        parts = dict(phases.seconds)
+        phases.passed("rest")
+        seconds, peak = sum(phases.seconds.values()), peak_flops(self.device)
+        mfu = flops / (seconds * peak * self.world_size) if peak else None
+        return {"seconds": seconds, "mfu": mfu, **parts}
+
+
+def _weights(batch: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix(_WEIGHT): value
+        for name, value in batch.items()
+        if name.startswith(_WEIGHT)
+    }
+
+
+def _nonfinite(step: int, result: StepResult) -> str:
+    terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
+    return (
+        f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
+        f"{result.gradient_norm:g}: not finite, nothing was updated; try a smaller optimizer.lr, "
+        "or on_nonfinite=skip to leave such batches out"
+    )
+
+
+def _loss_fields(result: StepResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss.total,
+        "terms": result.loss.terms,
+        "metrics": result.loss.metrics,
+        "gradient_norm": result.gradient_norm,
+        "skipped": result.skipped,
+        "seconds_in_model": result.seconds_in_model,
+        "seconds_in_optimizer": result.seconds_in_optimizer,
+    }
+
+
+def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
+    whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
+    return {
+        "digest": f"{whole:016x}",
+        "batch_samples": int(batch["samples"]),
+        "batch_tokens": int(batch["tokens"]),
+        "padding": 1 - batch["tokens"] / batch["positions"],
+        "flops": int(batch["flops"]),
+    }

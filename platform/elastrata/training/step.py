@@ -1,0 +1,134 @@
+"""One optimizer step, equal at any world size: sums, divided once by global weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastrata.training.clip import ClipConfig, clip_gradient
+from elastrata.training.parallel import synchronize_gradients
+from elastrata.training.workload import Batch, Loss, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """The loss of a global batch: means over all its predictions."""
+
+    total: float
+    terms: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did to the model, beside changing it."""
+
+    loss: StepLoss
+    gradient_norm: float
+    skipped: bool
+    """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
+    seconds_in_model: float
+    seconds_in_optimizer: float
+
+
+def reduce_sums(sums: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Adds up named numbers over all ranks; float64, exact for whole numbers below 2^53.
+
+    All ranks must name the same keys.
+    """
+    names = sorted(sums)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workload: Workload,
+    batches: Sequence[Batch],
+    *,
+    weights: Mapping[str, float],
+    clip: ClipConfig,
+) -> StepResult:
+    """Forward, backward and update over this rank's micro-batches of one global batch.
+
+    Loss and gradient norm are those of the global batch, so all ranks see alike whether they are
+    finite; where they are not, nothing is updated.
+
+    Args:
+        model: as `parallelize` returned it.
+        batches: this rank's micro-batches; all ranks have equally many.
+        weights: per loss term the weight of the *global* batch.
+        clip: limit of the gradient.
+    """
+    started = time.perf_counter()
+    sums: list[Loss] = []
+    for place, batch in enumerate(batches):
+        synchronize_gradients(model, place == len(batches) - 1)
+        loss = workload.loss(model, batch)
+        weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
+        sums.append(_detached(loss))
+    mean = mean_loss(sums, weights)
+    in_optimizer = time.perf_counter()
+    gradient_norm = float(clip_gradient(clip, model))
+    finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return StepResult(
+        loss=mean,
+        gradient_norm=gradient_norm,
+        skipped=not finite,
+        seconds_in_model=in_optimizer - started,
+        seconds_in_optimizer=time.perf_counter() - in_optimizer,
+    )
+
+
+def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
+    """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
+    shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
+    return torch.stack(shares).sum()
+
+
+def mean_loss(losses: Sequence[Loss], weights: Mapping[str, float]) -> StepLoss:
+    """The means over the global batch, from this rank's sums. Collective."""
+    device = next(iter(losses[0].terms.values())).device
+    totals: dict[str, torch.Tensor] = {}
+    per: dict[str, str] = {}
+    for loss in losses:
+        for term, total in loss.terms.items():
+            totals[f"term/{term}"] = totals.get(f"term/{term}", 0) + total.double()
+            per[f"term/{term}"] = term
+        for name, metric in loss.metrics.items():
+            totals[f"metric/{name}"] = totals.get(f"metric/{name}", 0) + metric.total.double()
+            per[f"metric/{name}"] = metric.per
+    names = sorted(totals)
+    values = torch.stack([totals[name] for name in names]).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    means = {
+        name: value / max(weights[per[name]], 1.0)
+        for name, value in zip(names, values.tolist(), strict=True)
+    }
+    terms = {name.removeprefix("term/"): means[name] for name in names if name.startswith("term/")}
+    return StepLoss(
+        total=sum(terms.values()),
+        terms=terms,
+        metrics={
+            name.removeprefix("metric/"): means[name]
+            for name in names
+            if name.startswith("metric/")
+        },
+    )
+
+
+def _detached(loss: Loss) -> Loss:
+    return Loss({term: total.detach() for term, total in loss.terms.items()}, loss.metrics)

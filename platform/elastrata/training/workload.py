@@ -1,0 +1,133 @@
+"""The seam for workloads: what the engine needs of a model family, and nothing more.
+
+A workload is a part of the recipe (its hyperparameters) with the methods that give them meaning.
+It is found through the entry-point group `elastrata.workloads`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from elastrata.recipe.config import Config
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.rows import Rows
+
+ENTRY_POINTS = "elastrata.workloads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch, ready for the model. Workloads subclass it with their tensors."""
+
+    weights: Mapping[str, float]
+    """Per loss term the weight (number of predictions) of this micro-batch, known before the
+    forward pass so that the step can divide by the weight of the global batch."""
+    num_positions: int
+    """Token positions the model computes on, padding included."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch with all its tensors on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return type(self)(**{**vars(self), **moved})
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum over predictions, divided in the end by the global weight of the loss term `per`."""
+
+    total: Tensor
+    per: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Sums, never means: the engine divides once, by the weight of the global batch."""
+
+    terms: Mapping[str, Tensor]
+    """Per loss term a scalar sum; the training loss adds up sum / global weight over terms."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
+
+
+class Workload(Config):
+    """A model family with its objective."""
+
+    name: str
+    """The entry point's name: `bert`..."""
+
+    @abstractmethod
+    def problems(self, manifest: Manifest) -> list[str]:
+        """One line per reason why this workload cannot train on that data set; empty if it can."""
+
+    @abstractmethod
+    def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
+        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks, in order: the units of sharding, checkpointing and compilation."""
+
+    @abstractmethod
+    def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> Batch:
+        """A micro-batch from rows, maybe from none. All randomness is `SampleRng(seed, rows)`'s."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Runs the model. With an empty batch the sums are zero and gradients still flow."""
+
+    @abstractmethod
+    def work(self, vocabulary: Vocabulary) -> WorkModel:
+        """Cost of a sample by its length, for the deal; in FLOPs of a forward pass."""
+
+    @abstractmethod
+    def flops(
+        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
+    ) -> int:
+        """FLOPs of forward and backward for samples, or packed documents, of these lengths.
+
+        `weights` are those of the batches.
+
+        6 per matmul parameter and token it is applied to, plus attention, halved where it is
+        causal. Recomputation is not counted.
+        """
+
+    @abstractmethod
+    def export(
+        self,
+        state: Mapping[str, Tensor],
+        vocabulary: Vocabulary,
+        seq_len: int,
+        tokenizer: Path | None,
+        path: Path,
+    ) -> None:
+        """Writes a folder that transformers' `from_pretrained` loads; `tokenizer` is copied in."""
+
+
+def workload_class(name: str) -> type[Workload]:
+    """The workload registered under `name`.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise UserError(
+            f"workload.name: '{name}': no such workload{nearest(name, found)}; "
+            f"installed: {', '.join(sorted(found)) or 'none'}"
+        )
+    loaded: type[Workload] = found[name].load()
+    return loaded

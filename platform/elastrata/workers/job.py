@@ -1,0 +1,25 @@
+"""A job: everything that the workers of a run are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastrata.hot.storage import HotStorage
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A value: it can be sent to any process."""
+
+    recipe: Recipe
+    run: Storage
+    batches: Batches
+    held_out: Batches | None
+    mailbox: Any
+    """Handle of the driver's mailbox."""
+    hot: HotStorage | None
+    """Where the copies in memory are kept; None: nowhere."""
