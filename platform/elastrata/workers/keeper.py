@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, cast
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, hot_saver
 from elastrata.checkpoints.commit import EVALUATION_LOSS, Commit
-from elastrata.checkpoints.training_state import training_state
 from elastrata.hot.storage import HotStorage
 from elastrata.runs.history import HistoryWriter
 from elastrata.training.record import StepRecord
@@ -41,8 +39,7 @@ class Keeper:
         config: which checkpoints are taken and stay.
         steps: of the whole run.
         sender: to the driver.
-        model: as `parallelize` returned it.
-        optimizer: over its parameters.
+        state: what there is to save, as it is when this is called.
     """
 
     def __init__(
@@ -55,13 +52,12 @@ class Keeper:
         config: CheckpointConfig,
         steps: int,
         sender: Sender,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        state: Callable[[], dict[str, Any]],
     ) -> None:
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
         self._config, self._steps = config, steps
-        self._sender, self._model, self._optimizer = sender, model, optimizer
+        self._sender, self._state = sender, state
         self._evaluated: Evaluated | None = None
         self._serving: Request | None = None
         self._retry = Backoff()
@@ -176,7 +172,7 @@ class Keeper:
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
         return saver.save(
-            training_state(self._model, self._optimizer),
+            self._state(),
             step=record.step,
             samples=record.samples,
             tokens=record.tokens,

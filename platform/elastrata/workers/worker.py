@@ -15,7 +15,7 @@ from torch import nn
 
 from elastrata.checkpoints.commit import MARKER, Commit, folders
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.training_state import restore
+from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.training.device import current_device
@@ -33,7 +33,7 @@ from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.stream import RankStream
 
@@ -82,19 +82,7 @@ def _train(job: Job, sender: Sender) -> None:
     phases.passed("state")
     held_out = _held_out(job, rank, world_size)
     phases.passed("held_out")
-    loop = Loop(
-        workload=recipe.workload,
-        vocabulary=manifest.vocabulary,
-        seed=recipe.seed,
-        peak_lr=recipe.optimizer.lr,
-        schedule=recipe.schedule,
-        steps=recipe.steps,
-        clip=recipe.clip,
-        on_nonfinite=recipe.on_nonfinite,
-        device=device,
-        world_size=world_size,
-    )
-    with Keeper(
+    keeper = Keeper(
         job.run,
         job.hot,
         attempt=attempt,
@@ -102,20 +90,20 @@ def _train(job: Job, sender: Sender) -> None:
         config=recipe.checkpoint,
         steps=recipe.steps,
         sender=sender,
-        model=model,
-        optimizer=optimizer,
-    ) as keeper:
-        keeper.started(
-            Started(
-                attempt=attempt,
-                world_size=world_size,
-                step=start.step,
-                state=start.tier,
-                rolled_back=rolled_back,
-                pids=_pids(rank, world_size),
-                seconds=phases.seconds,
-            )
-        )
+        state=lambda: training_state(model, optimizer),
+    )
+    started = Started(
+        attempt=attempt,
+        world_size=world_size,
+        step=start.step,
+        state=start.tier,
+        rolled_back=rolled_back,
+        pids=_pids(rank, world_size),
+        seconds=phases.seconds,
+    )
+    loop = _loop(recipe, manifest.vocabulary, device, world_size)
+    with keeper:
+        keeper.started(started)
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
         for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
@@ -128,6 +116,21 @@ def _train(job: Job, sender: Sender) -> None:
             if act >= Act.HALT and record.step < recipe.steps:
                 _rest(keeper.halted(record), recipe.checkpoint.grace_seconds)
     ray.train.report({"step": recipe.steps})
+
+
+def _loop(recipe: Recipe, vocabulary: Vocabulary, device: torch.device, world_size: int) -> Loop:
+    return Loop(
+        workload=recipe.workload,
+        vocabulary=vocabulary,
+        seed=recipe.seed,
+        peak_lr=recipe.optimizer.lr,
+        schedule=recipe.schedule,
+        steps=recipe.steps,
+        clip=recipe.clip,
+        on_nonfinite=recipe.on_nonfinite,
+        device=device,
+        world_size=world_size,
+    )
 
 
 def _take_over(job: Job, start: Start) -> tuple[int, int]:
