@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from elastrata_pipelines.deal import Deal, WorkModel, deal
+from elastrata_pipelines.deal import Deal, WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Ints, Order, Places
 from elastrata_pipelines.payload import StepLayout, encode
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import Stripes
+from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class Batches:
     order: Order
     work: WorkModel
     tokens_per_micro_batch: int
+    virtual_ranks: int | None = None
+    """None: batches are dealt to as many ranks as there are."""
 
     def stripes(self) -> Stripes:
         """A reader of the data set."""
@@ -87,6 +90,7 @@ class Batches:
                     step=group.first_step + k + 1,
                     cuts=hand.cuts.tolist(),
                     imbalance=dealt.imbalance,
+                    rounds=num_rounds(self.virtual_ranks or num_ranks, num_ranks),
                 )
                 for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
             ]
@@ -114,8 +118,9 @@ class Batches:
         return groups
 
     def _deal(self, lengths: Ints, num_ranks: int) -> Deal:
-        return deal(
+        return deal_to_virtual(
             lengths,
+            virtual_ranks=self.virtual_ranks or num_ranks,
             num_ranks=num_ranks,
             work=self.work,
             tokens_per_micro_batch=self.tokens_per_micro_batch,

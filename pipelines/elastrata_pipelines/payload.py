@@ -26,6 +26,8 @@ class StepLayout:
     """Micro-batch m of the step is its rows cuts[m]:cuts[m + 1]."""
     imbalance: float
     """Largest work of a rank over the mean, in this step."""
+    rounds: int = 1
+    """Virtual ranks that the rank plays one after the other, with equally many micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class RankStep:
     rows: Rows
     cuts: npt.NDArray[np.int64]
     imbalance: float
+    rounds: int = 1
 
     @property
     def micro_batches(self) -> list[Rows]:
@@ -76,6 +79,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             rows=part,
             cuts=np.array(layout["cuts"], dtype=np.int64),
             imbalance=layout["imbalance"],
+            rounds=layout["rounds"],
         )
 
 

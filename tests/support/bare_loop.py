@@ -35,6 +35,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
+        virtual_ranks=recipe.parallel.virtual_ranks,
     )
     loop = Loop(
         workload=workload,
@@ -47,6 +48,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         on_nonfinite=recipe.on_nonfinite,
         device=torch.device("cpu"),
         world_size=world_size,
+        ordered=recipe.parallel.virtual_ranks is not None,
     )
     groups = batches.groups(
         Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=4096

@@ -161,4 +161,5 @@ def _batches(
         ),
         work=recipe.workload.work(manifest.vocabulary),
         tokens_per_micro_batch=recipe.micro_batch_tokens,
+        virtual_ranks=recipe.parallel.virtual_ranks,
     )

@@ -12,7 +12,7 @@ Problem = tuple[tuple[str, ...], str]
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
-    return [*_steps(recipe), *_sizes(recipe)]
+    return [*_steps(recipe), *_sizes(recipe), *_virtual_ranks(recipe)]
 
 
 def _steps(recipe: Recipe) -> Iterator[Problem]:
@@ -43,4 +43,29 @@ def _sizes(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("parallel", "replicate"),
             f"parallel.replicate: {replicate}: expected at most workers.max ({recipe.workers.max})",
+        )
+
+
+def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
+    count, workers = recipe.parallel.virtual_ranks, recipe.workers
+    if count is None:
+        return
+    key = ("parallel", "virtual_ranks")
+    if count < workers.max:
+        yield (
+            key,
+            f"parallel.virtual_ranks: {count}: expected at least workers.max ({workers.max}), one "
+            "for every worker",
+        )
+    if workers.threads is None:
+        yield (
+            ("workers", "threads"),
+            "workers.threads: None: parallel.virtual_ranks needs a number, such as 1, as sums "
+            "depend on it",
+        )
+    if recipe.parallel.replicate > 1:
+        yield (
+            ("parallel", "replicate"),
+            f"parallel.replicate: {recipe.parallel.replicate}: expected 1 where "
+            "parallel.virtual_ranks is set, as copies would add up in another order",
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastrata.recipe.config import Config
+from elastrata.training.order_free import order_free_norm
 
 
 class ClipConfig(Config):
@@ -20,13 +21,21 @@ class ClipConfig(Config):
     max_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
-def clip_gradient(config: ClipConfig, model: nn.Module) -> Tensor:
+def clip_gradient(config: ClipConfig, model: nn.Module, *, ordered: bool = False) -> Tensor:
     """Clips in place and returns the 2-norm of the whole gradient before clipping, a scalar.
 
     Collective over the mesh that shards the parameters.
+
+    Args:
+        config: how, and the limit.
+        model: with gradients.
+        ordered: whether no bit of the norm may depend on how the parameters are sharded.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if ordered:
+        norm = order_free_norm(gradients)
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     if config.method == "global_norm":
         torch.nn.utils.clip_grads_with_norm_(
             model.parameters(), config.max_norm, norm, foreach=True

@@ -43,6 +43,8 @@ class Loop:
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
+    ordered: bool = False
+    """Whether no bit of a step may depend on the world size."""
 
     def run(
         self,
@@ -77,7 +79,14 @@ class Loop:
             )
             set_learning_rate(optimizer, lr)
             result = train_step(
-                model, optimizer, self.workload, batches, weights=_weights(batch), clip=self.clip
+                model,
+                optimizer,
+                self.workload,
+                batches,
+                weights=_weights(batch),
+                clip=self.clip,
+                rounds=part.rounds,
+                ordered=self.ordered,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(part.step, result))

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from elastrata.recipe.config import Config
+from elastrata.training.ordered_reduction import OrderedReduceScatter
+from elastrata_pipelines.virtual_ranks import num_rounds
 
 Precision = Literal["fp32", "bf16"]
 
@@ -23,6 +25,11 @@ class ParallelConfig(Config):
 
     replicate: PositiveInt = 1
     """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP."""
+    virtual_ranks: PositiveInt | None = None
+    """Divides every global batch into so many parts, whatever the number of workers, and adds up
+    their gradients in the order of the parts: losses are then equal to the bit at any number of
+    workers, at the price of a reduction for each part. A multiple of every number of workers is
+    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads."""
 
 
 def data_mesh(device_type: str, world_size: int, replicate: int) -> DeviceMesh:
@@ -45,11 +52,12 @@ def parallelize(
     precision: Precision,
     activation_checkpointing: Literal["none", "full"],
     compile: bool,
+    virtual_ranks: int | None = None,
 ) -> nn.Module:
     """Checkpointing, then compilation, then FSDP2 on every block and on what is left.
 
     Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
-    global batch already.
+    global batch already. With virtual ranks they are summed in the order of these.
     """
     for block in blocks:
         if activation_checkpointing == "full":
@@ -66,6 +74,9 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if virtual_ranks and mesh.size() > 1:
+                rounds = num_rounds(virtual_ranks, mesh.size())
+                module.set_custom_reduce_scatter(OrderedReduceScatter(rounds))
     return model
 
 

@@ -57,6 +57,8 @@ def train_step(
     *,
     weights: Mapping[str, float],
     clip: ClipConfig,
+    rounds: int = 1,
+    ordered: bool = False,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -68,17 +70,20 @@ def train_step(
         batches: this rank's micro-batches; all ranks have equally many.
         weights: per loss term the weight of the *global* batch.
         clip: limit of the gradient.
+        rounds: the gradient is reduced so many times, after equally many micro-batches each.
+        ordered: whether no bit of the result may depend on the world size.
     """
+    per_round = len(batches) // rounds
     started = time.perf_counter()
     sums: list[Loss] = []
     for place, batch in enumerate(batches):
-        synchronize_gradients(model, place == len(batches) - 1)
+        synchronize_gradients(model, (place + 1) % per_round == 0)
         loss = workload.loss(model, batch)
         weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
         sums.append(_detached(loss))
     mean = mean_loss(sums, weights)
     in_optimizer = time.perf_counter()
-    gradient_norm = float(clip_gradient(clip, model))
+    gradient_norm = float(clip_gradient(clip, model, ordered=ordered))
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
     if finite:
         optimizer.step()

@@ -130,6 +130,7 @@ def _loop(recipe: Recipe, vocabulary: Vocabulary, device: torch.device, world_si
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
+        ordered=recipe.parallel.virtual_ranks is not None,
     )
 
 
@@ -203,6 +204,7 @@ def _build_model(
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
+        virtual_ranks=recipe.parallel.virtual_ranks,
     )
 
 
