@@ -4,7 +4,8 @@
 
 Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers, and once more on a cluster of
 several nodes while every kind of fault of `make chaos` happens to it, and its driver is interrupted
-and started again. Compares every step with that of the run of one worker. Writes
+and started again. Compares every step with that of the run of one worker. Then all of it again with
+`parallel.virtual_ranks`, whose price is the ratio of the median seconds of a step. Writes
 `results/elasticity.json` and a picture of the curves and of their differences.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import os
 import random
 import signal
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +33,8 @@ from support.live_run import LiveRun
 from support.nodes import nodes
 
 SIZES = (1, 2, 3, 4)
-STEPS, CURVE_POINTS, LAST_STEPS = 1000, 50, 50
+STEPS, CURVE_POINTS, LAST_STEPS = 600, 50, 50
+VIRTUAL_RANKS = 12
 DISTURBED = "through faults"
 Runs = Mapping[str, Sequence[Any]]
 """The steps of every run, by its name; that of one worker first."""
@@ -78,30 +81,32 @@ def write_recipe(folder: Path, wikitext: Path) -> Path:
     return folder / "recipe.yaml"
 
 
-def undisturbed(recipe: Path, size: int) -> list[Any]:
+def undisturbed(recipe: Path, kind: str, size: int, *overrides: str) -> list[Any]:
     """The steps of a run that has so many workers from its beginning to its end."""
     workers = [f"workers.{key}={value}" for key, value in
                {"min": size, "max": size, "cpus": 0.4, "spares": "false"}.items()]  # fmt: skip
-    live = LiveRun(recipe, f"size-{size}", recipe.parent / f"log-{size}", *workers)
+    name = f"{kind}-{size}"
+    live = LiveRun(recipe, name, recipe.parent / f"log-{name}", *workers, *overrides)
     live.end(1800)
     return live.steps()
 
 
-def disturbed(recipe: Path) -> tuple[LiveRun, list[dict[str, Any]]]:
+def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[dict[str, Any]]]:
     """A run that every kind of fault happens to, and those faults in order."""
     draw = random.Random(0)
-    log = recipe.parent / "log-disturbed"
+    name = f"{kind}-disturbed"
+    log = recipe.parent / f"log-{name}"
     with nodes() as cluster:
         alive = [cluster.add(cpus=1) for _ in range(2)]
-        address = ("--address", cluster.address)
-        live = LiveRun(recipe, "disturbed", log, *address)
+        arguments = ("--address", cluster.address, *overrides)
+        live = LiveRun(recipe, name, log, *arguments)
         chaos = Chaos(cluster, live, draw, alive)
         chaos.inject(KINDS)
         live.wait_for_group(live.groups())
         live.send(signal.SIGTERM)
         assert live.driver.wait(timeout=120) == 130, live.output
         faults = [*chaos.faults, {"kind": "interrupt driver (SIGTERM), start it again"}]
-        live = LiveRun(recipe, "disturbed", log.with_suffix(".again"), *address)
+        live = LiveRun(recipe, name, log.with_suffix(".again"), *arguments)
         live.end(1800)
     return live, faults
 
@@ -154,6 +159,32 @@ def curve(steps: Sequence[Any]) -> list[tuple[int, float]]:
     return [(s["step"], s["loss"]) for s in steps[:: max(1, len(steps) // CURVE_POINTS)]]
 
 
+def measure(recipe: Path, kind: str, *overrides: str) -> tuple[Runs, dict[str, Any]]:
+    """All runs of one kind, and what they show."""
+    runs = {
+        f"{size} worker{'s' * (size > 1)}": undisturbed(recipe, kind, size, *overrides)
+        for size in SIZES
+    }
+    live, faults = disturbed(recipe, kind, *overrides)
+    runs[DISTURBED] = live.steps()
+    folder = recipe.parent / "runs"
+    return runs, {
+        "differences_from_1_worker": differences(runs),
+        DISTURBED: {
+            "faults": faults,
+            "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
+            "steps_done_again": live.rolled_back(),
+            "audit": run_json("audit", folder / f"{kind}-disturbed", folder / f"{kind}-1"),
+        },
+        "median_step_seconds": {
+            name: round(statistics.median(step["seconds"] for step in steps), 4)
+            for name, steps in runs.items()
+            if name != DISTURBED
+        },
+        "losses": {name: curve(steps) for name, steps in runs.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wikitext", type=Path)
@@ -161,22 +192,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         recipe = write_recipe(Path(scratch), arguments.wikitext)
-        runs = {f"{size} worker{'s' * (size > 1)}": undisturbed(recipe, size) for size in SIZES}
-        live, faults = disturbed(recipe)
-        runs[DISTURBED] = live.steps()
-        audit = run_json("audit", *(recipe.parent / "runs" / n for n in ("disturbed", "size-1")))
+        runs, plain = measure(recipe, "plain")
         draw_curves(runs, RESULTS / "elasticity.png")
-        figures = {
-            "steps": STEPS,
-            "differences_from_1_worker": differences(runs),
-            DISTURBED: {
-                "faults": faults,
-                "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
-                "steps_done_again": live.rolled_back(),
-                "audit": audit,
-            },
-            "losses": {name: curve(steps) for name, steps in runs.items()},
-        }
+        _, exact = measure(recipe, "exact", f"parallel.virtual_ranks={VIRTUAL_RANKS}")
+    figures = {"steps": STEPS, "plain": plain, "virtual_ranks": {"number": VIRTUAL_RANKS, **exact}}
     write_result("elasticity", figures, ("elastrata", "ray", "torch"))
 
 
