@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources
 
 from elastrata_pipelines.batches import Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.stripes import Stripes
 
 READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
@@ -102,9 +104,15 @@ class _Reader:
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
         stripes = self.batches.stripes()
         for row in descriptor.to_pylist():
-            for group in json.loads(row["groups"]):
-                for payload in self.batches.payloads(Group(**group), self.num_ranks, stripes):
-                    yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+            groups = [Group(**group) for group in json.loads(row["groups"])]
+            for payload in self._payloads(groups, stripes):
+                yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+
+    def _payloads(self, groups: list[Group], stripes: Stripes) -> Iterator[pa.Buffer]:
+        for group in groups:
+            yield from self.batches.payloads(group, self.num_ranks, stripes)
+        if not groups:  # no step is left, but where the run stands is told all the same
+            yield from [pa.py_buffer(b"")] * self.num_ranks
 
 
 def _one_value(payload: pa.Buffer) -> pa.LargeBinaryArray:
@@ -130,15 +138,16 @@ class RankStream:
             )
         )
         self._token_dtype = token_dtype
-        self._first: pa.Table | None = next(self._tables, None)
+        self._first: pa.Table = next(self._tables)
 
     @property
-    def start(self) -> Start | None:
-        """The state this stream continues from; None where no step is left."""
-        return None if self._first is None else Start(**json.loads(self._first["start"][0].as_py()))
+    def start(self) -> Start:
+        """The state this stream continues from, also where no step is left."""
+        return Start(**json.loads(self._first["start"][0].as_py()))
 
     def __iter__(self) -> Iterator[RankStep]:
-        table, self._first = self._first, None
-        while table is not None:
-            yield from decode(table["payload"].chunk(0)[0].as_buffer(), self._token_dtype)
-            table = next(self._tables, None)
+        table: pa.Table
+        for table in chain([self._first], self._tables):
+            payload = table["payload"].chunk(0)[0].as_buffer()
+            if payload.size:
+                yield from decode(payload, self._token_dtype)

@@ -14,7 +14,7 @@ from elastrata.checkpoints.commit import commits
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
 from support.live_run import LiveRun
-from support.nodes import Nodes, actors, nodes, send, train_workers
+from support.nodes import Nodes, actors, nodes, send, train_workers, workers_of
 from support.short_steps import HOT_STEPS, write_recipe
 
 SLOW = pytest.mark.slow
@@ -102,11 +102,16 @@ def test_a_killed_helper_is_replaced(name, recipe, undisturbed, cluster, tmp_pat
     live.wait_for_group(1)
     (helper,) = actors(name, cluster.address)
     send(helper, signal.SIGKILL)
+    if name == "TrainController":
+        live.wait_for_group(2)
+    else:  # a new one is of use: the next group continues from what was copied since
+        live.wait_for_more(steps=3 * HOT_STEPS)
+        send(train_workers(cluster.address)[-1], signal.SIGKILL)
     live.end()
     assert_alike(live, undisturbed)
-    lost = name == "TrainController"
-    assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"][: 1 + lost]
-    assert len(live.of_kind("fault")) == lost
+    assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
+    assert len(live.of_kind("fault")) == 1
+    assert sum(live.rolled_back()) <= HOT_STEPS
 
 
 @SLOW
@@ -127,12 +132,13 @@ def test_an_interrupted_driver_saves_first(number, recipe, undisturbed, tmp_path
 @SLOW
 def test_a_killed_driver_goes_on_from_storage(recipe, undisturbed, tmp_path) -> None:
     live = LiveRun(recipe, "driver-killed", tmp_path / "log", "workers.max=2")
-    live.wait_for_group(1)
+    wait_until(lambda: "checkpoint of step 200" in live.output, 180, "a checkpoint")
     live.send(signal.SIGKILL)
     live.driver.wait()
     again = LiveRun(recipe, "driver-killed", tmp_path / "again", "workers.max=1")
     again.end()
     assert "is dead; taking over" in again.output
+    assert [entry["state"] for entry in again.of_kind("started")] == ["new", "durable"]
     assert_alike(again, undisturbed)
 
 
@@ -163,3 +169,36 @@ def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
     assert every < newest.step < 2 * every
     live.send(signal.SIGINT)
     assert live.driver.wait(timeout=120) == 130, live.output
+
+
+@SLOW
+def test_the_last_state_outlives_storage_and_worker(recipe, tmp_path) -> None:
+    """The last save fails, then a worker dies: what is in memory is the run's end all the same."""
+    few = ("steps=200", "checkpoint.every=1000", "workers.max=2")
+    live = LiveRun(recipe, "last-save", tmp_path / "log", *few)
+    live.wait_for_group(1)
+    checkpoints = recipe.parent / "runs" / "last-save" / "checkpoints"
+    checkpoints.write_text("no folder can be made here")
+    wait_until(lambda: "checkpoint of step 200 failed" in live.output, 120, "a failed save")
+    send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
+    wait_until(lambda: live.groups() == 2, 120, "another group")
+    checkpoints.unlink()
+    live.end()
+    assert [entry["step"] for entry in live.of_kind("started")] == [0, 200]
+    assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
+    assert commits(Storage(str(checkpoints)))[0].step == 200
+    assert [step["step"] for step in live.steps()] == list(range(1, 201))
+
+
+@SLOW
+def test_an_interrupt_waits_for_storage(recipe, tmp_path) -> None:
+    live = LiveRun(recipe, "interrupted-save", tmp_path / "log", "steps=20000")
+    live.wait_for_group(1)
+    checkpoints = recipe.parent / "runs" / "interrupted-save" / "checkpoints"
+    checkpoints.write_text("no folder can be made here")
+    live.send(signal.SIGTERM)
+    wait_until(lambda: " failed, training goes on" in live.output, 60, "a failed save")
+    checkpoints.unlink()
+    assert live.driver.wait(timeout=120) == 130, live.output
+    (halted,) = live.of_kind("halted")
+    assert commits(Storage(str(checkpoints)))[0].step == halted["step"]

@@ -87,7 +87,9 @@ def test_the_stream_says_where_it_starts(ray_local, batches) -> None:
 def test_nothing_is_left_after_the_last_step(ray_local, batches) -> None:
     done = Start(step=5, samples=145, tokens=0, commit="x")
     (iterator,) = dealt(descriptors(batches, done, steps=5, batch_size=BATCH), batches, 1)
-    assert RankStream(iterator, "uint16").start is None
+    stream = RankStream(iterator, "uint16")
+    assert stream.start == done
+    assert list(stream) == []
 
 
 def test_digests_add_up_over_ranks(batches) -> None:

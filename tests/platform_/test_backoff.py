@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.workers.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff
+from elastrata.workers import backoff as module
+from elastrata.workers.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff, patiently
+from elastrata_pipelines.errors import UserError
 
 NOW = st.floats(0, 1e9)
 
@@ -40,3 +43,38 @@ def test_due_when_the_distance_from_the_newest_failure_is_over(failures: int, no
 @given(st.integers(1, 50), NOW)
 def test_a_success_starts_over(failures: int, now: float) -> None:
     assert after(failures).succeeded().failed(now) == Backoff().failed(now)
+
+
+def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_SECONDS", 0.001)
+    answers = iter([OSError("away"), OSError("still away"), "there"])
+    warned: list[str] = []
+
+    def ask() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert patiently(ask, "the state", warned.append) == "there"
+    assert warned == [
+        "the state cannot be read, tried again in 0.001 s: away",
+        "the state cannot be read, tried again in 0.002 s: still away",
+    ]
+
+
+def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.01)
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        patiently(fail, "the state", lambda _: None)
+
+    def refuse() -> None:
+        raise UserError("wrong")
+
+    with pytest.raises(UserError):
+        patiently(refuse, "the state", lambda _: pytest.fail("a user's mistake stays one"))

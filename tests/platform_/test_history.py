@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     ]
     assert history.world_sizes(entries) == [2, 3]
     assert history.next_attempt(storage) == 3
-    assert history.last_step(storage) == 1
+    assert [step["step"] for step in history.effective_steps(entries)] == [1]
 
 
 def test_attempts_of_five_digits_come_after_those_of_four(tmp_path: Path) -> None:
@@ -122,26 +123,76 @@ def test_a_writer_goes_on_after_the_parts_of_its_name(tmp_path: Path) -> None:
         driver.add("ended", {"status": status, "text": ""})
         driver.flush()
     assert [e["status"] for e in history.read(Storage(str(tmp_path)))] == ["FAILED", "FINISHED"]
-    assert _writer(tmp_path, 1, "d").part_name == "0001-d00000002.jsonl"
-    assert _writer(tmp_path, 1).part_name == "0001-00000000.jsonl"
+    assert _writer(tmp_path, 1, "d").unwritten()[0] == "0001-d00000002.jsonl"
+    assert _writer(tmp_path, 1).unwritten()[0] == "0001-00000000.jsonl"
 
 
 def test_what_a_killed_writer_had_not_written_is_restored_once(tmp_path: Path) -> None:
     writer, storage = _writer(tmp_path), Storage(str(tmp_path))
     writer.add("started", {"step": 0, "world_size": 1})
     writer.flush()
-    assert writer.pending == b""
+    assert writer.unwritten()[1] == b""
     writer.add("step", _step(1))
-    name, lines = writer.part_name, writer.pending
+    name, lines = writer.unwritten()
 
     assert history.restore_part(storage, name, lines)
-    assert history.last_step(storage) == 1
-    assert not history.restore_part(storage, name, lines * 2), "it is there"
-    assert history.last_step(storage) == 1
+    assert not history.restore_part(storage, name, lines), "it is there"
+    assert not history.restore_part(storage, name, lines[:-9]), "its writer came further"
     assert len(history.read(storage)) == 2
     assert not history.restore_part(storage, "0001-00000009.jsonl", b"")
     with pytest.raises(ValueError, match="expected the name of a part"):
         history.restore_part(storage, "../run.json", b"{}")
+
+
+def test_what_a_part_lacks_goes_into_the_one_after_it(tmp_path: Path) -> None:
+    writer, storage = _writer(tmp_path), Storage(str(tmp_path))
+    writer.add("started", {"step": 0, "world_size": 1})
+    writer.add("step", _step(1))
+    name, fewer = writer.unwritten()
+    writer.add("step", _step(2))
+    _, lines = writer.unwritten()
+    storage.write(fewer, name)  # by a thread that had begun before the second step
+
+    assert history.restore_part(storage, name, lines)
+    steps = history.effective_steps(history.read(storage))
+    assert [step["step"] for step in steps] == [1, 2]
+    assert not history.restore_part(storage, name, lines)
+
+
+def test_where_later_attempts_started(tmp_path: Path) -> None:
+    for attempt, step in ((1, 0), (2, 40), (4, 20)):
+        writer = _writer(tmp_path, attempt)
+        writer.add("started", {"step": step, "world_size": 1})
+        writer.flush()
+    driver = _writer(tmp_path, 3, "d")
+    driver.add("fault", {"text": "nobody was there yet", "ranks": []})
+    driver.flush()
+    later = history.starts(Storage(str(tmp_path)))
+    assert later(1) == {2: 40, 4: 20}
+    assert later(2) == {4: 20}
+    assert later(4) == {}
+
+
+def test_adding_does_not_wait_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "PART_SECONDS", 0.0)
+    storage, entered, opened = Storage(str(tmp_path)), threading.Event(), threading.Event()
+
+    def slowly(self: Storage, data: bytes, *parts: str) -> None:
+        entered.set()
+        assert opened.wait(60)
+        whole(self, data, *parts)
+
+    whole = Storage.write
+    monkeypatch.setattr(Storage, "write", slowly)
+    writer = history.HistoryWriter(storage, 1, print)
+    for number in range(1, 4):
+        writer.add("step", _step(number))
+    assert entered.wait(60)
+    assert writer.unwritten()[1].count(b"\n") == 3
+    opened.set()
+    writer.flush()
+    steps = history.effective_steps(history.read(storage))
+    assert [step["step"] for step in steps] == [1, 2, 3]
 
 
 def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
@@ -152,10 +203,10 @@ def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     writer.add("started", {"step": 0, "world_size": 1})
     writer.flush()
     assert "history cannot be written" in warned[0]
-    assert writer.pending
+    assert writer.unwritten()[1]
     folder.unlink()
     writer.flush()
-    assert writer.pending == b""
+    assert writer.unwritten()[1] == b""
     assert history.world_sizes(history.read(Storage(str(folder)))) == [1]
 
 

@@ -51,6 +51,15 @@ class LiveRun:
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
+    def wait_for_more(self, steps: int, seconds: float = 120) -> None:
+        """Waits until so many more steps are done than there are now."""
+
+        def last() -> int:
+            return max(map(int, _STEP.findall(self.output)), default=0)
+
+        before = last()
+        wait_until(lambda: last() >= before + steps, seconds, f"{steps} more steps")
+
     def wait_for_size(self, workers: int, number: int, steps: int, seconds: float = 240) -> None:
         """Waits until the newest group, the `number`-th or a later one, has so many workers and has
         taken so many steps."""

@@ -82,6 +82,12 @@ def actors(name: str, address: str) -> list[psutil.Process]:
     ]
 
 
+def workers_of(driver: int) -> list[psutil.Process]:
+    """The processes of all Ray Train workers of the cluster that a driver started for itself."""
+    below = psutil.Process(driver).children(recursive=True)
+    return [process for process in below if _command(process).startswith("ray::RayTrainWorker")]
+
+
 def send(process: psutil.Process, number: signal.Signals) -> None:
     os.kill(process.pid, number)
 

@@ -207,9 +207,16 @@ class DurableSaver:
         """Whether a save is in flight."""
         return not self._idle.is_set()
 
-    def wait(self) -> None:
-        """Returns when no save is in flight any more, whether it succeeded or failed."""
-        self._idle.wait()
+    def all_saved(self, step: int) -> bool:
+        """Whether this saver's newest commit is that of `step`. Collective, like `all_idle`."""
+        saved = torch.tensor(self._saved_step == step, dtype=torch.int32)
+        dist.all_reduce(saved, dist.ReduceOp.MIN)
+        return bool(saved.item())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until no save is in flight any more, whether it succeeded or failed; no longer than
+        `seconds`. Returns whether it is so."""
+        return self._idle.wait(seconds)
 
     def close(self) -> None:
         """Waits for the save in flight and gives the process group back. All ranks call it."""

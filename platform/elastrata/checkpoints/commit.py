@@ -149,12 +149,18 @@ def commits(storage: CommitStorage) -> list[Commit]:
     return [commit for commit in found if isinstance(commit, Commit)]
 
 
-def newest_verified(storage: CommitStorage, warn: Callable[[str], None]) -> Commit | None:
+def newest_verified(
+    storage: CommitStorage,
+    warn: Callable[[str], None],
+    counts: Callable[[int, int], bool] = lambda attempt, step: True,
+) -> Commit | None:
     """The newest commit whose every file has the size and SHA-256 that its marker says.
 
     Args:
         storage: the run's folder of checkpoints.
         warn: called with one line for every newer commit that had to be passed over.
+        counts: whether a commit of that attempt and step counts; the others are passed over
+            without a word.
 
     Returns:
         The commit, or None where there is none at all.
@@ -163,8 +169,9 @@ def newest_verified(storage: CommitStorage, warn: Callable[[str], None]) -> Comm
         UserError: there are commits, but none is whole; one line for each.
     """
     bad: list[str] = []
-    for folder in map(str, folders(storage)):
-        found = _read(storage, folder)
+    for name in folders(storage):
+        folder = str(name)
+        found = _read(storage, folder) if counts(name.attempt, name.step) else None
         if found is None:
             continue
         problem = found if isinstance(found, str) else _summary(problems(storage, found))

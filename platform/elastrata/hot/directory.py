@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastrata.checkpoints.commit import MARKER, FolderName
 from elastrata.hot.keeper import start_keeper
 
 START_SECONDS = 60.0
@@ -60,6 +61,7 @@ class HotDirectory:
         """
         if group != self._group:
             self._group, self._assigned = group, {}
+            await self._drop_unfinished()
         alive = _alive_nodes()
         for gone in self._keepers.keys() - alive:
             self._forget(gone)
@@ -101,6 +103,14 @@ class HotDirectory:
         found = await asyncio.gather(*map(_files, keepers.values()))
         return {node: sum(files.values()) for node, files in zip(keepers, found, strict=True)}
 
+    async def _drop_unfinished(self) -> None:
+        """Frees what a group before left half written: it would take the room for ever."""
+        held = (await self.listing()).sizes
+        whole = {path.partition("/")[0] for path in held if path.endswith(f"/{MARKER}")}
+        for folder in {path.partition("/")[0] for path in held} - whole:
+            if group_of(folder) != self._group:
+                await self.delete(folder)
+
     async def _answering(self, node: str) -> Any:
         """The keeper on a node, started where there is none or the one there was has died."""
         if keeper := self._keepers.get(node):
@@ -133,6 +143,12 @@ def start_directory(limit_bytes: int) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: Callable[..., Any] = HotDirectory.options  # type: ignore[attr-defined]
     return options(scheduling_strategy=here).remote(limit_bytes)
+
+
+def group_of(folder: str) -> str:
+    """What all commits of a group of workers have in common."""
+    name = FolderName.parse(folder)
+    return f"{name.attempt}-{name.token}" if name else folder
 
 
 def ring_from(node: str, alive: Iterable[str], writing: Iterable[str]) -> list[str]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 import ray
 
-from elastrata.checkpoints.commit import Commit, FolderName, commits, size_problems
+from elastrata.checkpoints.commit import Commit, commits, size_problems
+from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.hot.call import answered
-from elastrata.hot.directory import START_SECONDS, Listing, start_directory
+from elastrata.hot.directory import START_SECONDS, Listing, group_of, start_directory
 from elastrata.hot.keeper import CHUNK_BYTES
 from elastrata.hot.upload import HotUpload
 
@@ -105,7 +106,7 @@ class HotStorage:
         """
         path = "/".join(parts)
         here = ray.get_runtime_context().get_node_id()
-        keepers = self._ask(START_SECONDS + _ANSWER_SECONDS, "assign", here, _group(parts[0]))
+        keepers = self._ask(START_SECONDS + _ANSWER_SECONDS, "assign", here, group_of(parts[0]))
         upload = HotUpload(keepers, path)
         try:
             yield cast("IO[bytes]", upload)
@@ -157,14 +158,20 @@ def close_hot_tier(storage: HotStorage) -> None:
     ray.kill(storage.directory)
 
 
-def newest_hot(storage: HotStorage) -> Commit | None:
+def newest_hot(
+    storage: CommitStorage, counts: Callable[[int, int], bool] = lambda attempt, step: True
+) -> Commit | None:
     """The newest commit whose every file is there; None where there is none or nobody answers.
 
     It answers within some seconds and never raises.
+
+    Args:
+        storage: the tier.
+        counts: whether a commit of that attempt and step counts; the others are passed over.
     """
     with suppress(Exception):
         for commit in commits(storage):
-            if not size_problems(storage, commit):
+            if counts(*commit.place) and not size_problems(storage, commit):
                 return commit
     return None
 
@@ -175,9 +182,3 @@ def _fetched(keeper: Any, path: str, size: int) -> io.BytesIO:
         stream.write(answered(keeper.chunk.remote(path, index), _ANSWER_SECONDS))
     stream.seek(0)
     return stream
-
-
-def _group(folder: str) -> str:
-    """What all commits of a group of workers have in common."""
-    name = FolderName.parse(folder)
-    return f"{name.attempt}-{name.token}" if name else folder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from elastrata.checkpoints.commit import newest_verified
+from elastrata.checkpoints.commit import commits, newest_verified
 from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData
@@ -18,6 +18,7 @@ from elastrata.tracking.observer import Observer
 from elastrata.tracking.pictures import publish_pictures
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata.training.ends import ControllerLostError, TrainingError
+from elastrata.training.request import Act, Request
 from elastrata.workers.events import Event, Lost, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.mailbox import Receiver
@@ -49,7 +50,14 @@ class Drive:
         text = ""
         try:
             if not finished:
-                observer = Observer(self.tracker, writer, self.show, history.world_sizes(entries))
+                done = [step["step"] for step in history.effective_steps(entries)]
+                observer = Observer(
+                    self.tracker,
+                    writer,
+                    self.show,
+                    history.world_sizes(entries),
+                    step=max(done, default=0),
+                )
                 self._fit(observer, number)
             status = "FINISHED"
             _publish(self.run, self.data, self.tracker, self.show)
@@ -78,7 +86,9 @@ class Drive:
         receiver = Receiver(self.mailbox, handle)
         try:
             self.interrupt.run(
-                lambda: self._controlled(handle, number, hot), recipe.checkpoint.grace_seconds
+                lambda: self._controlled(handle, observer, number, hot),
+                recipe.checkpoint.grace_seconds,
+                lambda name: ask_to_stop(self.mailbox, name),
             )
         except TrainingError:
             receiver.close()
@@ -99,21 +109,27 @@ class Drive:
             )
 
     def _controlled(
-        self, handle: Callable[[Sequence[Event]], None], number: int, hot: HotStorage | None
+        self,
+        handle: Callable[[Sequence[Event]], None],
+        observer: Observer,
+        number: int,
+        hot: HotStorage | None,
     ) -> None:
         """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
         from elastrata.workers.trainer import fit
 
-        for lost in count():
+        most = self.recipe.workers.max_failures
+        for controller in count():
             try:
                 fit(
                     self._job(hot),
                     self._source(hot),
                     gpus_per_worker=self.gpus,
-                    launch=f"launch-{number:04d}-{lost}",
+                    launch=f"launch-{number:04d}-{controller}",
+                    max_failures=most if most < 0 else most - observer.losses,
                 )
             except ControllerLostError as error:
-                if self.interrupt.signal or lost == self.recipe.workers.max_failures:
+                if self.interrupt.signal or 0 <= most <= observer.losses:
                     raise
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
             else:
@@ -143,6 +159,11 @@ class Drive:
         self.show(Warned(text=line))
 
 
+def ask_to_stop(mailbox: Any, name: str) -> None:
+    """Asks the workers to save and end, as the signal of that name wants it; waits for nothing."""
+    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
+
+
 def _publish(
     run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
 ) -> None:
@@ -159,5 +180,8 @@ def is_finished(run: Storage, steps: int) -> bool:
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
-    newest = newest_verified(run.sub("checkpoints"), lambda _: None)  # told when training begins
+    checkpoints = run.sub("checkpoints")
+    if not any(commit.step >= steps for commit in commits(checkpoints)):
+        return False
+    newest = newest_verified(checkpoints, lambda _: None)  # told when training begins
     return newest is not None and newest.step >= steps

@@ -35,8 +35,15 @@ class Interrupt:
         """Whether the run is another process's now."""
         return self._lost is not None
 
-    def run(self, action: Callable[[], None], grace_seconds: float) -> None:
+    def run(
+        self, action: Callable[[], None], grace_seconds: float, remind: Callable[[str], None]
+    ) -> None:
         """Runs `action` in a thread of its own, so that signals are heard at once.
+
+        Args:
+            action: what may be interrupted.
+            grace_seconds: how long it may go on after a signal.
+            remind: called with the signal's name again and again, for who was asked may have died.
 
         Raises:
             KeyboardInterrupt: a signal came, and a second one, or `grace_seconds` went by.
@@ -57,8 +64,10 @@ class Interrupt:
             thread.join(_LOOK_SECONDS)
             if self._lost:
                 raise TrainingError(self._lost)
-            if self.signal and time.monotonic() - self.since > grace_seconds:
-                raise KeyboardInterrupt(self.signal)
+            if self.signal:
+                if time.monotonic() - self.since > grace_seconds:
+                    raise KeyboardInterrupt(self.signal)
+                remind(self.signal)
         if raised:
             raise raised[0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import commits
-from elastrata.launch.drive import Drive, is_finished
+from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData, check_storage, cluster_problems, training_data
 from elastrata.launch.ray_session import ray_session
@@ -30,7 +30,6 @@ from elastrata.tracking.facts import start_tags
 from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.training.phases import Phases
-from elastrata.training.request import Act, Request
 from elastrata.workers.events import Committed, Event, Launched, Warned
 from elastrata.workers.mailbox import open_mailbox
 from elastrata_pipelines.errors import UserError
@@ -131,9 +130,8 @@ def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
 
 def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:
     """Called in a signal's handler: only sends, and waits for nothing."""
-    text = f"{name}: saving a checkpoint first; once more to stop at once"
-    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
-    show(Warned(text=text))
+    ask_to_stop(mailbox, name)
+    show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
 
 
 def _import_ahead() -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from threading import Lock, Thread
 from typing import Any, Self
 
 from elastrata_pipelines.errors import UserError
@@ -37,6 +39,7 @@ _KEYS: dict[str, _Types] = {
         "loss": (int, float),
         "seconds": (int, float),
     },
+    "rolled_back": {"first": int, "last": int},
     "halted": {"reason": str},
     "ended": {"status": str},
 }
@@ -55,6 +58,11 @@ class PartName:
     def __str__(self) -> str:
         return f"{self.attempt:04d}-{self.writer}{self.part:08d}.jsonl"
 
+    @property
+    def next(self) -> Self:
+        """The one after it, of the same writer."""
+        return type(self)(self.attempt, self.writer, self.part + 1)
+
     @classmethod
     def parse(cls, name: str) -> Self | None:
         """The parts of a file's name; None for a file that a killed writer or a user left."""
@@ -69,9 +77,24 @@ def next_attempt(storage: Storage) -> int:
     return max((part.attempt for part in _parts(storage)), default=0) + 1
 
 
-def last_step(storage: Storage) -> int:
-    """The last step that counts; 0 for a new run."""
-    return max((step["step"] for step in effective_steps(read(storage))), default=0)
+def starts(storage: Storage) -> Callable[[int], dict[int, int]]:
+    """Tells, for an attempt, at which step each later one began; only their first parts are read.
+
+    An attempt that left no line on storage is not among them: the run knows nothing of it.
+    """
+    first = {p.attempt: str(p) for p in _parts(storage) if not p.writer and p.part == 0}
+
+    @cache
+    def start(attempt: int) -> int | None:
+        lines = storage.read(first[attempt]).splitlines()
+        entries = [_entry(line, storage.uri(first[attempt])) for line in lines]
+        return next((entry["step"] for entry in entries if entry["kind"] == "started"), None)
+
+    def later(attempt: int) -> dict[int, int]:
+        found = {number: start(number) for number in first if number > attempt}
+        return {number: step for number, step in found.items() if step is not None}
+
+    return later
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
@@ -143,23 +166,29 @@ def restore_part(storage: Storage, name: str, data: bytes) -> bool:
         data: what its `pending` was.
 
     Returns:
-        Whether it was written. A part that is there is left as it is: its writer came further.
+        Whether anything was written. Parts that are there are left as they are: their writer came
+        as far, or further. What they lack goes into the part after them.
 
     Raises:
         ValueError: that is no name of a part.
     """
-    if PartName.parse(name) is None:
+    part = PartName.parse(name)
+    if part is None:
         raise ValueError(f"{name}: expected the name of a part, such as {PartName(1, '', 0)}")
-    if not data or storage.exists(name):
-        return False
-    storage.write(data, name)
-    return True
+    while data and storage.exists(str(part)):
+        held = storage.read(str(part))
+        data = data[len(held) :] if data.startswith(held) else b""
+        part = part.next
+    if data:
+        storage.write(data, str(part))
+    return bool(data)
 
 
 class HistoryWriter:
     """Writes the history of one attempt, or what the driver has to say about it.
 
-    It never writes over a part of another writer, and goes on after the last one of its own name.
+    Any thread may use it. Adding never waits for storage. It never writes over a part of another
+    writer, and goes on after the last one of its own name.
 
     Args:
         storage: the run's folder of history.
@@ -176,35 +205,41 @@ class HistoryWriter:
         self._lines: list[bytes] = []
         self._next = _after_the_last(storage, attempt, writer)
         self._written = time.monotonic()
+        self._of_lines, self._of_storage = Lock(), Lock()
 
-    @property
-    def pending(self) -> bytes:
-        """The lines that are not on storage yet."""
-        return b"".join(self._lines)
-
-    @property
-    def part_name(self) -> str:
-        """The name of the part that they will be in."""
-        return str(self._next)
+    def unwritten(self) -> tuple[str, bytes]:
+        """The lines that are not on storage yet, after the name of the part they will be in."""
+        with self._of_lines:
+            return str(self._next), b"".join(self._lines)
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
         now = round(time.time(), 3)
         line = {"kind": kind, "attempt": self._next.attempt, "time": now, **entry}
-        self._lines.append(json.dumps(line).encode() + b"\n")
-        if time.monotonic() - self._written > PART_SECONDS:
-            self.flush()
+        with self._of_lines:
+            self._lines.append(json.dumps(line).encode() + b"\n")
+            is_time = time.monotonic() - self._written > PART_SECONDS
+            if is_time:
+                self._written = time.monotonic()
+        if is_time:
+            Thread(target=self.flush, name="elastrata-history", daemon=True).start()
 
     def flush(self) -> None:
-        """Writes what has been added since the last time."""
-        if self._lines:
+        """Writes what has been added since the last time, and waits for it."""
+        with self._of_storage:
+            with self._of_lines:
+                lines, part = list(self._lines), self._next
+                self._written = time.monotonic()
+            if not lines:
+                return
             try:
-                self._storage.write(self.pending, self.part_name)
-                self._lines = []
-                self._next = PartName(self._next.attempt, self._next.writer, self._next.part + 1)
+                self._storage.write(b"".join(lines), str(part))
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
-        self._written = time.monotonic()
+                return
+            with self._of_lines:
+                del self._lines[: len(lines)]
+                self._next = part.next
 
 
 def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:

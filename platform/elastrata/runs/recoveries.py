@@ -26,8 +26,9 @@ class Recovery:
     seconds: float
     """Without a step; the time between two launches, when the run had ended, is not counted."""
     steps_rolled_back: int
+    """As the driver knows it, which hears of steps before they are in the history."""
     seconds_rolled_back: float
-    """What those steps had taken."""
+    """What those of them had taken that are in the history."""
     world_size: int
     state: str
     """What it continued from: `new`, `hot` or `durable`."""
@@ -42,13 +43,15 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
         stopped, resumed = before.steps[-1]["time"], after.steps[0]["time"]
         between = range(before.attempt + 1, after.attempt + 1)
         rolled_back = [step for attempt in between for step in undone.get(attempt, ())]
+        said = [e for e in entries if e["kind"] == "rolled_back" and e["attempt"] in between]
+        count = sum(entry["last"] - entry["first"] + 1 for entry in said)
         found.append(
             Recovery(
                 attempt=after.attempt,
                 time=stopped,
                 cause=_cause(entries, before, after),
                 seconds=max(0.0, resumed - stopped - idle_seconds(entries, stopped, resumed)),
-                steps_rolled_back=len(rolled_back),
+                steps_rolled_back=max(len(rolled_back), count),
                 seconds_rolled_back=sum(step["seconds"] for step in rolled_back),
                 world_size=after.world_size,
                 state=after.state,

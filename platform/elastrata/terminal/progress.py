@@ -27,17 +27,19 @@ class Progress:
         self._write = write
         self._printed = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._step = 0
 
     def __call__(self, event: Event) -> None:
         """Prints the event's line; step records come too often for a line each."""
         if isinstance(event, StepRecord):
             self._recent.append(event.seconds)
+            self._step = event.step
             now = time.monotonic()
             if now - self._printed >= _LINE_SECONDS or event.step in (1, self._steps):
                 self._printed = now
                 self._write(self._step_line(event))
         else:
-            line = _line(event)
+            line = _line(event, self._step)
             if line:
                 self._write(line)
 
@@ -58,12 +60,13 @@ class Progress:
         return "  ".join([*parts, f"ETA {_duration(left)}"])
 
 
-def _line(event: Event) -> str | None:
+def _line(event: Event, step: int) -> str | None:
+    """A line about an event; None where it is not worth one. `step`: the last one done before."""
     match event:
         case Started():
             workers = "worker" if event.world_size == 1 else "workers"
             since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
-            again = f", {event.rolled_back} steps again" if event.rolled_back else ""
+            again = f", {step - event.step} steps again" if step > event.step else ""
             count = f"{event.world_size} {workers}"
             return f"training on {count}{since}{again} (attempt {event.attempt})"
         case Evaluated():

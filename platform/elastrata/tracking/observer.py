@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 from elastrata.runs.history import HistoryWriter
@@ -58,6 +59,9 @@ class Observer:
         history: of the run, written by the driver.
         show: called with every event.
         world_sizes: of the groups of workers before this launch.
+        step: the last one they did that counts.
+
+    Any thread may call it.
     """
 
     def __init__(
@@ -66,16 +70,26 @@ class Observer:
         history: HistoryWriter,
         show: Callable[[Event], None],
         world_sizes: Sequence[int],
+        step: int,
     ) -> None:
         self._tracker = tracker
         self._history = history
         self._show = show
         self._world_sizes = list(world_sizes)
         self._attempt = 0
+        self._step = step
+        self._lost_attempt = -1
+        self._lock = Lock()
+        self.losses = 0
+        """Groups of workers that were lost in this launch."""
         self.refused: tuple[str, ...] = ()
 
     def __call__(self, events: Sequence[Event]) -> None:
         """Handles events in the order they happened."""
+        with self._lock:
+            self._handle(events)
+
+    def _handle(self, events: Sequence[Event]) -> None:
         steps = [
             {"step": event.step, **event.to_metrics()}
             for event in events
@@ -97,8 +111,11 @@ class Observer:
 
     def _note(self, event: Event) -> None:
         match event:
+            case StepRecord():
+                self._step = event.step
             case Started():
                 self._attempt = event.attempt
+                self._roll_back(event.step)
                 self._world_sizes.append(event.world_size)
                 self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
             case Committed():
@@ -106,10 +123,26 @@ class Observer:
             case Removed():
                 self._tracker.forget_checkpoint(event.uri)
             case Lost():
-                fault = {"text": event.text, "ranks": list(event.ranks)}
-                self._history.add("fault", {"attempt": self._attempt, **fault})
-                self._history.flush()
+                self._lose(event)
             case Refused():
                 self.refused = event.problems
             case _:
                 pass
+
+    def _roll_back(self, step: int) -> None:
+        """Notes which steps are done again. The driver knows of all that were done; what rank 0 had
+        not yet written into the history died with it."""
+        if self._step > step:
+            undone = {"first": step + 1, "last": self._step}
+            self._history.add("rolled_back", {"attempt": self._attempt, **undone})
+            self._history.flush()
+        self._step = step
+
+    def _lose(self, event: Lost) -> None:
+        """Notes that a group is lost; once, as one loss may be seen in several ways."""
+        if self._attempt != self._lost_attempt:
+            self._lost_attempt = self._attempt
+            self.losses += 1
+            fault = {"text": event.text, "ranks": list(event.ranks)}
+            self._history.add("fault", {"attempt": self._attempt, **fault})
+            self._history.flush()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
+from typing import TypeVar
 
+from elastrata_pipelines.errors import UserError
+
+PATIENCE_SECONDS = 1800.0
+Found = TypeVar("Found")
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 300.0
 
 
@@ -40,3 +47,30 @@ class Backoff:
     def retry_due(self, now: float) -> bool:
         """Whether to try again now. A try that is under way does not change the answer."""
         return self.due is not None and now >= self.due
+
+
+def patiently(action: Callable[[], Found], what: str, warn: Callable[[str], None]) -> Found:
+    """What `action` returns. Where it fails, as storage may, it is tried again and again.
+
+    Args:
+        action: tried as it is.
+        what: it looks for, as the lines to `warn` call it.
+        warn: called with a line for every failure.
+
+    Raises:
+        UserError: `action` raised one: trying again cannot help.
+        Exception: what `action` raised last, after half an hour of failures.
+    """
+    backoff, waited = Backoff(), 0.0
+    while True:
+        try:
+            return action()
+        except UserError:
+            raise
+        except Exception as error:
+            backoff = backoff.failed(now=waited)
+            if waited > PATIENCE_SECONDS:
+                raise
+            warn(f"{what} cannot be read, tried again in {backoff.seconds:g} s: {error}")
+            Event().wait(backoff.seconds)
+            waited += backoff.seconds

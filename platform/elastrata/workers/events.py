@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastrata.training.record import StepRecord
+from elastrata.training.request import Act
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,6 @@ class Started:
     """Steps done in the state it continues from."""
     state: str
     """Where that state comes from: `new`, `hot` (the memory of other processes) or `durable`."""
-    rolled_back: int
-    """Steps that the groups before have done and this one does again."""
     pids: Mapping[int, tuple[str, int]]
     """Node id and process id of every rank."""
     seconds: Mapping[str, float]
@@ -85,6 +84,13 @@ class Stalled:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heard:
+    """Rank 0 knows of a request; all ranks hear of it with the step that comes."""
+
+    act: Act
+
+
+@dataclass(frozen=True, kw_only=True)
 class Halted:
     """The workers have saved the state after `step` and take no more steps, as they were asked."""
 
@@ -125,6 +131,7 @@ Event = (
     | Committed
     | Removed
     | Stalled
+    | Heard
     | Halted
     | Lost
     | Warned

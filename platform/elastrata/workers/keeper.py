@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Event
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -17,12 +19,33 @@ from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.step import StepLoss
 from elastrata.workers.backoff import Backoff
-from elastrata.workers.events import Committed, Evaluated, Halted, Removed, Stalled, Started, Warned
+from elastrata.workers.events import (
+    Committed,
+    Evaluated,
+    Halted,
+    Heard,
+    Removed,
+    Stalled,
+    Started,
+    Warned,
+)
 from elastrata.workers.mailbox import Sender
 from elastrata_pipelines.storage import Storage
 
 HISTORY_PART, HISTORY_LINES = "history_part", "history_lines"
-"""Keys of a hot commit's `extra`: the history that was on no storage yet when it was taken."""
+"""Keys of a commit's `extra`: the history that was on no storage yet when it was taken."""
+_SECONDS_BETWEEN_WORDS = 20.0
+"""Who waits for a save says so this often; silence would be taken for a hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What goes into a commit beside the state."""
+
+    step: int
+    samples: int
+    tokens: int
+    extra: Mapping[str, Any]
 
 
 class Keeper:
@@ -61,6 +84,8 @@ class Keeper:
         self._evaluated: Evaluated | None = None
         self._serving: Request | None = None
         self._retry = Backoff()
+        self._newest: Saving | None = None
+        self._overdue = False
         self._durable = DurableSaver(
             self._checkpoints,
             attempt=attempt,
@@ -76,13 +101,14 @@ class Keeper:
         """What all ranks are to do after the step that is about to begin; on rank 0."""
         if self._history is None:
             return Act.GO_ON
-        request = self._sender.request  # it may change any moment: looked at once
+        request = self._sender.look()
         is_new = request != self._serving
         self._serving = request
         if request and is_new:
+            self._sender.send(Heard(act=request.act))
             return request.act
-        again = self._retry.retry_due(time.monotonic()) and not self._durable.saving
-        return Act.SAVE if again else Act.GO_ON
+        is_due = self._overdue or self._retry.retry_due(time.monotonic())
+        return Act.SAVE if is_due and not self._durable.saving else Act.GO_ON
 
     def started(self, event: Started) -> None:
         """The group is ready for its first step."""
@@ -97,9 +123,6 @@ class Keeper:
                     "seconds": dict(event.seconds),
                 },
             )
-            if event.rolled_back:
-                steps = {"first": event.step + 1, "last": event.step + event.rolled_back}
-                self._history.add("rolled_back", steps)
             self._history.flush()
 
     def stepped(self, record: StepRecord) -> None:
@@ -120,62 +143,88 @@ class Keeper:
 
     def keep(self, record: StepRecord, act: Act) -> None:
         """Copies the state after that step where a copy is due. Collective."""
+        self._newest = self._saving(record)
+        is_last = record.step == self._steps
         seconds = 0.0
-        if act > Act.GO_ON or due(record.step, self._config.every, self._steps):
-            seconds += self._save_durably(record)
+        if act > Act.GO_ON or is_last or record.step % self._config.every == 0:
+            seconds += self._save_durably(waits=act >= Act.HALT or is_last)
         if self._hot and (act >= Act.HALT or record.step % self._config.hot_every == 0):
-            seconds += self._save_hot(record)
+            seconds += self._save(self._hot)
         if seconds:
             self._sender.send(Stalled(step=record.step, seconds=seconds))
 
-    def halted(self, record: StepRecord) -> Request:
-        """Waits until the state after that step is safe, and says so. Collective.
+    def continued(self, saving: Saving) -> None:
+        """The group continued from that state in memory, and no step is left: it is the last one
+        that there will be to save. Collective."""
+        self._newest = saving
+        self._save_durably(waits=True)
+
+    def halted(self, act: Act) -> Request:
+        """Waits until the newest state is safe, and says so. Collective.
 
         Returns:
             What was asked, on every rank.
         """
-        self._durable.wait()
-        if self._hot:
-            self._hot.wait()
-        agreed: list[Any] = [self._serving]
-        dist.broadcast_object_list(agreed, src=0)
-        request = cast(Request, agreed[0])
-        event = Halted(step=record.step, reason=request.reason, text=request.text)
-        if self._history:
+        self._make_safe(in_memory=act < Act.STOP)
+        if self._history and self._serving and self._newest:
+            halt = Halted(
+                step=self._newest.step, reason=self._serving.reason, text=self._serving.text
+            )
             self._history.add(
-                "halted", {"step": event.step, "reason": event.reason, "text": event.text}
+                "halted", {"step": halt.step, "reason": halt.reason, "text": halt.text}
             )
             self._history.flush()
-        self._sender.send(event)
-        self._sender.flush()
-        return request
+            self._sender.send(halt)
+            self._sender.flush()
+        agreed: list[Any] = [self._serving]
+        dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
+        return cast(Request, agreed[0])
 
-    def _save_durably(self, record: StepRecord) -> float:
-        if self._history:
-            self._history.flush()
-        return self._save(self._durable, record, {})
+    def _make_safe(self, *, in_memory: bool) -> None:
+        """Returns when the newest state is on storage, and takes it again where that fails; or, if
+        that is enough, when it is in memory. Collective."""
+        while self._newest:
+            self._await(self._durable)
+            if self._hot:
+                self._await(self._hot)
+            if self._durable.all_saved(self._newest.step):
+                return
+            if in_memory and self._hot and self._hot.all_saved(self._newest.step):
+                return
+            if self._history:
+                Event().wait(self._retry.seconds)
+            dist.barrier()
+            self._save_durably(waits=True)
 
-    def _save_hot(self, record: StepRecord) -> float:
-        if self._history is None or not self._history.pending:
-            return self._save(self._hot, record, {})
-        unwritten = {
-            HISTORY_PART: self._history.part_name,
-            HISTORY_LINES: self._history.pending.decode(),
-        }
-        return self._save(self._hot, record, unwritten)
+    def _await(self, saver: DurableSaver) -> None:
+        while not saver.wait(_SECONDS_BETWEEN_WORDS):
+            self._warn("the state is still being saved")
 
-    def _save(
-        self, saver: DurableSaver | None, record: StepRecord, unwritten: dict[str, Any]
-    ) -> float:
-        assert saver is not None
-        extra = {"world_size": record.world_size, "loss": record.loss, **unwritten}
+    def _saving(self, record: StepRecord) -> Saving:
+        extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
+        return Saving(step=record.step, samples=record.samples, tokens=record.tokens, extra=extra)
+
+    def _save_durably(self, *, waits: bool) -> float:
+        """Saves to storage; where the save before is not complete, later, unless it is to wait."""
+        self._overdue = not waits and not self._durable.all_idle()
+        if self._overdue:
+            return 0.0
+        self._await(self._durable)
+        return self._save(self._durable)
+
+    def _save(self, saver: DurableSaver) -> float:
+        assert self._newest is not None
+        extra = dict(self._newest.extra)
+        if self._history:
+            part, lines = self._history.unwritten()
+            extra |= {HISTORY_PART: part, HISTORY_LINES: lines.decode()}
         return saver.save(
             self._state(),
-            step=record.step,
-            samples=record.samples,
-            tokens=record.tokens,
+            step=self._newest.step,
+            samples=self._newest.samples,
+            tokens=self._newest.tokens,
             extra=extra,
         )
 
@@ -203,6 +252,7 @@ class Keeper:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
+            self._make_safe(in_memory=False)
             self._durable.close()
             if self._hot:
                 self._hot.close()

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
-from elastrata.workers.events import Committed, Event, Halted, Refused, Started
+from elastrata.workers.events import Event, Halted, Heard, Refused, Started
 
 POST_SECONDS = 0.2
 """Step records are posted together at most this often: a post costs the step some 0.2 ms."""
@@ -38,7 +38,7 @@ class _Mailbox:
         for event in events:
             if isinstance(event, Started):
                 self._halted = False
-            elif isinstance(event, Committed):
+            elif isinstance(event, Heard) and event.act == Act.SAVE:
                 self._drop(Act.SAVE)
             elif isinstance(event, Halted):
                 self._halted = True
@@ -51,8 +51,9 @@ class _Mailbox:
             self._request = request
 
     async def withdraw(self, most: Act) -> None:
-        """Nothing up to `most` is asked any more."""
+        """Nothing up to `most` is asked any more, and what was asked before is forgotten."""
         self._drop(most)
+        self._halted = False
 
     async def has_halted(self) -> bool:
         """Whether the group of workers has saved its state and takes no more steps."""
@@ -87,9 +88,9 @@ class Sender:
         self._lock = Lock()
         self._waiting: list[Event] = []
         self._under_way: Any = None
+        self._is_read = True
         self._posted = time.monotonic()
-        self.request: Request | None = None
-        """What was asked when the events sent last arrived."""
+        self._request: Request | None = None
 
     def send(self, event: Event) -> None:
         """Sends an event; step records go together with the next ones."""
@@ -102,19 +103,31 @@ class Sender:
                 self._post()
                 self._posted = now
 
+    def look(self) -> Request | None:
+        """What is asked, by the newest answer that has come; waits for none."""
+        with self._lock:
+            if not self._is_read and ray.wait([self._under_way], timeout=0)[0]:
+                self._read()
+            return self._request
+
     def flush(self) -> None:
         """Sends what is left and waits until all has arrived."""
         with self._lock:
             self._post()
-            self.request = ray.get(self._under_way)
+            self._read()
 
     def _post(self) -> None:
         # The mailbox runs calls as they come, not in order: the one before must have arrived. It
         # has, nearly always, and this costs nothing.
-        if self._under_way is not None:
-            self.request = ray.get(self._under_way)
+        if not self._is_read:
+            self._read()
         self._under_way = self._mailbox.post.remote(self._waiting)
+        self._is_read = False
         self._waiting = []
+
+    def _read(self) -> None:
+        self._request = ray.get(self._under_way)
+        self._is_read = True
 
 
 class Receiver:

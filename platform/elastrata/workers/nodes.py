@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
 
-_SECONDS_TO_CONNECT = 1.0
+_SECONDS_TO_CONNECT = 3.0
+"""Long enough for one lost packet, which is sent again after a second."""
 _MOST_AT_ONCE = 64
 
 
@@ -24,7 +25,8 @@ def unreachable() -> frozenset[str]:
     """Ids of the nodes that Ray takes for alive, but whose raylets take no connection.
 
     Ray believes in a dead node until it has missed several health checks: 15 s with a raylet that
-    was killed, longer with a machine that fell silent. A connection tells within a second.
+    was killed, longer with a machine that fell silent. A connection tells at once, or within three
+    seconds.
     """
     alive = [node for node in nodes() if node["Alive"]]
     if not alive:

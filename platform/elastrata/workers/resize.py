@@ -29,6 +29,8 @@ from elastrata.training.request import Act, Request
 from elastrata.workers.nodes import draining, elsewhere, nodes, unreachable
 
 _SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""At the whole cluster: every node is asked for a connection."""
 _ROUNDING = 1e-6
 """Ray adds up fractions of a CPU; three workers of 0.4 need no more than 1.2."""
 
@@ -59,74 +61,105 @@ class ResizePolicy(ElasticScalingPolicy):
         self._run = run
         self._multiple = multiple
         self._grace_seconds = grace_seconds
-        self._deadline: float | None = 0.0  # a controller before this one may have asked
+        self._asked: Request | None = None
+        self._deadline = 0.0
         self._warned_of: frozenset[str] = frozenset()
         self._avoided: frozenset[str] = frozenset()
+        self._own_nodes: frozenset[str] = frozenset()
+        self._looked = float("-inf")
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         self._requester_id = self._run
         self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
         self._send_resource_request()  # type: ignore[no-untyped-call]
+        self._withdraw()  # what a controller before this one may have asked
 
     @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        if self._deadline is not None:
-            self._deadline = None
-            self._call("withdraw", Act.HALT)
+        if self._asked:
+            self._withdraw()
+        if not self._is_time():  # Ray's loop does not pause while there is no group
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
+            return NoopDecision()
+        self._avoided = draining() | unreachable()
         return super().make_decision_for_non_running_worker_group()
 
     @override
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
-        if self._deadline is None:
-            self._deadline = self._ask(worker_group_state, worker_group_status)
+        if self._asked is None:
+            self._asked = self._reason_to_halt(worker_group_state, worker_group_status)
+            self._deadline = time.monotonic() + self._grace_seconds
+        if self._asked is None:
             return NoopDecision()
         if not self._call("has_halted") and time.monotonic() < self._deadline:
+            self._call("ask", self._asked)  # again: who was asked may have died
             return NoopDecision()
         return self._resize()
 
-    def _ask(self, group: Any, status: Any) -> float | None:
-        """Asks the workers to halt where there is a reason; returns until when we wait for them."""
-        leaving = draining() & {worker.metadata.node_id for worker in group.workers}
-        if leaving - self._warned_of:
-            self._warned_of |= leaving
-            return self._make_way(group, leaving)
+    def _reason_to_halt(self, group: Any, status: Any) -> Request | None:
+        """What to ask of the workers where their number or their nodes are to change."""
+        self._own_nodes = frozenset(worker.metadata.node_id for worker in group.workers)
+        self._avoided = draining()
+        if leaving := self._avoided & self._own_nodes:
+            return self._make_way(leaving) if self._is_time() else None
         decision = super().make_decision_for_running_worker_group(group, status)
-        if not isinstance(decision, ResizeDecision) or decision.num_workers == group.num_workers:
+        if not isinstance(decision, ResizeDecision):
             return None
-        return self._halt("resize", f"{group.num_workers} -> {decision.num_workers} workers")
+        count = min(decision.num_workers, group.num_workers + self._free())
+        count -= count % self._multiple
+        if count == group.num_workers:
+            return None
+        text = f"{group.num_workers} -> {count} workers"
+        return Request(act=Act.HALT, reason="resize", text=text)
 
-    def _make_way(self, group: Any, leaving: frozenset[str]) -> float | None:
-        """Halts for a smaller group where one is allowed; else only saves, and waits for the end
-        of the node."""
+    def _make_way(self, leaving: frozenset[str]) -> Request | None:
+        """Halts for a group on other nodes where there is room for one; else has the workers save
+        once, and looks again."""
         text = f"{len(leaving)} node{'s' * (len(leaving) > 1)} to go"
-        staying = sum(worker.metadata.node_id not in leaving for worker in group.workers)
-        if max(staying, self._possible()) >= self.scaling_config.min_workers:
-            return self._halt("drain", text)
-        self._call("ask", Request(act=Act.SAVE, reason="drain", text=text))
+        if self._possible() >= self.scaling_config.min_workers:
+            return Request(act=Act.HALT, reason="drain", text=text)
+        if leaving - self._warned_of:
+            self._call("ask", Request(act=Act.SAVE, reason="drain", text=text))
+            self._warned_of |= leaving
         return None
-
-    def _halt(self, reason: str, text: str) -> float:
-        self._call("ask", Request(act=Act.HALT, reason=reason, text=text))
-        return time.monotonic() + self._grace_seconds
 
     def _resize(self) -> ScalingDecision:
         """A new group of whatever size there is room for now; none until there is enough."""
         count = self._possible()
         if count < self.scaling_config.min_workers:
             return NoopDecision()
-        self._deadline = None
-        self._call("withdraw", Act.HALT)
+        self._withdraw()
         return self._get_resize_decision(count)
+
+    def _withdraw(self) -> None:
+        self._asked = None
+        self._call("withdraw", Act.HALT)
+
+    def _is_time(self) -> bool:
+        """Whether the last look at the whole cluster is some time ago; then a new one begins."""
+        now = time.monotonic()
+        if now - self._looked < _SECONDS_BETWEEN_LOOKS:
+            return False
+        self._looked = now
+        return True
 
     def _possible(self) -> int:
         """The workers there is room for, from a fresh view of the cluster."""
+        self._avoided = draining() | unreachable()
         self._send_resource_request()  # type: ignore[no-untyped-call]
         self._latest_reserved_resources_query_time = float("-inf")
         reserved = self._get_reserved_resources()
         return self._count_possible_workers(reserved) if reserved else 0
+
+    def _free(self) -> int:
+        """More workers that fit beside all that runs: others than Ray Train's may hold resources,
+        and the reservation does not know of them."""
+        available = ray._private.state.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+        avoided = self._avoided | unreachable()
+        return sum(self._room(r) for node, r in available.items() if node not in avoided)
 
     @override
     def _get_reserved_resources(self) -> Any:
@@ -147,15 +180,14 @@ class ResizePolicy(ElasticScalingPolicy):
 
     @override
     def _get_num_workers_for_resource_request(self) -> int:
-        """The most workers, and once more those that nodes about to go have room for: else Ray
-        might reserve room on these alone."""
-        avoided = self._avoided | draining()
-        leaving = [n["Resources"] for n in nodes() if n["NodeID"] in avoided and n["Alive"]]
-        return self.scaling_config.max_workers + sum(map(self._room, leaving))
+        """The most workers, and once more those that the run's own nodes about to go have room for:
+        else Ray might reserve room on these alone. At most twice as many."""
+        leaving = self._avoided & self._own_nodes
+        room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
+        return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
 
     @override
     def _count_possible_workers(self, reserved_resources: Any) -> int:
-        self._avoided = draining() | unreachable()
         staying = [r for node, r in reserved_resources.items() if node not in self._avoided]
         count = min(sum(map(self._room, staying)), self.scaling_config.max_workers)
         return count - count % self._multiple

@@ -11,9 +11,10 @@ from typing import Any
 
 from ray.data import Dataset
 
-from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.hot.storage import HotStorage, newest_hot
+from elastrata.hot.storage import HotStorage
+from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Warned
+from elastrata.workers.newest_state import newest_state
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
@@ -38,22 +39,9 @@ class Source:
         )
 
     def _start(self) -> Start:
-        saved = commits(self.run.sub("checkpoints"))
-        hot = newest_hot(self.hot) if self.hot else None
-        if hot and (not saved or hot.place >= saved[0].place):
-            return _start(hot, "hot")
-        durable = newest_verified(self.run.sub("checkpoints"), self._warn)
-        return _start(durable, "durable") if durable else Start()
+        return patiently(
+            lambda: newest_state(self.run, self.hot, self._warn), "the newest state", self._warn
+        )
 
     def _warn(self, line: str) -> None:
         self.mailbox.post.remote([Warned(text=line)])
-
-
-def _start(commit: Commit, tier: str) -> Start:
-    return Start(
-        step=commit.step,
-        samples=commit.samples,
-        tokens=commit.tokens,
-        commit=commit.folder,
-        tier=tier,
-    )

@@ -60,7 +60,9 @@ _DEATHS = (RayActorError, OutOfMemoryError)
 worker; the second one, which Ray's own memory monitor causes, makes it give up."""
 
 
-def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: str) -> None:
+def fit(
+    job: Job, source: Source, *, gpus_per_worker: float, launch: str, max_failures: int
+) -> None:
     """Runs a job to its last step.
 
     Args:
@@ -69,6 +71,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: str) -> Non
         gpus_per_worker: 0 trains on CPUs.
         launch: a name that no earlier call for the same run had. Ray's own notes about a launch
             are bound to its version, so a launch never reads those of another.
+        max_failures: losses of workers to survive; -1: any number.
 
     Raises:
         ControllerLostError: Ray Train's controller died, or gave up as another process did.
@@ -88,7 +91,7 @@ def fit(job: Job, source: Source, *, gpus_per_worker: float, launch: str) -> Non
         run_config=RunConfig(  # type: ignore[arg-type]
             name=launch,
             storage_path=job.run.uri("ray"),
-            failure_config=FailureConfig(max_failures=workers.max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=warm.runtime_env(_worker_modules(job.recipe.workload)),
             callbacks=_callbacks(job),
         ),
@@ -179,7 +182,7 @@ def _propagated(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         ENV_VARS_TO_PROPAGATE.difference_update(variables)
         for name in variables:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 class _Spares(WorkerGroupCallback):

@@ -17,7 +17,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastrata.workers.events import Event, Halted, Lost, Started
 
 _LOOK_SECONDS = 0.5
-_KILL_SECONDS = 10.0
 _LONGEST_WAIT_FOR_A_KILL = 30.0
 
 
@@ -65,7 +64,11 @@ class Watchdog:
                 if pids:
                     self._pids = {}
             if pids:
-                self._bark(_report(kill(pids), silent))
+                states = kill(pids)
+                self._bark(_report(states, silent))
+                with self._lock:
+                    if not self._pids:  # those whose node did not answer are tried again
+                        self._pids = {r: p for r, p in pids.items() if states[r] == "?"}
 
 
 def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
@@ -75,8 +78,8 @@ def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
         pids: node id and process id by rank.
 
     Returns:
-        The state each rank's process was in, in one letter as in /proc (T: stopped); `?` where its
-        node does not answer.
+        The state each rank's process was in, in one letter as in /proc (T: stopped, X: gone); `?`
+        where its node does not answer.
     """
     by_node: dict[str, dict[int, int]] = {}
     for rank, (node, pid) in pids.items():
@@ -108,7 +111,7 @@ def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "?"
+        return "X"
 
 
 def _report(states: Mapping[int, str], silent: float) -> Lost:

@@ -26,15 +26,17 @@ from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import data_mesh, parallelize
 from elastrata.training.phases import Phases
 from elastrata.training.request import Act, Request
-from elastrata.workers.events import Refused, Started
+from elastrata.workers.backoff import patiently
+from elastrata.workers.events import Refused, Started, Warned
 from elastrata.workers.job import Job
-from elastrata.workers.keeper import HISTORY_LINES, HISTORY_PART, Keeper, due
+from elastrata.workers.keeper import HISTORY_LINES, HISTORY_PART, Keeper, Saving, due
 from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 
 STREAM = "train"
@@ -74,11 +76,10 @@ def _train(job: Job, sender: Sender) -> None:
         stream = opening.result()
         phases.passed("data")
     start = stream.start
-    if start is None:  # another group had finished the last step before it was lost
-        return
-    attempt, rolled_back = _agree(_take_over(job, start) if rank == 0 else None)
-    if start.commit is not None:
-        _restore(job, start, model, optimizer)
+    commit = _commit(job, start)
+    attempt = _agree(_take_over(job.run, commit, sender) if rank == 0 else None)
+    if commit:
+        restore(_storage(job, start), commit, model, optimizer)
     phases.passed("state")
     held_out = _held_out(job, rank, world_size)
     phases.passed("held_out")
@@ -97,7 +98,6 @@ def _train(job: Job, sender: Sender) -> None:
         world_size=world_size,
         step=start.step,
         state=start.tier,
-        rolled_back=rolled_back,
         pids=_pids(rank, world_size),
         seconds=phases.seconds,
     )
@@ -114,7 +114,9 @@ def _train(job: Job, sender: Sender) -> None:
                 keeper.evaluated(record, loss, time.perf_counter() - began)
             keeper.keep(record, act)
             if act >= Act.HALT and record.step < recipe.steps:
-                _rest(keeper.halted(record), recipe.checkpoint.grace_seconds)
+                _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
+        if commit and start.tier == "hot" and start.step == recipe.steps:
+            keeper.continued(_saving(commit))
     ray.train.report({"step": recipe.steps})
 
 
@@ -134,29 +136,38 @@ def _loop(recipe: Recipe, vocabulary: Vocabulary, device: torch.device, world_si
     )
 
 
-def _take_over(job: Job, start: Start) -> tuple[int, int]:
-    """The number of this attempt, and how many steps of those before it does again.
+def _storage(job: Job, start: Start) -> CommitStorage:
+    return job.hot if start.tier == "hot" and job.hot else job.run.sub("checkpoints")
+
+
+def _commit(job: Job, start: Start) -> Commit | None:
+    """The commit that the run continues from; None for a new run."""
+    if start.commit is None:
+        return None
+    return Commit.from_json(_storage(job, start).read(start.commit, MARKER), start.commit)
+
+
+def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
+    """The number of this attempt.
 
     Lines of the history that died with the worker who had yet to write them are written first.
     """
-    storage = job.run.sub("history")
-    if start.tier == "hot" and job.hot and start.commit:
-        extra = _commit(job.hot, start.commit).extra
-        if HISTORY_PART in extra:
-            history.restore_part(storage, extra[HISTORY_PART], extra[HISTORY_LINES].encode())
-    saved = max((folder.attempt for folder in folders(job.run.sub("checkpoints"))), default=0)
-    attempt = max(history.next_attempt(storage), saved + 1)
-    return attempt, max(0, history.last_step(storage) - start.step)
+    storage = run.sub("history")
+
+    def take_over() -> int:
+        if commit and HISTORY_PART in commit.extra:
+            lines = commit.extra[HISTORY_LINES].encode()
+            history.restore_part(storage, commit.extra[HISTORY_PART], lines)
+        saved = max((folder.attempt for folder in folders(run.sub("checkpoints"))), default=0)
+        return max(history.next_attempt(storage), saved + 1)
+
+    return patiently(take_over, "the run's history", lambda line: sender.send(Warned(text=line)))
 
 
-def _restore(job: Job, start: Start, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    storage = job.hot if start.tier == "hot" else job.run.sub("checkpoints")
-    if storage is not None and start.commit is not None:
-        restore(storage, _commit(storage, start.commit), model, optimizer)
-
-
-def _commit(storage: CommitStorage, folder: str) -> Commit:
-    return Commit.from_json(storage.read(folder, MARKER), folder)
+def _saving(commit: Commit) -> Saving:
+    return Saving(
+        step=commit.step, samples=commit.samples, tokens=commit.tokens, extra=commit.extra
+    )
 
 
 def _rest(request: Request, seconds: float) -> NoReturn:

@@ -1,0 +1,52 @@
+"""The newest state of a run: in memory or on storage, never one that the run has gone back behind.
+
+A state may be out of reach for a while, so that a group of workers continues from an older one.
+From then on the run is what that group makes of it, and the newer state counts no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastrata.checkpoints.commit import Commit, commits, newest_verified
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.hot.storage import newest_hot
+from elastrata.runs import history
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.storage import Storage
+
+
+def newest_state(run: Storage, hot: CommitStorage | None, warn: Callable[[str], None]) -> Start:
+    """Where the next group of workers begins.
+
+    Args:
+        run: the run's folder.
+        hot: where copies in memory are; None: nowhere.
+        warn: called with one line for every checkpoint that had to be passed over.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+        Exception: storage does not answer.
+    """
+    checkpoints = run.sub("checkpoints")
+    later_starts = history.starts(run.sub("history"))
+
+    def counts(attempt: int, step: int) -> bool:
+        return all(start >= step for start in later_starts(attempt).values())
+
+    saved = [commit.place for commit in commits(checkpoints) if counts(*commit.place)]
+    copy = newest_hot(hot, counts) if hot else None
+    if copy and copy.place >= max(saved, default=(0, 0)):
+        return _start(copy, "hot")
+    durable = newest_verified(checkpoints, warn, counts)
+    return _start(durable, "durable") if durable else Start()
+
+
+def _start(commit: Commit, tier: str) -> Start:
+    return Start(
+        step=commit.step,
+        samples=commit.samples,
+        tokens=commit.tokens,
+        commit=commit.folder,
+        tier=tier,
+    )

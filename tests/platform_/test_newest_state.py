@@ -1,0 +1,75 @@
+"""Which state a run continues from: the newest whole one that it has not gone back behind."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName
+from elastrata.runs import history
+from elastrata.workers.newest_state import newest_state
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.storage import Storage
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def hot(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "hot"))
+
+
+def commit(storage: Storage, attempt: int, step: int) -> str:
+    folder = str(FolderName(attempt, step, "abcdef"))
+    data = b"a state"
+    record = FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    made = Commit(
+        folder=folder, step=step, samples=step, tokens=step, extra={}, files={"state": record}
+    )
+    storage.write(data, folder, "state")
+    storage.write(made.to_json(), folder, MARKER)
+    return folder
+
+
+def started(run: Storage, attempt: int, step: int) -> None:
+    writer = history.HistoryWriter(run.sub("history"), attempt, pytest.fail)
+    writer.add("started", {"step": step, "world_size": 1})
+    writer.flush()
+
+
+def found(run: Storage, hot: Storage) -> tuple[str, int]:
+    start = newest_state(run, hot, pytest.fail)
+    return start.tier, start.step
+
+
+def test_a_new_run_has_none(run, hot) -> None:
+    assert newest_state(run, hot, pytest.fail) == Start()
+
+
+def test_the_newest_of_both_tiers(run, hot) -> None:
+    started(run, 1, 0)
+    commit(run.sub("checkpoints"), 1, 200)
+    assert found(run, hot) == ("durable", 200)
+    commit(hot, 1, 190)
+    assert found(run, hot) == ("durable", 200)
+    commit(hot, 1, 210)
+    assert found(run, hot) == ("hot", 210)
+
+
+def test_a_state_that_the_run_went_back_behind_counts_no_more(run, hot) -> None:
+    started(run, 1, 0)
+    commit(run.sub("checkpoints"), 1, 200)
+    commit(run.sub("checkpoints"), 1, 300)
+    commit(hot, 1, 350)
+    assert found(run, hot) == ("hot", 350)
+    started(run, 2, 200)  # it found nothing newer, did some steps, and was lost
+    assert found(run, hot) == ("durable", 200)
+    commit(hot, 2, 220)
+    assert found(run, hot) == ("hot", 220)
+    started(run, 3, 220)
+    assert found(run, hot) == ("hot", 220)
