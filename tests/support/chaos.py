@@ -11,7 +11,7 @@ from typing import Any
 
 from support.command import wait_until
 from support.live_run import LiveRun
-from support.nodes import Nodes, actors, send, train_workers
+from support.nodes import Nodes, actors, send
 from support.short_steps import CPUS
 
 KINDS = (
@@ -23,6 +23,8 @@ KINDS = (
     "add node",
 )
 MOST_NODES = 3
+AT_ONCE = 0.25
+"""The share of faults that come while the run may still recover from the one before."""
 
 
 @dataclass
@@ -36,14 +38,15 @@ class Chaos:
     faults: list[dict[str, Any]] = field(default_factory=list)
 
     def inject(self, kinds: Iterable[str]) -> None:
-        """These faults, each when the run has got a little further; fewer where it ends first."""
+        """These faults, most of them when the run has got a little further, some at once; fewer
+        where it ends first. One that finds no victim is not counted."""
         begun = time.time()
         for kind in kinds:
-            if not self._further():
+            if self._has_ended() or (self.random.random() > AT_ONCE and not self._further()):
                 return
-            getattr(self, f"_{kind.replace(' ', '_')}")()
-            self.faults.append({"kind": kind, "seconds": round(time.time() - begun, 1)})
-            print(f"  {self.faults[-1]['seconds']:6.1f} s  {kind}", flush=True)
+            if getattr(self, f"_{kind.replace(' ', '_')}")():
+                self.faults.append({"kind": kind, "seconds": round(time.time() - begun, 1)})
+                print(f"  {self.faults[-1]['seconds']:6.1f} s  {kind}", flush=True)
 
     def _further(self) -> bool:
         """Waits for three more lines of progress; False where the run has ended."""
@@ -58,26 +61,29 @@ class Chaos:
     def _has_ended(self) -> bool:
         return self.live.driver.poll() is not None
 
-    def _kill_worker(self) -> None:
-        self._send(signal.SIGKILL)
+    def _kill_worker(self) -> bool:
+        return self._send("RayTrainWorker", signal.SIGKILL)
 
-    def _hang_worker(self) -> None:
-        self._send(signal.SIGSTOP)
+    def _hang_worker(self) -> bool:
+        return self._send("RayTrainWorker", signal.SIGSTOP)
 
-    def _send(self, number: signal.Signals) -> None:
-        workers = train_workers(self.cluster.address)
-        if workers:  # none: the run is between two groups
-            send(self.random.choice(workers), number)
+    def _kill_controller(self) -> bool:
+        return self._send("TrainController", signal.SIGKILL)
 
-    def _kill_controller(self) -> None:
-        for controller in actors("TrainController", self.cluster.address):
-            send(controller, signal.SIGKILL)
+    def _send(self, name: str, number: signal.Signals) -> bool:
+        """To one of the actors of that name; there is none where the run is between two groups."""
+        found = actors(name, self.cluster.address)
+        if found:
+            send(self.random.choice(found), number)
+        return bool(found)
 
-    def _kill_node(self) -> None:
+    def _kill_node(self) -> bool:
         self.cluster.kill(self._leaving())
+        return True
 
-    def _drain_node(self) -> None:
+    def _drain_node(self) -> bool:
         self.cluster.drain(self._leaving(), seconds=120)
+        return True
 
     def _leaving(self) -> Any:
         """Any node; another one comes first where it is the last."""
@@ -85,6 +91,8 @@ class Chaos:
             self._add_node()
         return self.alive.pop(self.random.randrange(len(self.alive)))
 
-    def _add_node(self) -> None:
+    def _add_node(self) -> bool:
         if len(self.alive) < MOST_NODES:
             self.alive.append(self.cluster.add(cpus=CPUS))
+            return True
+        return False
