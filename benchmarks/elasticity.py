@@ -100,7 +100,7 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
         alive = [cluster.add(cpus=1) for _ in range(2)]
         arguments = ("--address", cluster.address, *overrides)
         live = LiveRun(recipe, name, log, *arguments)
-        chaos = Chaos(cluster, live, draw, alive)
+        chaos = Chaos(cluster, live, draw, alive, at_once=0.0)
         chaos.inject(KINDS)
         live.wait_for_group(live.groups())
         live.send(signal.SIGTERM)

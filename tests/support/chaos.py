@@ -36,13 +36,14 @@ class Chaos:
     random: random.Random
     alive: list[Any] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    at_once: float = AT_ONCE
 
     def inject(self, kinds: Iterable[str]) -> None:
         """These faults, most of them when the run has got a little further, some at once; fewer
         where it ends first. One that finds no victim is not counted."""
         begun = time.time()
         for kind in kinds:
-            if self._has_ended() or (self.random.random() > AT_ONCE and not self._further()):
+            if self._has_ended() or (self.random.random() >= self.at_once and not self._further()):
                 return
             if getattr(self, f"_{kind.replace(' ', '_')}")():
                 self.faults.append({"kind": kind, "seconds": round(time.time() - begun, 1)})
