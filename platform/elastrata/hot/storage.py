@@ -106,7 +106,9 @@ class HotStorage:
         """
         path = "/".join(parts)
         here = ray.get_runtime_context().get_node_id()
-        keepers = self._ask(START_SECONDS + _ANSWER_SECONDS, "assign", here, group_of(parts[0]))
+        keepers = self._ask(
+            START_SECONDS + _ANSWER_SECONDS, "assign", here, group_of(path.partition("/")[0])
+        )
         upload = HotUpload(keepers, path)
         try:
             yield cast("IO[bytes]", upload)
