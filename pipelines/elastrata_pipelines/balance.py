@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.deal import Deal, Ints, WorkModel, deal
+from elastrata_pipelines.deal import Hand, Ints, WorkModel, deal
 from elastrata_pipelines.hashing import combine, key, uniform
 from elastrata_pipelines.order import Order
 
@@ -57,9 +57,8 @@ def measure_balance(
         least_imbalances.append(_least_imbalance(lengths, workers, work))
         random_imbalances.append(_random_imbalance(lengths, workers, work))
         counts.append(len(dealt.hands[0].cuts) - 1)
-        filled, size = _padded(dealt, lengths)
-        padded += size
-        padded_random += _padded_random(lengths, filled)
+        padded += padded_tokens(dealt.hands, lengths)
+        padded_random += _padded_random(lengths, _filled(dealt.hands))
         rows, tokens = rows + len(lengths), tokens + int(lengths.sum())
         longest = max(longest, int(lengths.max()))
     if not imbalances:
@@ -89,15 +88,24 @@ def _random_imbalance(lengths: Ints, workers: int, work: WorkModel) -> float:
     return max(loads) * workers / sum(loads)
 
 
-def _padded(dealt: Deal, lengths: Ints) -> tuple[int, int]:
-    """Micro-batches that hold rows, and tokens of all with padding."""
-    filled = tokens = 0
-    for hand in dealt.hands:
-        for begin, end in zip(hand.cuts[:-1], hand.cuts[1:], strict=True):
-            if end > begin:
-                filled += 1
-                tokens += int(end - begin) * int(lengths[hand.rows[begin:end]].max())
-    return filled, tokens
+def padded_tokens(hands: Iterable[Hand], lengths: Ints) -> int:
+    """Tokens of all micro-batches, were each padded to its longest row.
+
+    Args:
+        hands: rows of the batch in micro-batches.
+        lengths: tokens of each row of the batch, shape [B].
+    """
+    return sum(
+        int(end - begin) * int(lengths[hand.rows[begin:end]].max())
+        for hand in hands
+        for begin, end in zip(hand.cuts[:-1], hand.cuts[1:], strict=True)
+        if end > begin
+    )
+
+
+def _filled(hands: Iterable[Hand]) -> int:
+    """Micro-batches that hold rows."""
+    return sum(int(np.count_nonzero(np.diff(hand.cuts))) for hand in hands)
 
 
 def _padded_random(lengths: Ints, num_micro_batches: int) -> int:

@@ -6,6 +6,7 @@ Numbers in, numbers out. What is in a batch is never changed for the sake of bal
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,11 +75,21 @@ def deal(
         )
     by_length = np.argsort(-lengths, kind="stable")
     rows, imbalance = _share(by_length, lengths, work, num_ranks)
+    return Deal(hands=cut_hands(rows, lengths, tokens_per_micro_batch), imbalance=imbalance)
+
+
+def cut_hands(rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int) -> tuple[Hand, ...]:
+    """Cuts each rank's rows, in their order, into equally many micro-batches, as few as will do.
+
+    Args:
+        rows: of each rank, indices into the batch.
+        lengths: tokens of each row of the batch, shape [B], none more than fit a micro-batch.
+        tokens_per_micro_batch: no micro-batch holds more tokens.
+    """
     num_micro_batches = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
-    hands = tuple(
+    return tuple(
         Hand(rows=r, cuts=cut(lengths[r], num_micro_batches, tokens_per_micro_batch)) for r in rows
     )
-    return Deal(hands=hands, imbalance=imbalance)
 
 
 def _share(rows: Ints, lengths: Ints, work: WorkModel, num_ranks: int) -> tuple[list[Ints], float]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
-from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.comparison import SchemeBalance, compare
+from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
 from elastrata_pipelines.order import Order
@@ -31,7 +32,11 @@ class Inspection:
     """`length_histogram[s]`: number of samples of length s."""
     padding_to_seq_len: float
     """Share of padding, were every sample padded to `seq_len`."""
+    workers: int
+    batch_size: int
     balance: Balance
+    schemes: tuple[SchemeBalance, ...]
+    """The deal, and beside it other schemes for the same batches."""
     advice: str | None
     """One line where another batch size would balance the work better."""
 
@@ -56,8 +61,9 @@ def inspect(
     steps: int = 20,
     window_stripes: int = 8,
     seed: int = 0,
+    ranks_per_node: int = 8,
 ) -> Inspection:
-    """Deals the first steps that a run with these settings would take.
+    """Deals the first `steps` steps that a run with these settings would take.
 
     Args:
         storage: the data set.
@@ -65,9 +71,9 @@ def inspect(
         batch_size: samples per step, over all ranks.
         tokens_per_micro_batch: most tokens in a micro-batch.
         work: the cost of a row.
-        steps: how many steps to deal.
         window_stripes: stripes shuffled together.
         seed: of the run's order.
+        ranks_per_node: ranks that could exchange rows inside their node.
 
     Raises:
         UserError: no data set there, or one that these settings do not suit.
@@ -83,11 +89,20 @@ def inspect(
         window_stripes=window_stripes,
         seed=seed,
     )
+    batches = list(ordered_batches(lengths, order, batch_size=batch_size, steps=steps))
+    return _inspection(manifest, batches, workers, tokens_per_micro_batch, work, ranks_per_node)
+
+
+def _inspection(
+    manifest: Manifest,
+    batches: list[Ints],
+    workers: int,
+    tokens_per_micro_batch: int,
+    work: WorkModel,
+    ranks_per_node: int,
+) -> Inspection:
     balance = measure_balance(
-        ordered_batches(lengths, order, batch_size=batch_size, steps=steps),
-        workers=workers,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-        work=work,
+        batches, workers=workers, tokens_per_micro_batch=tokens_per_micro_batch, work=work
     )
     return Inspection(
         samples=manifest.samples,
@@ -96,12 +111,22 @@ def inspect(
         seq_len=manifest.seq_len,
         length_histogram=manifest.length_histogram,
         padding_to_seq_len=1 - manifest.tokens / (manifest.samples * manifest.seq_len),
+        workers=workers,
+        batch_size=len(batches[0]),
         balance=balance,
+        schemes=compare(
+            batches,
+            workers=workers,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            work=work,
+            seq_len=manifest.seq_len,
+            ranks_per_node=ranks_per_node,
+        ),
         advice=advise(
             manifest.length_histogram,
             balance.imbalance_max_over_mean,
             workers=workers,
-            batch_size=batch_size,
+            batch_size=len(batches[0]),
             work=work,
         ),
     )

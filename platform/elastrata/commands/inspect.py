@@ -2,82 +2,195 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.commands.options import Json
+from elastrata.commands.options import Json, Overrides
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata.terminal.data_report import SCHEMES, show_balance, show_lengths, show_manifest
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from elastrata.recipe.recipe import Recipe
     from elastrata_pipelines.deal import WorkModel
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Inspection
+    from elastrata_pipelines.storage import Storage
 
-_HISTOGRAM_LINES, _BAR_CHARACTERS = 16, 40
 _BERT_BASE_WIDTH = 768
+_SAMPLES_EACH = 16
+_MOST_WORKERS = 65_536
+
+Data = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA|RECIPE",
+        help="Folder or URL of a data set; or a recipe: its data, order, batch and model count.",
+    ),
+]
+Workers = Annotated[
+    str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Samples per step. Default: the recipe's, or 16 a worker where there are any."
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Cost of a sample by this recipe's model. Default: that of BERT-base."),
+]
+MicroBatchTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most tokens in a micro-batch. Default: the recipe's, or 8192."),
+]
+RanksPerNode = Annotated[
+    int, typer.Option(min=1, help="Workers of a node, for the scheme that sorts inside a node.")
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.png", help="Draw max/mean over several numbers of workers."),
+]
+Verify = Annotated[bool, typer.Option("--verify", help="Read everything, check every checksum.")]
 
 
 def inspect(
-    data: Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL of a data set.")],
-    workers: Annotated[int, typer.Option(min=1, help="Data-parallel workers to deal to.")] = 8,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples per step. Default: 16 per worker, where there are any."),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="Cost of a sample by this recipe's model. Default: that of BERT-base."),
-    ] = None,
-    micro_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens in a micro-batch. Default: 8192.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read everything and check every checksum.")
-    ] = False,
+    data: Data,
+    overrides: Overrides = None,
+    workers: Workers = "8",
+    batch: Batch = None,
+    recipe: Model = None,
+    micro_batch_tokens: MicroBatchTokens = None,
+    ranks_per_node: RanksPerNode = 8,
+    plot: Plot = None,
+    verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Show a data set, and the padding and imbalance that any number of workers would see."""
     from elastrata_pipelines.format import Manifest
-    from elastrata_pipelines.inspection import inspect as inspect_data
     from elastrata_pipelines.storage import Storage
 
+    numbers = _numbers_of_workers(workers)
+    _check_plot(plot, numbers)
+    subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens)
     console = open_console(as_json=json)
-    storage = Storage(data)
+    storage = Storage(subject.url)
     manifest = Manifest.read(storage)
     if verify:
         _verify(console, storage)
-    batch_size = batch or min(16 * workers, manifest.samples)
-    found = inspect_data(
-        storage,
-        workers=workers,
-        batch_size=batch_size,
-        tokens_per_micro_batch=micro_batch_tokens or max(8192, manifest.seq_len),
-        work=_work(recipe, manifest),
-    )
-    _show_manifest(console, storage.uri(), manifest)
-    _show_lengths(console, manifest.length_histogram)
-    _show_balance(console, found, workers, batch_size)
+    show_manifest(console, storage.uri(), manifest)
+    show_lengths(console, manifest.length_histogram)
+    found = []
+    for number in numbers:
+        found.append(_inspect(storage, manifest, subject, number, ranks_per_node))
+        show_balance(console, found[-1])
+    if plot:
+        _draw(console, found, plot)
     if json:
         print_json_line(_result(found, manifest, verify))
 
 
-def _work(recipe: str | None, manifest: Manifest) -> WorkModel:
-    from elastrata_pipelines.deal import WorkModel
+def _numbers_of_workers(text: str) -> list[int]:
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= number <= _MOST_WORKERS for number in numbers):
+        raise UserError(
+            f"--workers: {text}: expected numbers from 1 to {_MOST_WORKERS:,}, such as 8 or 1,8,64"
+        )
+    return list(dict.fromkeys(numbers))
 
-    if recipe is None:
-        # A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens.
-        return WorkModel(linear=6 * _BERT_BASE_WIDTH, quadratic=1)
+
+def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:
+    if plot and plot.suffix != ".png":
+        raise UserError(f"--plot: {plot}: expected the name of a .png file")
+    if plot and len(numbers) == 1:
+        raise UserError("--plot: expected several numbers of workers, such as --workers 1,8,64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What is inspected, as the arguments and the recipe have it."""
+
+    url: str
+    model: Recipe | None
+    """Whose workload gives the cost of a sample; None: BERT-base."""
+    batch_size: int | None
+    tokens_per_micro_batch: int | None
+    order: dict[str, int]
+    """Of a recipe: what decides the order of its samples."""
+
+
+def _subject(
+    data: str,
+    overrides: list[str],
+    recipe: str | None,
+    batch: int | None,
+    micro_batch_tokens: int | None,
+) -> _Subject:
     from elastrata.recipe.file import load_recipe
 
-    return load_recipe(recipe).workload.work(manifest.vocabulary)
+    if not _is_recipe(data):
+        if overrides:
+            raise UserError(f"{overrides[0]}: unexpected: {data} is a data set, not a recipe")
+        return _Subject(
+            url=data,
+            model=load_recipe(recipe) if recipe else None,
+            batch_size=batch,
+            tokens_per_micro_batch=micro_batch_tokens,
+            order={},
+        )
+    if recipe:
+        raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
+    run = load_recipe(data, overrides)
+    return _Subject(
+        url=run.data.path,
+        model=run,
+        batch_size=batch or run.batch_size,
+        tokens_per_micro_batch=micro_batch_tokens or run.micro_batch_tokens,
+        order={"window_stripes": run.data.window_stripes, "seed": run.seed},
+    )
 
 
-def _verify(console: Console, storage: Any) -> None:
+def _is_recipe(name: str) -> bool:
+    from elastrata.recipe.yaml_reader import available_recipes
+
+    if name.endswith((".yaml", ".yml")):
+        return True
+    return not Path(name).exists() and name in available_recipes()
+
+
+def _inspect(
+    storage: Storage, manifest: Manifest, subject: _Subject, workers: int, ranks_per_node: int
+) -> Inspection:
+    from elastrata_pipelines.inspection import inspect as inspect_data
+
+    return inspect_data(
+        storage,
+        workers=workers,
+        batch_size=subject.batch_size or min(_SAMPLES_EACH * workers, manifest.samples),
+        tokens_per_micro_batch=subject.tokens_per_micro_batch or max(8192, manifest.seq_len),
+        work=_work(subject.model, manifest),
+        ranks_per_node=ranks_per_node,
+        **subject.order,
+    )
+
+
+def _work(model: Recipe | None, manifest: Manifest) -> WorkModel:
+    from elastrata_pipelines.deal import WorkModel
+
+    if model is None:
+        # A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens.
+        return WorkModel(linear=6 * _BERT_BASE_WIDTH, quadratic=1)
+    return model.workload.work(manifest.vocabulary)
+
+
+def _verify(console: Console, storage: Storage) -> None:
     from elastrata_pipelines.inspection import verify
 
     with console.status("reading every file"):
@@ -87,81 +200,41 @@ def _verify(console: Console, storage: Any) -> None:
     console.print("every file is there and has its checksum\n", style="green")
 
 
-def _show_manifest(console: Console, where: str, manifest: Manifest) -> None:
-    size = sum(entry.bytes for entry in manifest.files)
-    rows = {
-        "data": where,
-        "samples": f"{manifest.samples:,} of at most {manifest.seq_len} tokens",
-        "tokens": f"{manifest.tokens:,} ({manifest.token_dtype})",
-        "stripes": f"{manifest.stripes:,} of {manifest.stripe_size} samples, in "
-        f"{len(manifest.shards):,} shard{'s' * (len(manifest.shards) > 1)}, {size / 1e6:,.1f} MB",
-        "packing": manifest.packing + (", sentence pairs" if manifest.pairs else ""),
-        "vocabulary": f"{manifest.vocabulary.size:,} ids, {manifest.tokenizer_fingerprint[:12]}",
-        "fingerprint": manifest.fingerprint[:12],
-    }
-    for name, value in rows.items():
-        console.print(f"{name:<12} {value}", markup=False)
+def _draw(console: Console, found: Sequence[Inspection], plot: Path) -> None:
+    from elastrata.tracking.plots import imbalance_curves
+
+    curves: dict[str, dict[int, float]] = {name: {} for name in SCHEMES.values()}
+    for one in found:
+        for scheme in one.schemes:
+            curves[SCHEMES[scheme.scheme]][one.workers] = scheme.imbalance_max_over_mean
+    imbalance_curves(curves, plot)
+    console.print(f"plot {plot}", markup=False)
 
 
-def _show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
-    """A bar for every band of lengths."""
-    from rich.bar import Bar
-    from rich.table import Table
-
-    width = -(-(len(histogram) - 1) // _HISTOGRAM_LINES)
-    bands = [
-        (first, min(first + width, len(histogram)) - 1) for first in range(1, len(histogram), width)
-    ]
-    counts = [sum(histogram[first : last + 1]) for first, last in bands]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    for (first, last), count in zip(bands, counts, strict=True):
-        bar = Bar(size=max(counts), begin=0, end=count, width=_BAR_CHARACTERS, color="cyan")
-        table.add_row(f"{first}-{last}" if last > first else str(first), f"{count:,}", bar)
-    console.print("\ntokens in a sample")
-    console.print(table)
-
-
-def _show_balance(console: Console, found: Inspection, workers: int, batch: int) -> None:
-    from rich.table import Table
-
-    balance = found.balance
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for heading in ("", "as dealt", "by chance"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row(
-        "work of the slowest worker, over the mean",
-        f"{balance.imbalance_max_over_mean:.4f}",
-        f"{balance.imbalance_random:.4f}",
-    )
-    table.add_row(
-        "padding, were micro-batches padded",
-        f"{balance.padding_fraction:.1%}",
-        f"{balance.padding_random:.1%}",
-    )
-    console.print(
-        f"\n{batch:,} samples a step over {workers:,} workers, mean of {balance.steps} steps"
-    )
-    console.print(table)
-    if found.advice:
-        console.print(f"advice: {found.advice}", style="yellow", markup=False)
-
-
-def _result(found: Inspection, manifest: Manifest, verified: bool) -> dict[str, Any]:
+def _result(found: Sequence[Inspection], manifest: Manifest, verified: bool) -> dict[str, Any]:
     """The JSON of the command."""
+    first = found[0]
     return {
-        "samples": found.samples,
-        "tokens": found.tokens,
-        "stripes": found.stripes,
-        "padding_fraction": found.padding_fraction,
-        "imbalance_max_over_mean": found.imbalance_max_over_mean,
-        "seq_len": found.seq_len,
+        "samples": first.samples,
+        "tokens": first.tokens,
+        "stripes": first.stripes,
+        "padding_fraction": first.padding_fraction,
+        "imbalance_max_over_mean": first.imbalance_max_over_mean,
+        "seq_len": first.seq_len,
         "shards": len(manifest.shards),
         "vocabulary": manifest.vocabulary.size,
         "fingerprint": manifest.fingerprint,
-        "padding_to_seq_len": found.padding_to_seq_len,
-        "balance": asdict(found.balance),
-        "advice": found.advice,
+        "padding_to_seq_len": first.padding_to_seq_len,
+        "balance": asdict(first.balance),
+        "advice": first.advice,
         "verified": verified,
+        "comparison": [
+            {
+                "workers": one.workers,
+                "batch_size": one.batch_size,
+                "advice": one.advice,
+                "schemes": [asdict(scheme) for scheme in one.schemes],
+            }
+            for one in found
+        ],
     }

@@ -1,4 +1,4 @@
-"""Pictures of a run: the curve of its loss, the strata of its lengths."""
+"""Pictures: the curve of a run's loss, the strata of its lengths, the balance of its workers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _STRATA = 8
 _MOST_BARS = 128
 _TALL = 3
 """A bar more than this many times as high as the next one is cut off, its height written beside."""
+_LEAST_PERCENT = 0.001
+"""Workers that differ by less are drawn as if by this much: logarithms know no zero."""
+_MOST_TICKS = 12
 _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
@@ -74,6 +77,45 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
               transform=axes.transAxes, color=_QUIET, fontsize=9)  # fmt: skip
     axes.set_xlim(0, len(counts))
     _save(figure, path)
+
+
+def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """Draws by how much the slowest worker's work exceeds the mean, over the number of workers.
+
+    A single worker is the mean, and is not drawn.
+
+    Args:
+        curves: by scheme, the largest work of a worker over the mean for each number of workers.
+            The first one is drawn bold.
+        path: PNG file to write.
+    """
+    from matplotlib import colormaps
+
+    title = "Work of the slowest worker, above the mean"
+    figure, axes = _canvas(title, "workers", "above the mean (%)")
+    colors = colormaps["viridis"](np.linspace(0.05, 0.9, max(1, len(curves) - 1)))
+    for number, (name, curve) in enumerate(curves.items()):
+        sizes = sorted(size for size in curve if size > 1)
+        percents = [max(_LEAST_PERCENT, 100 * (curve[size] - 1)) for size in sizes]
+        axes.plot(sizes, percents, label=name, marker="o", markersize=4 if number else 6,
+                  linewidth=1.5 if number else 3, zorder=2 if number else 3,
+                  color=colors[number - 1] if number else _HELD_OUT)  # fmt: skip
+    _logarithmic(axes, sorted({size for curve in curves.values() for size in curve} - {1}))
+    axes.legend(frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _save(figure, path)
+
+
+def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
+    """Both axes logarithmic, with a tick for every size, or for some of many."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes[:: -(-len(sizes) // _MOST_TICKS)])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
