@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastrata_pipelines.balance import drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.balance import ordered_batches
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
@@ -18,7 +18,6 @@ from elastrata_pipelines.storage import Storage
 from support.synthetic import SEQ_LEN, write_data_set
 
 WORK = WorkModel(linear=24 * 1024**2, quadratic=4 * 1024)
-LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "wikipedia_lengths_512.json"
 
 
 @pytest.fixture
@@ -37,6 +36,11 @@ def test_the_numbers_of_a_data_set(storage: Storage) -> None:
     assert 1 <= found.imbalance_max_over_mean <= found.balance.imbalance_worst < 1.05
     assert found.balance.imbalance_random > found.imbalance_max_over_mean
     assert found.padding_fraction < found.balance.padding_random < found.padding_to_seq_len
+    dealt, by_chance, *_ = found.schemes
+    assert dealt.scheme == "deal"
+    assert dealt.imbalance_max_over_mean == pytest.approx(found.imbalance_max_over_mean)
+    assert dealt.padding_fraction == found.padding_fraction
+    assert by_chance.imbalance_max_over_mean == pytest.approx(found.balance.imbalance_random)
 
 
 def test_batches_follow_the_real_order(storage: Storage) -> None:
@@ -65,16 +69,6 @@ def test_settings_that_do_not_suit_the_data(storage: Storage) -> None:
         inspect(storage, workers=2, batch_size=401, tokens_per_micro_batch=200, work=WORK)
     with pytest.raises(UserError, match=r"its longest sample has \d+ tokens, more than the 9 of"):
         inspect(storage, workers=2, batch_size=40, tokens_per_micro_batch=9, work=WORK)
-
-
-@pytest.mark.skipif(not LENGTHS.is_file(), reason="the Wikipedia length histogram is not here")
-@pytest.mark.parametrize(("samples_each", "bound"), [(8, 1.006), (16, 1.002)])
-def test_wikipedia_lengths_balance_over_1024_workers(samples_each: int, bound: float) -> None:
-    histogram = [0, *json.loads(LENGTHS.read_text())["counts"]]
-    batches = drawn_batches(histogram, batch_size=1024 * samples_each, steps=3)
-    balance = measure_balance(batches, workers=1024, tokens_per_micro_batch=8192, work=WORK)
-    assert balance.imbalance_max_over_mean <= bound
-    assert balance.imbalance_random > 1.5
 
 
 def test_a_whole_data_set_verifies(storage: Storage) -> None:

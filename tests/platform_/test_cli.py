@@ -111,6 +111,64 @@ def test_inspect_takes_the_cost_of_a_recipes_model(
     assert _json(capsys)["samples"] == 400
 
 
+def test_inspect_compares_schemes_at_several_sizes(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plots" / "balance.png"
+    arguments = ["inspect", str(data), "--workers", "1,3,8", "--plot", str(plot)]
+    assert run([*arguments, "--ranks-per-node", "2", "--json"]) == 0
+    result = _json(capsys)
+    assert [one["workers"] for one in result["comparison"]] == [1, 3, 8]
+    assert [one["batch_size"] for one in result["comparison"]] == [16, 48, 128]
+    deal, *others = result["comparison"][2]["schemes"]
+    assert (deal["scheme"], len(others)) == ("deal", 6)
+    assert all(
+        deal["imbalance_max_over_mean"] < other["imbalance_max_over_mean"] for other in others
+    )
+    assert plot.is_file()
+
+
+def test_inspect_takes_data_order_and_batch_of_a_recipe(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"data.path={data}", "batch_size=40"]
+    assert run(["inspect", "bert/tiny", *settings, "--workers", "2,4", "--json"]) == 0
+    result = _json(capsys)
+    assert [one["batch_size"] for one in result["comparison"]] == [40, 40]
+    assert run(["inspect", "bert/tiny", *settings, "seed=1", "--workers", "2,4", "--json"]) == 0
+    assert _json(capsys)["balance"] != result["balance"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--workers", "8,x"], "--workers: 8,x: expected numbers from 1 to 65,536, such as 8"),
+        (["--workers", "0"], "--workers: 0: expected numbers from 1 to 65,536"),
+        (["--workers", "-3"], "--workers: -3: expected numbers from 1 to 65,536"),
+        (["--workers", "65537"], "--workers: 65537: expected numbers from 1 to 65,536"),
+        (["--workers", "8", "--plot", "a.png"], "--plot: expected several numbers of workers"),
+        (["--workers", "8,9", "--plot", "a.pdf"], "--plot: a.pdf: expected the name of a .png"),
+        (["--ranks-per-node", "0"], "--ranks-per-node"),
+        (["batch_size=4"], "batch_size=4: unexpected: "),
+    ],
+)
+def test_inspect_refuses_nonsense(
+    data: Path, options: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["inspect", str(data), *options]) == 2
+    shown = capsys.readouterr()
+    assert line in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_inspect_takes_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "bert/tiny", "--recipe", "bert/base"]) == 2
+    assert (
+        "--recipe: bert/base: unexpected: bert/tiny is a recipe itself" in capsys.readouterr().err
+    )
+
+
 def test_inspect_tells_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_data_set(tmp_path, samples=100)
     shard = next((tmp_path / "shards").iterdir())

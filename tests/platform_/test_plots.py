@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from elastrata.tracking.plots import length_strata, loss_curve
+from elastrata.tracking.plots import imbalance_curves, length_strata, loss_curve
 
 
 @pytest.mark.parametrize("steps", [1, 5, 500])
@@ -25,3 +25,13 @@ def test_a_loss_curve(tmp_path: Path, steps: int, held_out: bool) -> None:
 def test_length_strata(tmp_path: Path, histogram: list[int]) -> None:
     length_strata(histogram, tmp_path / "strata.png")
     assert imread(tmp_path / "strata.png").shape[:2] == (720, 1280)
+
+
+@pytest.mark.parametrize("sizes", [[1, 8, 64], [1, 8], [1], list(range(1, 40))])
+def test_imbalance_curves(tmp_path: Path, sizes: list[int]) -> None:
+    curves = {
+        "dealt by work": dict.fromkeys(sizes, 1.0),
+        "random": {size: 1 + size / 100 for size in sizes},
+    }
+    imbalance_curves(curves, tmp_path / "balance.png")
+    assert imread(tmp_path / "balance.png").shape[:2] == (720, 1280)
