@@ -1,0 +1,167 @@
+"""The deal's cost model held against measured times of micro-batches.
+
+    python benchmarks/cost_model.py
+
+The deal takes a sample of s tokens to cost a s + b s^2, with a and b counted from the shapes of the
+model's matrices. Here micro-batches of many shapes go forward and backward through BERT, turn by
+turn, in random order, on one thread; the median CPU time of each counts. Two fits by least squares
+of relative errors, each with a constant for what every micro-batch costs whatever is in it:
+
+- `model`: constant + scale * work, the work being what the deal takes it to be; its errors say how
+  well the deal knows times. `tokens_only` is the same with the number of tokens for the work.
+- `free`: constant + a * tokens + b * squares; `ratio` is b / a as measured over b / a as counted.
+
+Ranks run equally many micro-batches, so that the constant is the same for all.
+Writes benchmarks/results/cost_model.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from report import write_result
+
+from elastrata.recipe.file import load_recipe
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.rows import Rows
+from elastrata_workloads.bert import Bert
+
+Floats = npt.NDArray[np.float64]
+
+RECIPES = ("bert/small", "bert/mini")
+SHAPES = (
+    *((16, 32), (4, 128), (1, 512)),
+    *((32, 32), (16, 64), (8, 128), (4, 256), (2, 512)),
+    *((64, 32), (16, 128), (8, 256), (4, 512)),
+)
+"""Rows and length of even micro-batches: 512, 1,024 and 2,048 tokens."""
+UNEVEN_ROWS = (4, 8)
+ROUNDS = 5
+VOCABULARY = Vocabulary(
+    size=30522, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
+)
+
+
+def micro_batches() -> dict[str, list[int]]:
+    """Lengths of the rows of each micro-batch, longest first."""
+    even = {f"{rows} x {length}": [length] * rows for rows, length in SHAPES}
+    rng = np.random.default_rng(0)
+    uneven = {
+        f"{rows} of 16 to 512": sorted(rng.integers(16, 513, rows).tolist(), reverse=True)
+        for rows in UNEVEN_ROWS
+    }
+    return even | uneven
+
+
+def rows_of(lengths: Sequence[int]) -> Rows:
+    rng = np.random.default_rng(0)
+    return Rows(
+        sample_ids=np.arange(len(lengths), dtype=np.uint64),
+        epochs=np.zeros(len(lengths), np.int64),
+        lengths=np.array(lengths),
+        tokens=rng.integers(1000, VOCABULARY.size, sum(lengths)).astype(np.uint16),
+    )
+
+
+def median_milliseconds(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median CPU time of each, taken turn by turn in random order, after a round that warms up."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
+    for _ in range(rounds + 1):
+        for name in order.sample(list(runs), len(runs)):
+            began = time.process_time()
+            runs[name]()
+            taken[name].append(1e3 * (time.process_time() - began))
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+def measure(bert: Bert, cases: dict[str, list[int]], rounds: int) -> dict[str, float]:
+    """Milliseconds of forward and backward of each micro-batch."""
+    torch.manual_seed(0)
+    model = bert.build_model(VOCABULARY, 512)
+
+    def step(lengths: Sequence[int]) -> Callable[[], None]:
+        batch = bert.collate(rows_of(lengths), VOCABULARY, seed=0)
+
+        def run() -> None:
+            model.zero_grad()
+            bert.loss(model, batch).terms["mlm"].backward()
+
+        return run
+
+    return median_milliseconds({name: step(lengths) for name, lengths in cases.items()}, rounds)
+
+
+def fit(columns: Sequence[Floats], times: Floats) -> tuple[Floats, Floats]:
+    """Factors of a constant and the columns, and the times they give."""
+    matrix = np.stack([np.ones_like(times), *columns], axis=1)
+    factors = np.linalg.lstsq(matrix / times[:, None], np.ones_like(times), rcond=None)[0]
+    return factors, matrix @ factors
+
+
+def quality(predicted: Floats, times: Floats) -> dict[str, float]:
+    errors = np.abs(predicted / times - 1)
+    spread = ((times - times.mean()) ** 2).sum()
+    return {
+        "r_squared": round(float(1 - ((times - predicted) ** 2).sum() / spread), 5),
+        "median_relative_error": round(float(np.median(errors)), 4),
+        "largest_relative_error": round(float(errors.max()), 4),
+    }
+
+
+def check(recipe: str, rounds: int) -> dict[str, Any]:
+    """Measured times of one model beside those the cost model gives."""
+    bert = load_recipe(recipe).workload
+    assert isinstance(bert, Bert)
+    cases = micro_batches()
+    measured = measure(bert, cases, rounds)
+    work = bert.work(VOCABULARY)
+    times = np.array(list(measured.values()))
+    works = np.array([float(work(lengths).sum()) for lengths in cases.values()])
+    tokens = np.array([float(sum(lengths)) for lengths in cases.values()])
+    squares = np.array([float(sum(s * s for s in lengths)) for lengths in cases.values()])
+    _, by_model = fit([works], times)
+    _, by_tokens = fit([tokens], times)
+    (constant, linear, quadratic), by_both = fit([tokens, squares], times)
+    counted = work.quadratic / work.linear
+    return {
+        "recipe": recipe,
+        "model": quality(by_model, times),
+        "tokens_only": quality(by_tokens, times),
+        "free": quality(by_both, times)
+        | {
+            "constant_milliseconds": round(float(constant), 2),
+            "quadratic_over_linear_measured": float(f"{quadratic / linear:.4g}"),
+            "quadratic_over_linear_counted": float(f"{counted:.4g}"),
+            "ratio": round(float(quadratic / linear / counted), 3),
+        },
+        "micro_batches": [
+            {"rows": name, "milliseconds": round(time_, 2), "by_model": round(float(guess), 2)}
+            for (name, time_), guess in zip(measured.items(), by_model, strict=True)
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    figures = {
+        "unit": "CPU time of forward and backward, one thread",
+        "rounds": rounds,
+        "models": [check(recipe, rounds) for recipe in RECIPES],
+    }
+    write_result("cost_model", figures, ("torch", "numpy"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What dealing costs the stream, beside the step that it hides behind.
+
+    python benchmarks/dealing.py ../shared/data/wikipedia_lengths_512.json
+
+`deal` is the deal alone; `payloads` is all that a reading task does for a step but for the reading:
+the order, the deal, and every rank's rows written as its payload, from stripes in memory. Both are
+milliseconds of CPU time per step, the median of the rounds. Putting payloads into Ray's object
+store is not counted.
+
+Beside it stands the time of a step of BERT-large on so many GPUs, estimated: FLOPs of a rank's
+share of the batch at 40% of the device's dense bf16 peak, and no time at all for communication, so
+the real one is longer. The stream works ahead: its tasks deal step k + 1 while the workers compute
+step k, so that dealing delays a step only where it takes longer than the step itself. Two tasks
+read at a time, which halves what counts.
+
+Writes benchmarks/results/dealing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+from report import write_result
+
+from elastrata.recipe.file import load_recipe
+from elastrata_pipelines.balance import drawn_batches
+from elastrata_pipelines.batches import Batches, Group
+from elastrata_pipelines.deal import Ints, deal
+from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
+from elastrata_pipelines.hashing import mix
+from elastrata_pipelines.order import Order
+from elastrata_pipelines.stream import CONCURRENT_READERS, MAX_GROUP_TOKENS
+from elastrata_pipelines.stripes import Stripes
+
+RANKS = (1, 64, 1024)
+SAMPLES_EACH = 16
+ROUNDS = 11
+STRIPE = 1024
+BUDGET = 8192
+RECIPE = "bert/large"
+VOCABULARY = Vocabulary(
+    size=30522, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
+)
+PEAK_TFLOPS = {"A100": 312, "H100": 989}
+SHARE_OF_PEAK = 0.4
+
+
+class MemoryStripes:
+    """Stripes of random tokens that lie in memory."""
+
+    def __init__(self, lengths: Ints) -> None:
+        self._tables = [
+            _stripe(first, -np.sort(-lengths[first : first + STRIPE]))
+            for first in range(0, len(lengths), STRIPE)
+        ]
+
+    def read(self, numbers: Sequence[int]) -> list[pa.Table]:
+        return [self._tables[number] for number in numbers]
+
+
+def _stripe(first: int, lengths: Ints) -> pa.Table:
+    tokens = np.random.default_rng(first).integers(0, 30522, int(lengths.sum())).astype("<u2")
+    offsets = np.concatenate([[0], np.cumsum(lengths)]) * 2
+    column = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(tokens)]
+    )
+    ids = mix(np.arange(first, first + len(lengths)))
+    return pa.table(
+        [pa.array(ids), pa.array(lengths.astype(np.int32)), column],
+        schema=shard_schema(packed=False, pairs=False),
+    )
+
+
+def median_milliseconds(runs: Iterator[Callable[[], object]]) -> float:
+    """Median CPU time of all but the first run."""
+    taken = []
+    for run in runs:
+        began = time.process_time()
+        run()
+        taken.append(1e3 * (time.process_time() - began))
+    return statistics.median(taken[1:])
+
+
+def deal_milliseconds(batches: Batches, drawn: Sequence[Ints], ranks: int) -> float:
+    return median_milliseconds(
+        (
+            lambda lengths=lengths: deal(
+                lengths,
+                num_ranks=ranks,
+                work=batches.work,
+                tokens_per_micro_batch=batches.tokens_per_micro_batch,
+            )
+        )
+        for lengths in drawn
+    )
+
+
+def payload_milliseconds(
+    batches: Batches, stripes: MemoryStripes, group: Group, ranks: int
+) -> float:
+    def write() -> None:
+        for _ in batches.payloads(group, ranks, cast(Stripes, stripes)):
+            pass
+
+    return median_milliseconds(iter([write] * (ROUNDS // 2 + 1))) / group.num_steps
+
+
+def measure(histogram: Sequence[int], ranks: int) -> dict[str, Any]:
+    size = ranks * SAMPLES_EACH
+    drawn = list(drawn_batches(histogram, batch_size=size, steps=ROUNDS + 1))
+    steps = max(1, MAX_GROUP_TOKENS // int(np.mean([lengths.sum() for lengths in drawn])))
+    samples = np.concatenate(list(drawn_batches(histogram, batch_size=size, steps=steps)))
+    batches = Batches(
+        url="",
+        manifest=cast(Manifest, None),  # payloads() asks it for nothing
+        order=Order(num_samples=len(samples), stripe_size=STRIPE, window_stripes=8, seed=0),
+        work=load_recipe(RECIPE).workload.work(VOCABULARY),
+        tokens_per_micro_batch=BUDGET,
+    )
+    group = Group(first_step=0, first_position=0, num_steps=steps, batch_size=size)
+    dealing = deal_milliseconds(batches, drawn, ranks)
+    writing = payload_milliseconds(batches, MemoryStripes(samples), group, ranks)
+    return {
+        "ranks": ranks,
+        "samples_per_step": size,
+        "deal_microseconds_per_sample": round(1e3 * dealing / size, 3),
+        "deal_milliseconds_per_step": round(dealing, 3),
+        "payloads_milliseconds_per_step": round(writing, 3),
+        "steps_per_group": steps,
+        "step_milliseconds": {
+            device: round(step_milliseconds(drawn[0], ranks, peak), 1)
+            for device, peak in PEAK_TFLOPS.items()
+        },
+    }
+
+
+def step_milliseconds(lengths: Ints, ranks: int, peak_tflops: float) -> float:
+    """Of one rank's share of a batch."""
+    predictions = 0.15 * float(lengths.sum())
+    flops = load_recipe(RECIPE).workload.flops(lengths.tolist(), {"mlm": predictions}, VOCABULARY)
+    return 1e3 * flops / ranks / (SHARE_OF_PEAK * 1e12 * peak_tflops)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("histogram", type=Path, help="wikipedia_lengths_512.json")
+    histogram = [0, *json.loads(parser.parse_args().histogram.read_text())["counts"]]
+    figures = {
+        "model": RECIPE,
+        "share_of_peak": SHARE_OF_PEAK,
+        "concurrent_readers": CONCURRENT_READERS,
+        "rows": [measure(histogram, ranks) for ranks in RANKS],
+    }
+    write_result("dealing", figures, ("numpy", "pyarrow"))
+
+
+if __name__ == "__main__":
+    main()
