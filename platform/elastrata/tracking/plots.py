@@ -23,7 +23,8 @@ _TALL = 3
 """A bar more than this many times as high as the next one is cut off, its height written beside."""
 _LEAST_PERCENT = 0.001
 """Workers that differ by less are drawn as if by this much: logarithms know no zero."""
-_MOST_TICKS = 12
+_TICKS_APART = 1.4
+"""Ticks on a logarithmic axis are at least this factor apart, so that their labels are."""
 _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
@@ -106,12 +107,16 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
 
 
 def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
-    """Both axes logarithmic, with a tick for every size, or for some of many."""
+    """Both axes logarithmic, with a tick for the largest size and all that leave it room."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    ticks: list[int] = []
+    for size in reversed(sizes):
+        if not ticks or size * _TICKS_APART <= ticks[-1]:
+            ticks.append(size)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes[:: -(-len(sizes) // _MOST_TICKS)])
+    axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
     for axis in (axes.xaxis, axes.yaxis):
