@@ -83,7 +83,7 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
 def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     """Draws by how much the slowest worker's work exceeds the mean, over the number of workers.
 
-    A single worker is the mean, and is not drawn.
+    A single worker is the mean, and is not drawn: there must be other numbers of workers.
 
     Args:
         curves: by scheme, the largest work of a worker over the mean for each number of workers.
