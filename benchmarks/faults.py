@@ -12,6 +12,7 @@ run's digests are compared with those of an undisturbed run.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import statistics
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import write_result
+from report import RESULTS, write_result
 
 from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
@@ -104,10 +105,12 @@ def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
     injected = []
     for trial in range(trials):
         live.wait_for_group(1, steps=SETTLED_STEPS)
+        live.wait_for_checkpoint()
         injected.append(live.send(SIGNALS[kind]))
         live.driver.wait(timeout=120)
         live = LiveRun(recipe, name, log.with_suffix(f".{trial}"), *arguments)
     live.wait_for_group(1, steps=SETTLED_STEPS)
+    live.wait_for_checkpoint()
     live.send(signal.SIGINT)
     live.driver.wait(timeout=120)
     return [row(live, begun) for begun in injected], live.steps()
@@ -161,8 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *SIGNALS])
+    parser.add_argument("--add", action="store_true", help="keeps the other kinds' results")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
+    known = json.loads((RESULTS / "faults.json").read_text())["kinds"] if arguments.add else {}
+    results: dict[str, Any] = known
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS)

@@ -51,6 +51,10 @@ class LiveRun:
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
+    def wait_for_checkpoint(self, seconds: float = 120) -> None:
+        """Waits until this launch has taken a checkpoint."""
+        wait_until(lambda: "\ncheckpoint of step" in self.output, seconds, "a checkpoint")
+
     def wait_for_more(self, steps: int, seconds: float = 120) -> None:
         """Waits until so many more steps are done than there are now."""
 
