@@ -7,8 +7,10 @@ from threading import Thread
 import pytest
 import ray
 
-from elastrata.workers.events import Refused, Warned
+from elastrata.training.request import Act, Request
+from elastrata.workers.events import Committed, Halted, Heard, Refused, Warned
 from elastrata.workers.mailbox import Receiver, Sender, open_mailbox
+from support.command import wait_until
 
 
 @pytest.fixture
@@ -51,3 +53,43 @@ def test_other_ranks_only_refuse(ray_local: None) -> None:
     sender.send(Refused(problems=("the shard is damaged",)))
     sender.flush()
     assert ray.get(mailbox.take.remote(1)) == [Refused(problems=("the shard is damaged",))]
+
+
+def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
+    mailbox = open_mailbox()
+    sender = Sender(mailbox, rank=0)
+    save = Request(act=Act.SAVE, reason="drain", text="a node to go")
+    halt = Request(act=Act.HALT, reason="resize", text="2 -> 3 workers")
+
+    def asked() -> Request | None:
+        sender.flush()
+        return sender.look()
+
+    assert asked() is None
+    ray.get(mailbox.ask.remote(save))
+    assert asked() == save
+    sender.send(Committed(step=400, uri="an earlier one", evaluation_loss=None))
+    assert asked() == save, "a checkpoint that was under way does not serve it"
+    sender.send(Heard(act=Act.SAVE))
+    assert asked() is None
+
+    ray.get([mailbox.ask.remote(halt), mailbox.ask.remote(save)])
+    assert asked() == halt
+    sender.send(Heard(act=Act.HALT))
+    assert asked() == halt
+    assert not ray.get(mailbox.has_halted.remote())
+    sender.send(Halted(step=5, reason="resize", text="2 -> 3 workers"))
+    assert asked() is None
+    assert ray.get(mailbox.has_halted.remote())
+    ray.get(mailbox.withdraw.remote(Act.HALT))
+    assert not ray.get(mailbox.has_halted.remote())
+
+
+def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local: None) -> None:
+    mailbox = open_mailbox()
+    sender = Sender(mailbox, rank=0)
+    stop = Request(act=Act.STOP, reason="stop", text="SIGTERM")
+    ray.get(mailbox.ask.remote(stop))
+    assert sender.look() is None
+    sender.send(Warned(text="anything"))
+    assert wait_until(sender.look, 30, "the answer to what was sent") == stop

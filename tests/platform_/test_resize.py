@@ -44,7 +44,7 @@ def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
             wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "two nodes")
             assert unreachable() == frozenset()
             cluster.kill(gone)
-            assert unreachable() == {gone.node_id}
+            wait_until(lambda: unreachable() == {gone.node_id}, 10, "the end of its raylet")
             assert elsewhere(unreachable()) == {"ray.io/node-id": f"!in({gone.node_id})"}
 
             placed = ray.util.placement_group(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import RunIdentity, write_identity
+from elastrata.training.record import StepRecord
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 
 Entry = dict[str, Any]
 BATCH = 21
+_RECORDED = {field.name for field in fields(StepRecord)}
 
 
 def started(attempt: int, step: int, *, time: float = 0.0, **more: Any) -> Entry:
@@ -43,6 +46,13 @@ def stepped(attempt: int, step: int, *, time: float = 0.0, **more: Any) -> Entry
         "seconds": 1.0,
         **more,
     }
+
+
+def record(step: int) -> StepRecord:
+    """The record of a step of a group of two."""
+    plain = {key: value for key, value in stepped(1, step).items() if key in _RECORDED}
+    zeros = dict.fromkeys(_RECORDED - plain.keys(), 0)
+    return StepRecord(**{**zeros, **plain, "terms": {}, "metrics": {}, "mfu": None})
 
 
 def said(kind: str, attempt: int, *, time: float, **more: Any) -> Entry:
