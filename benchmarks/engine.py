@@ -67,7 +67,7 @@ def bare_seconds(recipe: Recipe) -> float:
     vocabulary, workload = batches.manifest.vocabulary, recipe.workload
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, batches.manifest.seq_len)
-    optimizer = build_optimizer(recipe.optimizer, model)
+    optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     ready = [
         [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
         for group in batches.groups(

@@ -59,6 +59,6 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         for payload in islice(batches.payloads(group, world_size), rank, rank + 1)
         for step in decode(payload, manifest.token_dtype)
     )
-    optimizer = build_optimizer(recipe.optimizer, model)
+    optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     run = loop.run(model, optimizer, stream, Start(), lambda: Act.GO_ON)
     return [record for record, _ in run]

@@ -1,53 +1,45 @@
-"""Optimizers by name, over parameters that decay and parameters that do not."""
+"""Optimizers by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import nn
+from torch.optim import Optimizer
 
-from elastrata.recipe.config import Config
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Config):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """Decay of the running means of the gradient and of its square, per step."""
-    eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Share of lr * weight taken off each step; not from biases and norms."""
+from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata.training.optimizers.keys import OptimizerKeys
+from elastrata.training.optimizers.lamb import LambConfig
+from elastrata.training.optimizers.muon import MuonConfig
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: weights of two and more dims decay; biases and norms (one dim) do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def _named(value: Any) -> Any:
+    return {"name": "adamw", **value} if isinstance(value, dict) else value
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over `model`'s parameters as they are now, sharded or not; fused kernels."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+OptimizerConfig = Annotated[
+    AdamWConfig | LambConfig | MuonConfig, Field(discriminator="name"), BeforeValidator(_named)
+]
+"""One of the optimizers; AdamW where there is no name."""
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def build_optimizer(
+    config: OptimizerKeys, model: nn.Module, blocks: Sequence[nn.Module]
+) -> Optimizer:
+    """The optimizer over `model`'s parameters as they are now, sharded or not.
+
+    Args:
+        config: one of the optimizers' configurations.
+        model: with its parameters allocated.
+        blocks: its repeated blocks, whose matrices some optimizers treat apart.
+    """
+    groups = config.groups(model, blocks)
+    return config.build([group for group in groups if group.parameters])
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Sets the rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

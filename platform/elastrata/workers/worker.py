@@ -71,7 +71,7 @@ def _train(job: Job, sender: Sender) -> None:
         )
         phases.passed("shard")
         model = _build_model(recipe, manifest, device, world_size)
-        optimizer = build_optimizer(recipe.optimizer, model)
+        optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
         stream = opening.result()
         phases.passed("data")

@@ -1,0 +1,1 @@
+"""The optimizers, each in a file with its keys."""
