@@ -10,6 +10,7 @@ from elastrata.training.workload import ENTRY_POINTS, workload_class
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
+_ANY_OF = {"oneOf": "anyOf"}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -57,13 +58,14 @@ def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _relaxed(schema: Any) -> Any:
-    """A schema in which nothing is required, down to the definitions it refers to."""
+    """A schema in which nothing is required, down to the definitions it refers to. Sections that
+    only a required key told apart may then be any of several."""
     if isinstance(schema, list):
         return [_relaxed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: f"{value} (variant)" if key == "$ref" else _relaxed(value)
+        _ANY_OF.get(key, key): f"{value} (variant)" if key == "$ref" else _relaxed(value)
         for key, value in schema.items()
-        if not (key == "required" and isinstance(value, list))
+        if key != "discriminator" and not (key == "required" and isinstance(value, list))
     }

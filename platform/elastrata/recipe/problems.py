@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import yaml
@@ -48,6 +50,8 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
     lines = []
     for problem in _flat(error, ()):
         place = _locate(model, problem["loc"], text.values)
+        if place is not None and problem["type"] == "union_tag_invalid":
+            place = _kind(place, problem["ctx"]["discriminator"].strip("'"))
         if place is not None and not _follows_from_others(problem, place):
             origin = text.origin(place.path)
             lines += [f"{origin}: {line}" for line in _tell(problem, place, model)]
@@ -115,6 +119,13 @@ def _locate(model: Model, loc: Sequence[Any], values: Any) -> Place | None:
     return at
 
 
+def _kind(section: Place, key: str) -> Place:
+    """The place of the key that says which of a union's sections is meant."""
+    models = [model for member in members(section.annotation) if (model := model_of(member))]
+    kinds = [field_type(model.model_fields[key]) for model in models]
+    return Place((*section.path, key), reduce(or_, kinds), section.value[key])
+
+
 def _is_label(label: Any, member: Any) -> bool:
     """Whether pydantic means this member of a union by `label`: a class, a tag or `tuple[...]`."""
     model = model_of(member)
@@ -167,7 +178,8 @@ def _meant(place: Place, model: Model) -> str:
     here = model_of(place.annotation)
     name = place.path[-1]
     known = list(here.model_fields) if here else []
-    elsewhere = [".".join(path) for path in known_paths(model) if path[-1] == name]
+    others = [path for path in known_paths(model) if path != place.path]
+    elsewhere = [".".join(path) for path in others if path[-1] == name]
     if elsewhere:
         return f" (did you mean '{elsewhere[0]}'?)"
     return nearest(name, known) or f"; expected {', '.join(known)}"

@@ -16,11 +16,13 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
 
 
 def _steps(recipe: Recipe) -> Iterator[Problem]:
-    warmup = recipe.schedule.warmup_steps
-    if warmup >= recipe.steps:
+    warmup, offset = recipe.schedule.warmup_steps, recipe.schedule.warmup_offset
+    if warmup - offset >= recipe.steps:
+        more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
             ("schedule", "warmup_steps"),
-            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps})",
+            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps})"
+            f"{more}",
         )
 
 

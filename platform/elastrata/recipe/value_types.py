@@ -74,12 +74,17 @@ def best_member(annotation: Any, value: Any) -> Any:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _likeness(model: Model | None, value: Mapping[str, Any]) -> tuple[int, int]:
+def _likeness(model: Model | None, value: Mapping[str, Any]) -> tuple[int, int, int]:
+    """First of all the keys that allow one value only, which name the section, must agree."""
     if model is None:
-        return (-1, 0)
+        return (-1, 0, 0)
     fields = model.model_fields
+    named = sum(
+        [value.get(name, field.default)] == choices(field_type(field))
+        for name, field in fields.items()
+    )
     missing = sum(field.is_required() and name not in value for name, field in fields.items())
-    return (len(fields.keys() & value.keys()), -missing)
+    return (named, len(fields.keys() & value.keys()), -missing)
 
 
 def choices(annotation: Any) -> list[str]:
@@ -103,7 +108,8 @@ def expected(annotation: Any) -> str:
     """An annotation in words: `a number above 0 or 'auto'`."""
     bare, constraints = split(annotation)
     if get_origin(bare) in (Union, types.UnionType):
-        words = [word for member in members(annotation) for word in _alternatives(member)]
+        told = [word for member in members(annotation) for word in _alternatives(member)]
+        words = list(dict.fromkeys(told))
         if type(None) in get_args(bare):
             words.append("null")
         return _joined(words, "or")

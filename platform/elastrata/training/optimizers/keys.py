@@ -14,6 +14,8 @@ from elastrata.recipe.config import Config
 from elastrata.training.optimizers.groups import ParameterGroup
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OptimizerKeys(Config):
@@ -21,13 +23,13 @@ class OptimizerKeys(Config):
 
     name: str
     """Which optimizer; each has further keys of its own."""
-    lr: Annotated[float, Field(gt=0)]
+    lr: Positive
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """Decay of the running means of the gradient and of its square, per step."""
-    eps: Annotated[float, Field(gt=0)] = 1e-6
+    eps: Positive = 1e-6
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: NotNegative = 0.01
     """Share of lr * weight taken off each step; not from biases and norms."""
 
     @abstractmethod

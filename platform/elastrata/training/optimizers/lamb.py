@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from elastrata.training.optimizers.adam_moments import adam_directions
 from elastrata.training.optimizers.global_norms import global_norms
 from elastrata.training.optimizers.groups import ParameterGroup, decaying_or_not, trainable
-from elastrata.training.optimizers.keys import OptimizerKeys
+from elastrata.training.optimizers.keys import NotNegative, OptimizerKeys
 from elastrata.training.optimizers.sharding import local
 
 
@@ -27,7 +27,7 @@ class LambConfig(OptimizerKeys):
 
     name: Literal["lamb"]
     """This optimizer."""
-    trust_min: Annotated[float, Field(ge=0)] = 0.0
+    trust_min: NotNegative = 0.0
     """A smaller trust ratio is raised to this."""
     trust_max: Annotated[float, Field(gt=0)] = 10.0
     """A larger trust ratio is lowered to this; `.inf`: never."""
