@@ -12,6 +12,7 @@ import typer
 from elastrata.commands.options import Json, Overrides
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata.terminal.data_report import SCHEMES, show_balance, show_lengths, show_manifest
+from elastrata.terminal.model_report import model_result, show_model
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def inspect(
     verify: Verify = False,
     json: Json = False,
 ) -> None:
-    """Show a data set, and the padding and imbalance that any number of workers would see."""
+    """Show a data set, and the padding and imbalance that any number of workers would see. Of a
+    recipe, show its model's parameters too, by optimizer and weight decay."""
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.storage import Storage
 
@@ -82,6 +84,12 @@ def inspect(
     subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens)
     console = open_console(as_json=json)
     storage = Storage(subject.url)
+    model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
+    if model and not model["prepared"]:
+        console.print(f"{storage.uri()}: no data set here yet: elastrata prepare {data}")
+        if json:
+            print_json_line({"model": model})
+        return
     manifest = Manifest.read(storage)
     if verify:
         _verify(console, storage)
@@ -94,7 +102,18 @@ def inspect(
     if plot:
         _draw(console, found, plot)
     if json:
-        print_json_line(_result(found, manifest, verify))
+        whole = {"model": model} if model else {}
+        print_json_line({**_result(found, manifest, verify), **whole})
+
+
+def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str, Any]:
+    """Prints what there is to say of a recipe's model, and returns it as JSON values."""
+    from elastrata.launch.model_inspection import inspect_model
+
+    assert recipe is not None
+    found = inspect_model(recipe)
+    show_model(console, name, recipe, found)
+    return model_result(found)
 
 
 def _numbers_of_workers(text: str) -> list[int]:

@@ -21,8 +21,7 @@ def _steps(recipe: Recipe) -> Iterator[Problem]:
         more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
             ("schedule", "warmup_steps"),
-            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps})"
-            f"{more}",
+            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps}){more}",
         )
 
 

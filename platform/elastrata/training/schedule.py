@@ -27,8 +27,8 @@ class ScheduleConfig(Config):
     warmup_offset: NonNegativeInt = 0
     """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
-    """first_step: the decay counts the steps of the warm-up, too, so the rate starts its fall, after
-    the warm-up, below the peak."""
+    """first_step: the decay counts the steps of the warm-up, too, so that the rate starts its fall
+    below the peak."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the peak that the decay ends at, one step after the last."""
 

@@ -1,0 +1,66 @@
+"""The report on a recipe's model: its parameters, by how they are updated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.launch.model_inspection import ModelInspection
+    from elastrata.recipe.recipe import Recipe
+
+
+def show_model(console: Console, name: str, recipe: Recipe, found: ModelInspection) -> None:
+    """Prints the parameter groups of a recipe's model."""
+    tokenizer = "" if found.prepared else ", as asked of `elastrata prepare`"
+    console.print(f"recipe       {name}", markup=False)
+    console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
+    console.print(f"vocabulary   {found.vocabulary:,} ids{tokenizer}\n", markup=False)
+    _show_groups(console, found)
+    console.print()
+
+
+def _show_groups(console: Console, found: ModelInspection) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for heading in ("parameters", "updated by", "weight decay"):
+        table.add_column(heading)
+    for heading in ("tensors", "numbers"):
+        table.add_column(heading, justify="right")
+    for group in found.groups:
+        decay = f"{group.weight_decay:g}" if group.weight_decay else "none"
+        counts = (f"{len(group.parameters):,}", f"{group.num_parameters:,}")
+        table.add_row(group.name, group.rule, decay, *counts)
+    tensors = sum(len(group.parameters) for group in found.groups)
+    table.add_row("all", "", "", f"{tensors:,}", f"{_num_parameters(found):,}")
+    console.print(table)
+    for group in found.groups:
+        console.print(f"\n{group.name}", markup=False)
+        for pattern, count in group.patterns().items():
+            console.print(f"  {pattern}{f' x {count}' if count > 1 else ''}", markup=False)
+
+
+def _num_parameters(found: ModelInspection) -> int:
+    return sum(group.num_parameters for group in found.groups)
+
+
+def model_result(found: ModelInspection) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "parameters": _num_parameters(found),
+        "vocabulary": found.vocabulary,
+        "prepared": found.prepared,
+        "groups": [
+            {
+                "name": group.name,
+                "rule": group.rule,
+                "weight_decay": group.weight_decay,
+                "tensors": len(group.parameters),
+                "parameters": group.num_parameters,
+                "patterns": group.patterns(),
+            }
+            for group in found.groups
+        ],
+    }

@@ -1,0 +1,102 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from elastrata.training.schedule import ScheduleConfig, learning_rate
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[ScheduleConfig, int]:
+    steps = draw(st.integers(1, 300))
+    warmup = draw(st.integers(0, steps - 1))
+    shape = draw(st.sampled_from(["linear", "cosine", "constant", "polynomial"]))
+    config = ScheduleConfig(
+        shape=shape,
+        power=draw(st.floats(0.1, 4)) if shape == "polynomial" else 1.0,
+        warmup_steps=warmup,
+        warmup_offset=draw(st.integers(0, max(0, warmup - 1))),
+        decay_from=draw(st.sampled_from(["warmup_end", "first_step"])),
+        final=draw(st.floats(0, 1)),
+    )
+    return config, steps
+
+
+def rates(config: ScheduleConfig, steps: int, peak: float = 1.0) -> list[float]:
+    return [learning_rate(config, peak=peak, step=step, steps=steps) for step in range(steps)]
+
+
+@given(runs())
+def test_it_rises_and_then_falls_and_stays_between_final_and_peak(run) -> None:
+    config, steps = run
+    found, warmup = rates(config, steps), config.warmup_steps - config.warmup_offset
+    assert max(found) <= 1 + 1e-12
+    assert found[:warmup] == sorted(found[:warmup])
+    falling = found[warmup:]
+    assert all(later <= rate + 1e-12 for rate, later in pairwise(falling))
+    assert all(rate >= config.final - 1e-12 for rate in falling)
+
+
+@given(runs())
+def test_no_step_is_wasted_at_rate_zero_before_the_last(run) -> None:
+    assert all(rate > 0 for rate in rates(*run))
+
+
+@given(runs(), st.floats(1e-6, 10))
+def test_it_scales_with_the_peak(run, peak: float) -> None:
+    config, steps = run
+    assert rates(config, steps, peak) == pytest.approx([peak * r for r in rates(config, steps)])
+
+
+@given(runs())
+def test_the_peak_is_the_first_rate_after_the_warm_up(run) -> None:
+    config, steps = run
+    warmup = config.warmup_steps - config.warmup_offset
+    if config.decay_from == "warmup_end":
+        assert rates(config, steps)[warmup] == pytest.approx(1.0)
+
+
+def test_a_power_of_one_is_linear() -> None:
+    linear = ScheduleConfig(shape="linear", warmup_steps=3, final=0.1)
+    assert rates(linear.model_copy(update={"shape": "polynomial"}), 20) == rates(linear, 20)
+
+
+def test_warm_up_by_hand() -> None:
+    assert rates(ScheduleConfig(warmup_steps=3), 7) == [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]
+    offset = ScheduleConfig(warmup_steps=3, warmup_offset=1)
+    assert rates(offset, 6) == [0.5, 0.75, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_polynomial_by_hand() -> None:
+    square = ScheduleConfig(shape="polynomial", power=2)
+    assert rates(square, 4) == [1.0, 0.75**2, 0.25, 0.0625]
+
+
+def test_mlperfs_decay_counts_all_steps() -> None:
+    config = ScheduleConfig(shape="polynomial", power=0.5, warmup_steps=2, decay_from="first_step")
+    found = rates(config, 8, peak=2.0)
+    assert found[:2] == pytest.approx([2 / 3, 4 / 3])
+    assert found[2:] == pytest.approx([2 * (1 - step / 8) ** 0.5 for step in range(2, 8)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"power": 2},
+        {"shape": "polynomial", "power": 0},
+        {"warmup_steps": 3, "warmup_offset": 3},
+        {"warmup_offset": 1},
+        {"warmup_steps": -1},
+        {"final": 1.1},
+        {"decay_from": "start"},
+    ],
+)
+def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ScheduleConfig.model_validate(wrong)
