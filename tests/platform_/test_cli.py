@@ -169,6 +169,27 @@ def test_inspect_takes_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_inspect_shows_the_parameter_groups_of_a_recipe(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("extends: bert/tiny\noptimizer: {name: muon}\n")
+    assert run(["inspect", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    assert "bert.encoder.layer.*.attention.self.query.weight [128, 128] x 2" in shown
+    assert "30,522 ids, as asked of `elastrata prepare`" in shown
+    recipe.write_text(f"extends: bert/tiny\ndata: {{path: '{data}'}}\noptimizer: {{name: lamb}}\n")
+    assert run(["inspect", str(recipe), "--json"]) == 0
+    result = _json(capsys)["model"]
+    assert (result["vocabulary"], result["prepared"]) == (97, True)
+    assert [group["rule"] for group in result["groups"]] == ["LAMB", "LAMB"]
+    assert [group["weight_decay"] for group in result["groups"]] == [0.01, 0.0]
+    assert result["parameters"] == sum(group["parameters"] for group in result["groups"])
+    recipe.write_text("extends: bert/tiny\ndata: {prepare: null}\n")
+    assert run(["inspect", str(recipe)]) == 2
+    assert "no data set here, whose tokenizer" in capsys.readouterr().err
+
+
 def test_inspect_tells_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_data_set(tmp_path, samples=100)
     shard = next((tmp_path / "shards").iterdir())

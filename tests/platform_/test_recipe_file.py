@@ -11,6 +11,7 @@ import yaml
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
+from elastrata.training.optimizers.adamw import AdamWConfig
 from elastrata_pipelines.errors import UserError
 
 GOOD = """\
@@ -103,7 +104,7 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         "bad.yaml: batch_size: true: expected a whole number above 0",
         "bad.yaml: optimizer.lr: -1: expected a number above 0",
         "bad.yaml: optimizer.betas.1: missing: expected a number at least 0 and below 1",
-        "bad.yaml: schedule.shape: 'lin': expected 'linear', 'cosine' or 'constant' "
+        "bad.yaml: schedule.shape: 'lin': expected 'linear', 'cosine', 'constant' or 'polynomial' "
         "(did you mean 'linear'?)",
         "bad.yaml: workers.gpus: 'some': expected a number at least 0 or 'auto'",
         "bad.yaml: precission: 'bf16': unknown key (did you mean 'precision'?)",
@@ -133,6 +134,17 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("steps=[1", "command line: steps: [1: not valid YAML"),
         ("name=a/b", "command line: name: 'a/b': expected letters, digits"),
         ("schedule.warmup_steps=10", "command line: schedule.warmup_steps: 10: expected fewer"),
+        (
+            "schedule={warmup_steps: 13, warmup_offset: 3}",
+            "schedule.warmup_steps: 13: expected fewer than steps (10) plus warmup_offset (3)",
+        ),
+        (
+            "schedule={warmup_steps: 3, warmup_offset: 3}",
+            "command line: schedule: warmup_offset (3): expected fewer than warmup_steps (3)",
+        ),
+        ("schedule.power=2", "schedule: power (2.0) is for the shape polynomial, not linear"),
+        ("schedule={shape: polynomial, power: 0}", "schedule.power: 0: expected a number above 0"),
+        ("schedule.decay_from=start", "expected 'warmup_end' or 'first_step'"),
         ("workers.min=9", "min (9) is larger than max (1)"),
         ("parallel.replicate=2", "parallel.replicate: 2: expected at most workers.max (1)"),
         ("tracking.uri=3", "command line: tracking.uri: 3: expected text or null"),
@@ -142,6 +154,45 @@ def test_a_bad_override_in_one_line(folder: Path, override: str, line: str) -> N
     found = problems("good.yaml", override)
     assert len(found) == 1
     assert line in found[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        (
+            "{name: lam}",
+            "optimizer.name: 'lam': expected 'adamw', 'lamb' or 'muon' (did you mean 'lamb'?)",
+        ),
+        ("{name: null}", "optimizer.name: null: expected 'adamw', 'lamb' or 'muon'"),
+        ("{lr: .inf}", "optimizer.lr: .inf: expected a number above 0"),
+        ("{weight_decay: -1}", "optimizer.weight_decay: -1: expected a number at least 0"),
+        ("{betas: [0.9, 1]}", "optimizer.betas.1: 1: expected a number at least 0 and below 1"),
+        ("{trust_max: 2}", "optimizer.trust_max: 2: unknown key; expected name, lr, betas, eps"),
+        ("{name: muon, trust_max: 2}", "optimizer.trust_max: 2: unknown key; expected name, lr"),
+        (
+            "{name: lamb, trust_min: 2, trust_max: 1}",
+            "command line: optimizer: trust_min (2.0) is larger than trust_max (1.0)",
+        ),
+        ("{name: lamb, trust_max: 0}", "optimizer.trust_max: 0: expected a number above 0"),
+        ("{name: lamb, trust_max: .nan}", "optimizer.trust_max: .nan: expected a number above 0"),
+        ("{name: lamb, trust_min: -1}", "optimizer.trust_min: -1: expected a number at least 0"),
+        ("{name: muon, momentum: 1}", "optimizer.momentum: 1: expected a number at least 0 and be"),
+        ("{name: muon, newton_schulz: fp16}", "expected 'fp32' or 'bf16'"),
+        ("{name: muon, nesterov: 2}", "optimizer.nesterov: 2: expected true or false"),
+        ("{name: muon, lr: true}", "optimizer.lr: true: expected a number above 0"),
+    ],
+)
+def test_a_bad_optimizer_in_one_line(folder: Path, section: str, line: str) -> None:
+    whole = section if "lr:" in section else section.replace("{", "{lr: 1e-3, ", 1)
+    found = problems("good.yaml", f"optimizer={whole}")
+    assert len(found) == 1
+    assert line in found[0]
+
+
+def test_the_optimizer_without_a_name_is_adamw(folder: Path) -> None:
+    assert isinstance(load_recipe("good.yaml").optimizer, AdamWConfig)
+    lamb = load_recipe("good.yaml", ["optimizer.name=lamb", "optimizer.trust_max=.inf"]).optimizer
+    assert (lamb.name, lamb.lr, lamb.trust_max) == ("lamb", 1e-3, float("inf"))
 
 
 def test_sizes_that_each_are_fine_and_together_impossible(folder: Path) -> None:
@@ -230,8 +281,12 @@ def test_the_schema_takes_what_the_loader_takes(folder: Path) -> None:
     validator.check_schema(schema)
     validator.validate(yaml.safe_load(to_yaml(load_recipe("good.yaml"))))
     validator.validate({"extends": "bert/tiny", "optimizer": {"eps": 1e-8}})
+    lamb, muon = {"name": "lamb", "trust_max": 1}, {"name": "muon", "lr": 1, "momentum": 0.9}
+    validator.validate({"extends": "bert/tiny", "optimizer": lamb})
+    validator.validate({**yaml.safe_load(to_yaml(load_recipe("good.yaml"))), "optimizer": muon})
     for wrong in (
         {"steps": 3},
+        {"extends": "bert/tiny", "optimizer": {**lamb, "momentum": 0.9}},
         {"extends": "bert/tiny", "stepps": 3},
         {"extends": "bert/tiny", "workload": {"hidden_sise": 3}},
         {**yaml.safe_load(to_yaml(load_recipe("good.yaml"))), "steps": "many"},
