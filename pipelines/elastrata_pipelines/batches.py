@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from elastrata_pipelines.batch_size_warmup import (
+    BatchSizeWarmup,
+    batch_size_at,
+    steps_of_equal_size,
+)
 from elastrata_pipelines.deal import Deal, WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Ints, Order, Places
@@ -96,25 +101,34 @@ class Batches:
             ]
             yield encode(table.take(index[rows]), places.epochs[rows], steps)
 
-    def groups(self, start: Start, *, steps: int, batch_size: int, max_tokens: int) -> list[Group]:
+    def groups(
+        self,
+        start: Start,
+        *,
+        steps: int,
+        batch_size: int,
+        max_tokens: int,
+        warmup: BatchSizeWarmup | None = None,
+    ) -> list[Group]:
         """The groups from `start` to step `steps`: a single step first, then doubling in size up
-        to about `max_tokens` tokens, so that the first batch comes soon and the rest in bulk."""
+        to about `max_tokens` tokens, so that the first batch comes soon and the rest in bulk. All
+        steps of a group have one batch size."""
         per_step = max(1, batch_size * self.manifest.tokens // self.manifest.samples)
         most = max(1, max_tokens // per_step)
         groups: list[Group] = []
-        step, size = start.step, 1
+        step, position, size = start.step, start.samples, 1
         while step < steps:
-            num_steps = min(size, steps - step)
-            position = start.samples + (step - start.step) * batch_size
-            groups.append(
-                Group(
-                    first_step=step,
-                    first_position=position,
-                    num_steps=num_steps,
-                    batch_size=batch_size,
-                )
+            group = Group(
+                first_step=step,
+                first_position=position,
+                num_steps=steps_of_equal_size(
+                    step, min(size, steps - step), full=batch_size, warmup=warmup
+                ),
+                batch_size=batch_size_at(step, full=batch_size, warmup=warmup),
             )
-            step, size = step + num_steps, min(2 * size, most)
+            groups.append(group)
+            step, position = step + group.num_steps, position + group.num_steps * group.batch_size
+            size = min(2 * size, most)
         return groups
 
     def _deal(self, lengths: Ints, num_ranks: int) -> Deal:

@@ -20,6 +20,7 @@ import ray.data
 import ray.train
 from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.batches import Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.stripes import Stripes
@@ -35,13 +36,22 @@ READ_AHEAD_BYTES = 512 * 2**20
 """Most memory of Ray's object store that payloads read ahead may take, over all ranks."""
 
 
-def descriptors(batches: Batches, start: Start, *, steps: int, batch_size: int) -> Dataset:
+def descriptors(
+    batches: Batches,
+    start: Start,
+    *,
+    steps: int,
+    batch_size: int,
+    warmup: BatchSizeWarmup | None = None,
+) -> Dataset:
     """The data set of descriptors from `start` to step `steps`, in order.
 
     A descriptor names consecutive groups and is one block. Ray Data spends about a millisecond on
     each block before it starts, so a long run has many groups in each descriptor.
     """
-    groups = batches.groups(start, steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS)
+    groups = batches.groups(
+        start, steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS, warmup=warmup
+    )
     share = max(1, -(-len(groups) // MAX_DESCRIPTORS))
     rows = [
         {

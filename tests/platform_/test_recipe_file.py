@@ -145,6 +145,16 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("schedule.power=2", "schedule: power (2.0) is for the shape polynomial, not linear"),
         ("schedule={shape: polynomial, power: 0}", "schedule.power: 0: expected a number above 0"),
         ("schedule.decay_from=start", "expected 'warmup_end' or 'first_step'"),
+        (
+            "batch_size_warmup={start: 2, steps: 10}",
+            "batch_size_warmup.steps: 10: expected fewer than steps (10)",
+        ),
+        (
+            "batch_size_warmup={start: 8, steps: 5}",
+            "batch_size_warmup.start: 8: expected at least workers.min (1) and fewer than "
+            "batch_size (8)",
+        ),
+        ("batch_size_warmup.start=2", "batch_size_warmup.steps: missing: expected a whole number"),
         ("workers.min=9", "min (9) is larger than max (1)"),
         ("parallel.replicate=2", "parallel.replicate: 2: expected at most workers.max (1)"),
         ("tracking.uri=3", "command line: tracking.uri: 3: expected text or null"),

@@ -51,7 +51,11 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         ordered=recipe.parallel.virtual_ranks is not None,
     )
     groups = batches.groups(
-        Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=4096
+        Start(),
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        max_tokens=4096,
+        warmup=recipe.batch_size_warmup,
     )
     stream = (
         step

@@ -151,6 +151,7 @@ class Drive:
             batches=self.data.train,
             steps=self.recipe.steps,
             batch_size=self.recipe.batch_size,
+            batch_size_warmup=self.recipe.batch_size_warmup,
             mailbox=self.mailbox,
             hot=hot,
         )

@@ -23,6 +23,7 @@ from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.parallel import ParallelConfig
 from elastrata.training.schedule import ScheduleConfig
 from elastrata.training.workload import Workload, workload_class
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation import PrepareConfig
 
@@ -93,6 +94,8 @@ class Recipe(Config):
     """Optimizer steps in all."""
     batch_size: PositiveInt
     """Samples per step, over all workers."""
+    batch_size_warmup: BatchSizeWarmup | None = None
+    """Smaller batches at first. The learning rate's schedule knows nothing of it."""
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens that one worker runs through the model at once."""
     optimizer: OptimizerConfig

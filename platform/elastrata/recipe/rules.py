@@ -12,7 +12,12 @@ Problem = tuple[tuple[str, ...], str]
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
-    return [*_steps(recipe), *_sizes(recipe), *_virtual_ranks(recipe)]
+    return [
+        *_steps(recipe),
+        *_batch_size_warmup(recipe),
+        *_sizes(recipe),
+        *_virtual_ranks(recipe),
+    ]
 
 
 def _steps(recipe: Recipe) -> Iterator[Problem]:
@@ -22,6 +27,23 @@ def _steps(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("schedule", "warmup_steps"),
             f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps}){more}",
+        )
+
+
+def _batch_size_warmup(recipe: Recipe) -> Iterator[Problem]:
+    warmup = recipe.batch_size_warmup
+    if warmup is None:
+        return
+    if warmup.steps >= recipe.steps:
+        yield (
+            ("batch_size_warmup", "steps"),
+            f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({recipe.steps})",
+        )
+    if not recipe.workers.min <= warmup.start < recipe.batch_size:
+        yield (
+            ("batch_size_warmup", "start"),
+            f"batch_size_warmup.start: {warmup.start}: expected at least workers.min "
+            f"({recipe.workers.min}) and fewer than batch_size ({recipe.batch_size})",
         )
 
 

@@ -73,7 +73,8 @@ def check_same_run(run: Storage, identity: RunIdentity, recipe: Recipe, fingerpr
     Raises:
         UserError: the recipe differs in keys that may not change, or the data set is another one.
     """
-    before = flatten(yaml.safe_load(run.read(RECIPE_FILE)))
+    # Through the model: keys that came with a later version have their defaults.
+    before = flatten(read_recipe(run).model_dump(mode="json"))
     now = flatten(recipe.model_dump(mode="json"))
     problems = [
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "

@@ -15,6 +15,7 @@ from elastrata.hot.storage import HotStorage
 from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Warned
 from elastrata.workers.newest_state import newest_state
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
@@ -28,6 +29,7 @@ class Source:
     batches: Batches
     steps: int
     batch_size: int
+    batch_size_warmup: BatchSizeWarmup | None
     mailbox: Any
     hot: HotStorage | None
 
@@ -35,7 +37,11 @@ class Source:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
         step."""
         return descriptors(
-            self.batches, self._start(), steps=self.steps, batch_size=self.batch_size
+            self.batches,
+            self._start(),
+            steps=self.steps,
+            batch_size=self.batch_size,
+            warmup=self.batch_size_warmup,
         )
 
     def _start(self) -> Start:
