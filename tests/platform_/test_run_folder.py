@@ -13,7 +13,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 
-IDENTITY = RunIdentity(name="r", data_fingerprint="f")
+IDENTITY = RunIdentity(name="r", data="d", data_fingerprint="f")
 
 
 def test_keys_that_came_later_do_not_make_another_run(tmp_path: Path) -> None:
