@@ -40,21 +40,24 @@ Runs = Mapping[str, Sequence[Any]]
 """The steps of every run, by its name; that of one worker first."""
 
 
+def text(path: Path) -> dict[str, str]:
+    """A file of WikiText as a source; every article is a document."""
+    return {
+        "name": path.stem,
+        "paths": str(path.resolve()),
+        "document_start": r"^ = [^=].* = $",
+    }
+
+
 def write_recipe(folder: Path, wikitext: Path) -> Path:
     """A recipe of BERT-tiny on WikiText, its data prepared, in `folder`."""
-    article = r"^ = [^=].* = $"
     values = {
         "extends": "bert/tiny",
         "data": {
             "path": str(folder / "data"),
             "prepare": {
-                "sources": [
-                    {
-                        "name": "wikitext",
-                        "paths": str((wikitext / "train.txt").resolve()),
-                        "document_start": article,
-                    }
-                ],
+                "sources": [text(wikitext / "train.txt")],
+                "held_out": [text(wikitext / "validation.txt")],
                 "tokenizer": {"vocab_size": 4096},
                 "seq_len": 128,
             },
