@@ -9,6 +9,7 @@ import torch
 
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
+from elastrata.training.clip import build_clip
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import data_mesh, parallelize
@@ -44,7 +45,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         peak_lr=recipe.optimizer.lr,
         schedule=recipe.schedule,
         steps=recipe.steps,
-        clip=recipe.clip,
+        clip=build_clip(recipe.clip, model),
         on_nonfinite=recipe.on_nonfinite,
         device=torch.device("cpu"),
         world_size=world_size,

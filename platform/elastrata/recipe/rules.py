@@ -17,6 +17,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_batch_size_warmup(recipe),
         *_sizes(recipe),
         *_virtual_ranks(recipe),
+        *_clip(recipe),
     ]
 
 
@@ -91,4 +92,27 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
             ("parallel", "replicate"),
             f"parallel.replicate: {recipe.parallel.replicate}: expected 1 where "
             "parallel.virtual_ranks is set, as copies would add up in another order",
+        )
+    if recipe.clip.method == "bucketwise":
+        yield (
+            ("clip", "method"),
+            "clip.method: 'bucketwise': expected global_norm or none where parallel.virtual_ranks "
+            "is set",
+        )
+
+
+def _clip(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.clip.scope != "local":
+        return
+    if recipe.clip.method != "bucketwise":
+        yield (
+            ("clip", "scope"),
+            f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
+        )
+    replicate, workers = recipe.parallel.replicate, recipe.workers
+    if replicate > 1 and workers.min <= replicate <= workers.max:
+        yield (
+            ("clip", "scope"),
+            f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "
+            "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )

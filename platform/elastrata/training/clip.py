@@ -1,43 +1,84 @@
-"""Gradient clipping."""
+"""Gradient clipping: a choice in the recipe, and what carries it out."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from elastrata.recipe.config import Config
 from elastrata.training.order_free import order_free_norm
+from elastrata.training.bucket_clip import LocalBucketClip, ReducedBucketClip
+from elastrata.training.norm import gradient_norm
 
 
 class ClipConfig(Config):
     """Limits the gradient before the optimizer sees it."""
 
-    method: Literal["global_norm", "none"] = "global_norm"
-    """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`."""
+    method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
+    """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
+    scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
+    during the backward pass."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The whole gradient's 2-norm is never above it, whatever the method."""
+    scope: Literal["reduced", "local"] = "reduced"
+    """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
+    local: clip each worker's part before the sum, without a message; losses then depend on the
+    number of workers."""
 
 
-def clip_gradient(config: ClipConfig, model: nn.Module, *, ordered: bool = False) -> Tensor:
-    """Clips in place and returns the 2-norm of the whole gradient before clipping, a scalar.
+class Clip(Protocol):
+    """Clips the gradient of one step, during or after its backward passes."""
 
-    Collective over the mesh that shards the parameters.
+    def before_backward(self, share: float) -> None:
+        """Once per step, before its first backward pass.
+
+        Args:
+            share: of this rank in the weight of the global batch; over all ranks they add up to 1.
+        """
+
+    def after_backward(self) -> Tensor:
+        """Finishes clipping and returns the 2-norm of the global batch's gradient, a scalar.
+
+        The norm before clipping; that of what is left of it with `scope=local`. Not finite where
+        the gradient of any rank is not. Collective, and the same on every rank.
+        """
+
+
+def build_clip(config: ClipConfig, model: nn.Module) -> Clip:
+    """The clip of a model's gradient; may set hooks on the model.
 
     Args:
-        config: how, and the limit.
-        model: with gradients.
-        ordered: whether no bit of the norm may depend on how the parameters are sharded.
+        config: what to do.
+        model: as `parallelize` returned it.
+
+    Raises:
+        ValueError: `scope=local` where every rank holds a whole copy of the model.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if ordered:
-        norm = order_free_norm(gradients)
-    else:
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if config.method == "global_norm":
-        torch.nn.utils.clip_grads_with_norm_(
-            model.parameters(), config.max_norm, norm, foreach=True
-        )
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if config.method == "bucketwise" and config.scope == "local":
+        return LocalBucketClip(model, config.max_norm)
+    if config.method == "bucketwise":
+        return ReducedBucketClip(model, config.max_norm)
+    return WholeClip(model, config.max_norm if config.method == "global_norm" else None)
+
+
+class WholeClip:
+    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only."""
+
+    def __init__(self, model: nn.Module, max_norm: float | None) -> None:
+        self._parameters = list(model.parameters())
+        self._max_norm = max_norm
+
+    def before_backward(self, share: float) -> None:
+        """Nothing to do."""
+
+    def after_backward(self) -> Tensor:
+        """See `Clip`."""
+        norm = gradient_norm(self._parameters)
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self._parameters, self._max_norm, norm, foreach=True
+            )
+        return norm

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from elastrata.training.clip import ClipConfig
+from elastrata.training.clip import Clip
 from elastrata.training.device import peak_flops, peak_memory_bytes
 from elastrata.training.ends import TrainingError
 from elastrata.training.optimizer import set_learning_rate
@@ -39,7 +39,8 @@ class Loop:
     peak_lr: float
     schedule: ScheduleConfig
     steps: int
-    clip: ClipConfig
+    clip: Clip
+    """Of the gradient of the model that is trained."""
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int

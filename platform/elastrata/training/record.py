@@ -24,7 +24,7 @@ class StepRecord:
     """The workload's metrics on this batch: `mlm_accuracy`..."""
     lr: float
     gradient_norm: float
-    """Before clipping."""
+    """Of the global batch, before clipping; after it where `clip.scope` is local."""
     digest: str
     """Order-free digest of the batch's sample ids, 16 hex digits."""
     world_size: int

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.training.clip import ClipConfig, clip_gradient
+from elastrata.training.clip import Clip
 from elastrata.training.parallel import synchronize_gradients
 from elastrata.training.workload import Batch, Loss, Workload
 
@@ -31,6 +31,7 @@ class StepResult:
 
     loss: StepLoss
     gradient_norm: float
+    """See `Clip.after_backward`."""
     skipped: bool
     """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
     seconds_in_model: float
@@ -56,9 +57,8 @@ def train_step(
     batches: Sequence[Batch],
     *,
     weights: Mapping[str, float],
-    clip: ClipConfig,
+    clip: Clip,
     rounds: int = 1,
-    ordered: bool = False,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -69,12 +69,12 @@ def train_step(
         model: as `parallelize` returned it.
         batches: this rank's micro-batches; all ranks have equally many.
         weights: per loss term the weight of the *global* batch.
-        clip: limit of the gradient.
+        clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
-        ordered: whether no bit of the result may depend on the world size.
     """
     per_round = len(batches) // rounds
     started = time.perf_counter()
+    clip.before_backward(share_of(batches, weights))
     sums: list[Loss] = []
     for place, batch in enumerate(batches):
         synchronize_gradients(model, (place + 1) % per_round == 0)
@@ -83,7 +83,7 @@ def train_step(
         sums.append(_detached(loss))
     mean = mean_loss(sums, weights)
     in_optimizer = time.perf_counter()
-    gradient_norm = float(clip_gradient(clip, model, ordered=ordered))
+    gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
     if finite:
         optimizer.step()
@@ -101,6 +101,22 @@ def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
     """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
     shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
     return torch.stack(shares).sum()
+
+
+def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
+    """The share of these micro-batches in the weight of the global batch, 0 to 1: the mean over
+    the loss terms that have weight. Adds up to 1 over all ranks.
+
+    Args:
+        batches: this rank's.
+        weights: per loss term the weight of the global batch.
+    """
+    shares = [
+        sum(batch.weights.get(term, 0.0) for batch in batches) / total
+        for term, total in weights.items()
+        if total > 0
+    ]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def mean_loss(losses: Sequence[Loss], weights: Mapping[str, float]) -> StepLoss:

@@ -18,6 +18,7 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
+from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import current_device
 from elastrata.training.ends import Stopped
 from elastrata.training.evaluate import evaluate, held_out_rows
@@ -101,7 +102,7 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(rank, world_size),
         seconds=phases.seconds,
     )
-    loop = _loop(recipe, manifest.vocabulary, device, world_size)
+    loop = _loop(recipe, build_clip(recipe.clip, model), manifest.vocabulary, device, world_size)
     with keeper:
         keeper.started(started)
         if recipe.workers.spares and context.get_local_rank() == 0:
@@ -120,7 +121,9 @@ def _train(job: Job, sender: Sender) -> None:
     ray.train.report({"step": recipe.steps})
 
 
-def _loop(recipe: Recipe, vocabulary: Vocabulary, device: torch.device, world_size: int) -> Loop:
+def _loop(
+    recipe: Recipe, clip: Clip, vocabulary: Vocabulary, device: torch.device, world_size: int
+) -> Loop:
     return Loop(
         workload=recipe.workload,
         vocabulary=vocabulary,
@@ -128,7 +131,7 @@ def _loop(recipe: Recipe, vocabulary: Vocabulary, device: torch.device, world_si
         peak_lr=recipe.optimizer.lr,
         schedule=recipe.schedule,
         steps=recipe.steps,
-        clip=recipe.clip,
+        clip=clip,
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,

@@ -1,0 +1,29 @@
+"""2-norms of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of the gradients of all parameters together, a scalar.
+
+    Collective over the mesh that shards them, and the same on every rank.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def tensor_norm(values: Tensor) -> Tensor:
+    """The norm of one tensor, a float64 scalar; not finite only where a value is not.
+
+    Squares of fp32 do not fit into fp32; and added up in it on a CPU, 33 million of them gave a
+    norm that was 0.15% too small.
+    """
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
