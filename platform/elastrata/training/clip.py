@@ -22,7 +22,7 @@ class ClipConfig(Config):
     scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
     during the backward pass."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The whole gradient's 2-norm is never above it, whatever the method."""
+    """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
     """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
     local: clip each worker's part before the sum, without a message; losses then depend on the

@@ -1,0 +1,289 @@
+"""Clipping by bucket: where it runs, what it costs, what it learns.
+
+    python benchmarks/clipping.py DATA_SET
+
+On two gloo ranks, or one NCCL rank per GPU where there are GPUs, with BERT-tiny on DATA_SET, which
+`elastrata prepare` wrote:
+
+order: one step profiled; the reductions and clippings in the order in which they start, in
+milliseconds since the backward pass began. gloo blocks, so on a CPU this shows that clipping lies
+inside the backward pass, between the reductions; that time is hidden shows on several GPUs only.
+seconds: a step with each way of clipping, side by side: in every round each way has its turn.
+losses: a run with each way, at one rank and at all, over the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import write_result
+from torch import nn
+
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.bucket_clip import RANGE
+from elastrata.training.clip import build_clip
+from elastrata.training.loop import Loop
+from elastrata.training.optimizer import build_optimizer
+from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.request import Act
+from elastrata.training.step import train_step
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import RankStep, decode
+
+WAYS = {
+    "none": {"method": "none"},
+    "global_norm": {"method": "global_norm"},
+    "reduced": {"method": "bucketwise", "scope": "reduced"},
+    "local": {"method": "bucketwise", "scope": "local"},
+}
+WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
+NODE = "autograd::engine::evaluate_function"
+EVENTS = {
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    RANGE: "clip",
+}
+"""By their names in a profile."""
+
+
+def recipe_with(arguments: argparse.Namespace, way: str, seed: int = 0) -> Recipe:
+    clip = json.dumps({**WAYS[way], "max_norm": arguments.max_norm})
+    overrides = [
+        f"data.path={Path(arguments.data_set).resolve()}",
+        f"steps={arguments.steps}",
+        f"seed={seed}",
+        f"clip={clip}",
+        "batch_size=24",
+        "micro_batch_tokens=8192",
+        "schedule.warmup_steps=20",
+    ]
+    return load_recipe("bert/tiny", overrides)
+
+
+def steps_of(recipe: Recipe, rank: int, ranks: int) -> Iterator[RankStep]:
+    """This rank's part of every step."""
+    batches = training_data(recipe).train
+    for group in batches.groups(
+        Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
+    ):
+        payloads = batches.payloads(group, ranks)
+        for payload in islice(payloads, rank, rank + 1):
+            yield from decode(payload, batches.manifest.token_dtype)
+
+
+def model_of(recipe: Recipe, device: torch.device, ranks: int) -> nn.Module:
+    manifest = training_data(recipe).train.manifest
+    torch.manual_seed(recipe.seed)
+    with device:
+        model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
+    return parallelize(
+        model,
+        recipe.workload.blocks(model),
+        data_mesh(device.type, ranks, 1),
+        precision=recipe.precision,
+        activation_checkpointing="none",
+        compile=False,
+    )
+
+
+class Steps:
+    """The same step again and again, with one way of clipping."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
+        vocabulary = training_data(recipe).train.manifest.vocabulary
+        part = next(steps_of(recipe, rank, ranks))
+        self._batches = [
+            recipe.workload.collate(rows, vocabulary, recipe.seed).to(device)
+            for rows in part.micro_batches
+        ]
+        weight = torch.tensor(sum(batch.weights["mlm"] for batch in self._batches), device=device)
+        dist.all_reduce(weight)
+        self._weights = {"mlm": float(weight)}
+        self._workload = recipe.workload
+        self._model = model_of(recipe, device, ranks)
+        self._optimizer = build_optimizer(recipe.optimizer, self._model)
+        self._clip = build_clip(recipe.clip, self._model)
+
+    def take(self, steps: int) -> list[float]:
+        """The seconds of each of some steps."""
+        seconds = []
+        for _ in range(steps):
+            dist.barrier()
+            started = time.perf_counter()
+            train_step(
+                self._model,
+                self._optimizer,
+                self._workload,
+                self._batches,
+                weights=self._weights,
+                clip=self._clip,
+            )
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+
+def profiled_order(steps: Steps) -> dict[str, Any]:
+    """Where the reductions and the clippings of one step lie, on this rank's host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        steps.take(1)
+    nodes = [event.time_range for event in profile.events() if event.name.startswith(NODE)]
+    began, ended = min(node.start for node in nodes), max(node.end for node in nodes)
+    events = sorted(
+        (event.time_range.start, event.time_range.end, EVENTS[event.name])
+        for event in profile.events()
+        if event.name in EVENTS and event.time_range.start >= began
+    )
+    clips = [start for start, _, what in events if what == "clip"]
+    last_reduction = max((s for s, _, what in events if what == "reduce_scatter"), default=0)
+    return {
+        "clips": len(clips),
+        "clips_before_the_last_gradient": sum(start < ended for start in clips),
+        "clips_before_the_last_reduction": sum(start < last_reduction for start in clips),
+        "gradients_end_ms": round((ended - began) / 1000, 3),
+        "events_start_end_ms": [
+            [what, round((start - began) / 1000, 3), round((end - began) / 1000, 3)]
+            for start, end, what in events
+        ],
+    }
+
+
+def measure_steps(
+    arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Order and seconds, from steps that take turns."""
+    steps = {way: Steps(recipe_with(arguments, way), device, rank, ranks) for way in WAYS}
+    for turn in steps.values():
+        turn.take(WARM_UP_STEPS)
+    rounds = [
+        {way: statistics.median(turn.take(STEPS_PER_TURN)) for way, turn in steps.items()}
+        for _ in range(arguments.rounds)
+    ]
+    return {
+        "order": {way: profiled_order(steps[way]) for way in WAYS},
+        "seconds": {way: round(statistics.median(r[way] for r in rounds), 5) for way in WAYS},
+        "over_none": {
+            way: round(statistics.median(r[way] / r["none"] for r in rounds), 4) for way in WAYS
+        },
+    }
+
+
+def measure_losses(
+    arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Loss and gradient norm of every step of every run."""
+    runs = {}
+    for seed in range(arguments.seeds):
+        for way in WAYS:
+            recipe = recipe_with(arguments, way, seed)
+            model = model_of(recipe, device, ranks)
+            loop = Loop(
+                workload=recipe.workload,
+                vocabulary=training_data(recipe).train.manifest.vocabulary,
+                seed=recipe.seed,
+                peak_lr=recipe.optimizer.lr,
+                schedule=recipe.schedule,
+                steps=recipe.steps,
+                clip=build_clip(recipe.clip, model),
+                on_nonfinite=recipe.on_nonfinite,
+                device=device,
+                world_size=ranks,
+            )
+            optimizer = build_optimizer(recipe.optimizer, model)
+            parts = steps_of(recipe, rank, ranks)
+            records = loop.run(model, optimizer, parts, Start(), lambda: Act.GO_ON)
+            runs[f"{way}/{seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
+    return runs
+
+
+MEASUREMENTS = {"steps": measure_steps, "losses": measure_losses}
+
+
+def on_rank(
+    rank: int, folder: Path, measurement: str, ranks: int, arguments: argparse.Namespace
+) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+    )
+    found = MEASUREMENTS[measurement](arguments, device, rank, ranks)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def on_ranks(measurement: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 found."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            on_rank, (Path(folder), measurement, ranks, arguments), nprocs=ranks
+        )
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+        return found
+
+
+def compare(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """The loss curves of every way and seed, at one rank and at all of them."""
+    alone = on_ranks("losses", 1, arguments)
+    several = on_ranks("losses", ranks, arguments) if ranks > 1 else alone
+    return {
+        run: {
+            "last_loss_alone": last_loss(alone[run]),
+            "last_loss_at_all_ranks": last_loss(several[run]),
+            "largest_relative_difference": max(
+                abs(b - a) / a for (a, _), (b, _) in zip(alone[run], several[run], strict=True)
+            ),
+            "mean_gradient_norm": round(statistics.fmean(norm for _, norm in several[run]), 4),
+            "curve_at_all_ranks": [
+                round(loss, 4)
+                for loss, _ in several[run][:: max(1, len(several[run]) // CURVE_POINTS)]
+            ],
+        }
+        for run in alone
+    }
+
+
+def last_loss(steps: Sequence[tuple[float, float]]) -> float:
+    """The mean over the last steps."""
+    return round(statistics.fmean(loss for loss, _ in steps[-LAST_STEPS:]), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_set")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max-norm", type=float, default=1.0)
+    arguments = parser.parse_args()
+    ranks = torch.cuda.device_count() or 2
+    figures = {
+        "ranks": ranks,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **on_ranks("steps", ranks, arguments),
+        "losses": compare(arguments, ranks),
+    }
+    write_result("clipping", figures, ("elastrata", "torch"))
+
+
+if __name__ == "__main__":
+    main()
