@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from elastrata.training.norm import gradient_norm, tensor_norm
+from elastrata.training.norm import sharded_norm, tensor_norm
 
 RANGE = "elastrata::clip_bucket"
 """The name in a profile of the clipping of one bucket."""
@@ -75,10 +75,9 @@ class ReducedBucketClip:
     def _clip(self, limit: float, gradient: Tensor) -> None:
         """`gradient`: this rank's shard of a bucket, flat, summed over all ranks."""
         with record_function(RANGE):
-            square = tensor_norm(gradient).square()
-            dist.all_reduce(square, group=self._group)
-            self._norms.append(square.sqrt())
-            scale_down(gradient, self._norms[-1], limit)
+            norm = sharded_norm([gradient], self._group)
+            self._norms.append(norm)
+            scale_down(gradient, norm, limit)
 
 
 class LocalBucketClip:
@@ -96,6 +95,7 @@ class LocalBucketClip:
 
     def __init__(self, model: nn.Module, max_norm: float) -> None:
         mesh, self._share = _mesh(model), 0.0
+        self._group = mesh.get_group("shard")
         self._parameters = list(model.parameters())
         if mesh.size() > 1 and mesh["shard"].size() == 1:
             raise ValueError("clip.scope: local: expected at least two workers per copy of a model")
@@ -112,7 +112,8 @@ class LocalBucketClip:
 
     def after_backward(self) -> Tensor:
         """See `Clip`. The norm after clipping: before it, no rank knows the sum."""
-        return gradient_norm(self._parameters)
+        gradients = [p.grad for p in self._parameters if isinstance(p.grad, DTensor)]
+        return sharded_norm([gradient.to_local() for gradient in gradients], self._group)
 
     def _clip(self, limit: float, gradient: Tensor) -> None:
         """`gradient`: this rank's part of a bucket, flat, of all its micro-batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,3 +28,15 @@ def tensor_norm(values: Tensor) -> Tensor:
     """
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
+
+
+def sharded_norm(shards: Iterable[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """The norm of tensors whose shards lie on the ranks of `group`, a float64 scalar. Collective.
+
+    Args:
+        shards: this rank's; each rank has a part of its own of every tensor.
+        group: the ranks that have the other parts.
+    """
+    square = torch.stack([tensor_norm(shard) for shard in shards]).square().sum()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
