@@ -20,7 +20,7 @@ from elastrata.training.workload import Batch
 from support.bare_loop import train_on_ranks
 from support.clip_ranks import Case, clip_on_ranks, clip_plainly, random_case, whole_norm
 from support.poison import train_poisoned
-from support.ranks import run_ranks
+from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 
 SCOPES = ["reduced", "local"]
@@ -81,7 +81,8 @@ def test_never_above_the_limit_and_as_defined(world_size, replicate, scope, prec
     """Two micro-batches; with several ranks, uneven shares and one that is empty."""
     clip = bucketwise(scope)
     cases = [random_case(seed, world_size) for seed in range(20)]
-    ranks = run_ranks(world_size, clip_on_ranks, replicate, precision, clip, cases)
+    run = run_ranks if replicate == 1 else run_fresh_ranks
+    ranks = run(world_size, clip_on_ranks, replicate, precision, clip, cases)
     for found, case in zip(ranks[0], cases, strict=True):
         wanted = clip_plainly(clip, case)
         assert whole_norm(found.buckets) <= MAX_NORM
@@ -129,11 +130,11 @@ def test_squares_that_do_not_fit_into_fp32_are_clipped(scope) -> None:
 
 def test_copies_on_one_worker_each() -> None:
     clip, cases = bucketwise("reduced"), [random_case(1, 2)]
-    found = run_ranks(2, clip_on_ranks, 2, "fp32", clip, cases)[0][0]
+    found = run_fresh_ranks(2, clip_on_ranks, 2, "fp32", clip, cases)[0][0]
     assert found.norm == pytest.approx(clip_plainly(clip, cases[0]).norm, rel=1e-5)
     assert whole_norm(found.buckets) <= MAX_NORM
     with pytest.raises(ValueError, match="at least two workers per copy"):
-        run_ranks(2, clip_on_ranks, 2, "fp32", bucketwise("local"), cases)
+        run_fresh_ranks(2, clip_on_ranks, 2, "fp32", bucketwise("local"), cases)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,21 @@ MAX_RANKS = 4
 _PATIENCE = timedelta(seconds=100)
 
 
+def _new_pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(MAX_RANKS, mp_context=multiprocessing.get_context("spawn"))
+
+
 @cache
 def _pool() -> ProcessPoolExecutor:
     """Kept from test to test: importing torch takes a process seconds."""
-    return ProcessPoolExecutor(MAX_RANKS, mp_context=multiprocessing.get_context("spawn"))
+    return _new_pool()
+
+
+def run_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`run_ranks` in new processes. For meshes of two axes: in a process that had another place
+    in an equal mesh before, DTensor finds that one's process groups, which are gone."""
+    with _new_pool() as pool:
+        return _run(pool, world_size, function, args)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -26,11 +37,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
 
     The function must live in a module that other processes can import.
     """
+    return _run(_pool(), world_size, function, args)
+
+
+def _run(
+    pool: ProcessPoolExecutor, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Any]:
     assert world_size <= MAX_RANKS
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         futures = [
-            _pool().submit(_on_rank, store, rank, world_size, function, args)
+            pool.submit(_on_rank, store, rank, world_size, function, args)
             for rank in range(world_size)
         ]
         return [future.result(timeout=_PATIENCE.seconds) for future in futures]
