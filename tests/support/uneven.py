@@ -93,6 +93,12 @@ def trained(rank: int, world_size: int, optimizer: dict[str, Any], replicate: in
     return training.full()
 
 
+def all_trained(
+    rank: int, world_size: int, optimizers: dict[str, dict[str, Any]], replicate: int
+) -> dict[str, Arrays]:
+    return {name: trained(rank, world_size, o, replicate) for name, o in optimizers.items()}
+
+
 def collectives_of_a_step(rank: int, world_size: int, optimizer: dict[str, Any]) -> dict[str, int]:
     """How many of each kind the optimizer makes itself."""
     training = Training(optimizer)
