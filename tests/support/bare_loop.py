@@ -45,11 +45,10 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         peak_lr=recipe.optimizer.lr,
         schedule=recipe.schedule,
         steps=recipe.steps,
-        clip=build_clip(recipe.clip, model),
+        clip=build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
         on_nonfinite=recipe.on_nonfinite,
         device=torch.device("cpu"),
         world_size=world_size,
-        ordered=recipe.parallel.virtual_ranks is not None,
     )
     groups = batches.groups(
         Start(),

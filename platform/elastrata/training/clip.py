@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -9,9 +10,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from elastrata.recipe.config import Config
-from elastrata.training.order_free import order_free_norm
 from elastrata.training.bucket_clip import LocalBucketClip, ReducedBucketClip
 from elastrata.training.norm import gradient_norm
+from elastrata.training.order_free import order_free_norm
+
+Measure = Callable[[Sequence[Tensor]], Tensor]
+"""The 2-norm of all gradients together; collective, and the same on every rank."""
 
 
 class ClipConfig(Config):
@@ -47,12 +51,14 @@ class Clip(Protocol):
         """
 
 
-def build_clip(config: ClipConfig, model: nn.Module) -> Clip:
+def build_clip(config: ClipConfig, model: nn.Module, *, ordered: bool = False) -> Clip:
     """The clip of a model's gradient; may set hooks on the model.
 
     Args:
         config: what to do.
         model: as `parallelize` returned it.
+        ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
+            bucketwise.
 
     Raises:
         ValueError: `scope=local` where every rank holds a whole copy of the model.
@@ -61,22 +67,24 @@ def build_clip(config: ClipConfig, model: nn.Module) -> Clip:
         return LocalBucketClip(model, config.max_norm)
     if config.method == "bucketwise":
         return ReducedBucketClip(model, config.max_norm)
-    return WholeClip(model, config.max_norm if config.method == "global_norm" else None)
+    max_norm = config.max_norm if config.method == "global_norm" else None
+    return WholeClip(model, max_norm, order_free_norm if ordered else gradient_norm)
 
 
 class WholeClip:
     """Scales the whole gradient after the backward pass, by its norm; no limit: measures only."""
 
-    def __init__(self, model: nn.Module, max_norm: float | None) -> None:
+    def __init__(self, model: nn.Module, max_norm: float | None, measure: Measure) -> None:
         self._parameters = list(model.parameters())
         self._max_norm = max_norm
+        self._measure = measure
 
     def before_backward(self, share: float) -> None:
         """Nothing to do."""
 
     def after_backward(self) -> Tensor:
         """See `Clip`."""
-        norm = gradient_norm(self._parameters)
+        norm = self._measure([p.grad for p in self._parameters if p.grad is not None])
         if self._max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(
                 self._parameters, self._max_norm, norm, foreach=True

@@ -44,8 +44,6 @@ class Loop:
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
-    ordered: bool = False
-    """Whether no bit of a step may depend on the world size."""
 
     def run(
         self,
@@ -87,7 +85,6 @@ class Loop:
                 weights=_weights(batch),
                 clip=self.clip,
                 rounds=part.rounds,
-                ordered=self.ordered,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(part.step, result))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of the gradients of all parameters together, a scalar.
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, a scalar.
 
     Collective over the mesh that shards them, and the same on every rank.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

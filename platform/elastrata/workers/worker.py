@@ -102,7 +102,13 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(rank, world_size),
         seconds=phases.seconds,
     )
-    loop = _loop(recipe, build_clip(recipe.clip, model), manifest.vocabulary, device, world_size)
+    loop = _loop(
+        recipe,
+        build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
+        manifest.vocabulary,
+        device,
+        world_size,
+    )
     with keeper:
         keeper.started(started)
         if recipe.workers.spares and context.get_local_rank() == 0:
@@ -135,7 +141,6 @@ def _loop(
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
-        ordered=recipe.parallel.virtual_ranks is not None,
     )
 
 
