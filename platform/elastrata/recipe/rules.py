@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.recipe import Recipe
+from elastrata.training.optimizers.adamw import AdamWConfig
 
 Problem = tuple[tuple[str, ...], str]
 """The key to change, and the line about it."""
@@ -92,6 +93,19 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
             ("parallel", "replicate"),
             f"parallel.replicate: {recipe.parallel.replicate}: expected 1 where "
             "parallel.virtual_ranks is set, as copies would add up in another order",
+        )
+    optimizer = recipe.optimizer
+    if not isinstance(optimizer, AdamWConfig):
+        yield (
+            ("optimizer", "name"),
+            f"optimizer.name: {optimizer.name!r}: expected 'adamw' where parallel.virtual_ranks is "
+            "set, whose update does not add up over a weight",
+        )
+    elif optimizer.fused:
+        yield (
+            ("optimizer", "fused"),
+            "optimizer.fused: True: expected false where parallel.virtual_ranks is set, as the "
+            "fused kernel rounds by the sizes of the shards",
         )
     if recipe.clip.method == "bucketwise":
         yield (

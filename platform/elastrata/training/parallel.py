@@ -29,7 +29,8 @@ class ParallelConfig(Config):
     """Divides every global batch into so many parts, whatever the number of workers, and adds up
     their gradients in the order of the parts: losses are then equal to the bit at any number of
     workers, at the price of a reduction for each part. A multiple of every number of workers is
-    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads."""
+    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
+    AdamW with `optimizer.fused: false`."""
 
 
 def data_mesh(device_type: str, world_size: int, replicate: int) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): PyTorch's, with fused kernels."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): PyTorch's, with fused kernels or without."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class AdamWConfig(OptimizerKeys):
 
     name: Literal["adamw"] = "adamw"
     """This optimizer; the default."""
+    fused: bool = True
+    """One kernel for the whole update, the fastest. It rounds the last few numbers of a tensor
+    otherwise than the rest, so `parallel.virtual_ranks` needs false: operator by operator."""
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """Weights, which decay, and biases and norms, which do not."""
@@ -32,5 +35,6 @@ class AdamWConfig(OptimizerKeys):
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
-            fused=True,
+            fused=self.fused,
+            foreach=False,
         )
