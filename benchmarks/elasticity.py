@@ -6,8 +6,8 @@ Trains a small BERT in fp32 on WikiText with 1, 2, 3 and 4 workers, and once mor
 several nodes while every kind of fault of `make chaos` happens to it, and its driver is interrupted
 and started again. Compares every step with that of the run of one worker. Then all of it again with
 `parallel.virtual_ranks`, whose price is the ratio of the median seconds of a step. Writes
-`results/elasticity_plain.json` and `elasticity_exact.json`, with pictures of the curves and of their
-differences.
+`results/elasticity_plain.json` and `elasticity_exact.json`, with pictures of the curves and of
+their differences.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def write_result(name: str, figures: Mapping[str, Any], packages: tuple[str, ...
     """
     arguments = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])
     result = {
-        "command": f"python benchmarks/{name}.py {arguments}".strip(),
+        "command": f"python benchmarks/{Path(sys.argv[0]).name} {arguments}".strip(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {
             "python": platform.python_version(),
