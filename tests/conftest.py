@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from elastrata.launch.ray_session import ray_session
+from support.command import kill_started
 from support.s3 import s3_bucket
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    """A test that fails leaves no command behind that would slow down the next one."""
+    yield
+    kill_started()
 
 
 @pytest.fixture(scope="module")

@@ -163,9 +163,9 @@ def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
     live.wait_for_group(1)
     checkpoints = recipe.parent / "runs" / "unsaved" / "checkpoints"
     checkpoints.write_text("no folder can be made here")
-    wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 120, live.output)
+    wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 400, "a failed save")
     checkpoints.unlink()
-    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 120, live.output)[0]
+    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 120, "a commit")[0]
     assert every < newest.step < 2 * every
     live.send(signal.SIGINT)
     assert live.driver.wait(timeout=120) == 130, live.output

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_started: list[subprocess.Popen[bytes]] = []
 ELASTRATA = str(Path(sys.executable).with_name("elastrata"))
 
 
@@ -33,12 +34,22 @@ def run_json(*arguments: object, cwd: Path | None = None) -> dict[str, Any]:
 def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
     """Starts a command in a process group of its own, its output going to a file."""
     with log.open("wb") as stream:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [ELASTRATA, *map(str, arguments)],
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _started.append(process)
+    return process
+
+
+def kill_started() -> None:
+    """Kills the commands that were started and still run, as after a test that failed."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            kill_group(process)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
