@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.bare_loop import train_on_ranks
-from support.ranks import run_ranks
+from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 from support.uneven import (
     Arrays,
@@ -51,7 +51,7 @@ def test_equal_at_one_two_and_three_ranks(name: str) -> None:
 
 def test_equal_where_shards_are_replicated() -> None:
     alone = run_ranks(1, all_trained, OPTIMIZERS, 1)[0]
-    for found in run_ranks(4, all_trained, OPTIMIZERS, 2):
+    for found in run_fresh_ranks(4, all_trained, OPTIMIZERS, 2):
         for name in OPTIMIZERS:
             assert_equal(found[name], alone[name], TOLERANCES[name])
 

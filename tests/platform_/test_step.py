@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.bare_loop import train_on_ranks
-from support.ranks import run_ranks
+from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 
 RELATIVE = 1e-5
@@ -54,7 +54,7 @@ def test_losses_are_equal_at_any_world_size(world_size, recipe, alone) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_how_it_is_computed_does_not_change_the_losses(changes, recipe, alone) -> None:
-    records = run_ranks(4, train_on_ranks, {**recipe, **changes})[0]
+    records = run_fresh_ranks(4, train_on_ranks, {**recipe, **changes})[0]
     assert [r.digest for r in records] == [r.digest for r in alone]
     assert [r.loss for r in records] == pytest.approx([r.loss for r in alone], rel=RELATIVE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from functools import cache
@@ -15,21 +15,31 @@ MAX_RANKS = 4
 _PATIENCE = timedelta(seconds=100)
 
 
-def _new_pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(MAX_RANKS, mp_context=multiprocessing.get_context("spawn"))
+Pool = Sequence[ProcessPoolExecutor]
+"""A process for each rank. It never is another one: DTensor remembers, for equal meshes, which part
+of a tensor the process has."""
+
+
+def _new_pool() -> Pool:
+    context = multiprocessing.get_context("spawn")
+    return [ProcessPoolExecutor(1, mp_context=context) for _ in range(MAX_RANKS)]
 
 
 @cache
-def _pool() -> ProcessPoolExecutor:
+def _pool() -> Pool:
     """Kept from test to test: importing torch takes a process seconds."""
     return _new_pool()
 
 
 def run_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`run_ranks` in new processes. For meshes of two axes: in a process that had another place
-    in an equal mesh before, DTensor finds that one's process groups, which are gone."""
-    with _new_pool() as pool:
+    """`run_ranks` in new processes. For meshes of two axes: in a process that had an equal one
+    before, DTensor finds that one's process groups, which are gone."""
+    pool = _new_pool()
+    try:
         return _run(pool, world_size, function, args)
+    finally:
+        for process in pool:
+            process.shutdown()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -41,14 +51,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
 
 
 def _run(
-    pool: ProcessPoolExecutor, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+    pool: Pool, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> list[Any]:
     assert world_size <= MAX_RANKS
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         futures = [
-            pool.submit(_on_rank, store, rank, world_size, function, args)
-            for rank in range(world_size)
+            process.submit(_on_rank, store, rank, world_size, function, args)
+            for rank, process in enumerate(pool[:world_size])
         ]
         return [future.result(timeout=_PATIENCE.seconds) for future in futures]
 
