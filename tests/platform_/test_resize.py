@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.train.v2.api.config import ScalingConfig
 
-from elastrata.launch.ray_session import ray_session
-from elastrata.workers.nodes import elsewhere, unreachable
-from elastrata.workers.nodes import nodes as all_nodes
 from elastrata.workers.resize import ResizePolicy
-from support.command import wait_until
-from support.nodes import nodes
 
 
 @pytest.mark.parametrize(
@@ -35,23 +30,3 @@ def test_three_times_four_tenths_fit_into_one_and_two_tenths(ray_local) -> None:
     scaling = ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": 0.4})
     policy = ResizePolicy(scaling, None, run="run", multiple=1, grace_seconds=1)
     assert policy._count_possible_workers({"a": {"CPU": 0.4 + 0.4 + 0.4}}) == 3
-
-
-def test_a_killed_node_is_not_counted_on() -> None:
-    with nodes() as cluster:
-        gone = cluster.add(cpus=1)
-        with ray_session(cluster.address):
-            wait_until(lambda: gone.node_id in _counted_on(), 30, "the node")
-            cluster.kill(gone)
-            wait_until(lambda: gone.node_id not in _counted_on(), 60, "the end of its raylet")
-
-
-def test_a_selector_for_other_nodes() -> None:
-    assert elsewhere([]) is None
-    assert elsewhere(["b", "a"]) == {"ray.io/node-id": "!in(a, b)"}
-
-
-def _counted_on() -> set[str]:
-    """The nodes that Ray takes for alive and that take a connection."""
-    alive = {str(node["NodeID"]) for node in all_nodes() if node["Alive"]}
-    return alive - unreachable()

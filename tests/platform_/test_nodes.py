@@ -1,0 +1,38 @@
+"""Nodes that new workers keep off."""
+
+from __future__ import annotations
+
+import ray
+
+from elastrata.launch.ray_session import ray_session
+from elastrata.workers import nodes
+from support.command import wait_until
+from support.nodes import nodes as cluster_of_nodes
+
+
+def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
+    with cluster_of_nodes() as cluster:
+        gone, staying = cluster.add(cpus=1), cluster.add(cpus=1)
+        with ray_session(cluster.address):
+            wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "two nodes")
+            assert nodes.unreachable() == frozenset()
+            cluster.kill(gone)
+            wait_until(lambda: gone.node_id not in _counted_on(), 60, "the end of its raylet")
+            assert staying.node_id in _counted_on()
+
+            selector = nodes.elsewhere([gone.node_id])
+            placed = ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[selector])
+            ray.get(placed.ready(), timeout=30)
+            table = ray.util.placement_group_table(placed)
+            assert list(table["bundles_to_node_id"].values()) == [staying.node_id]
+
+
+def test_a_selector_for_other_nodes() -> None:
+    assert nodes.elsewhere([]) is None
+    assert nodes.elsewhere(["b", "a"]) == {"ray.io/node-id": "!in(a, b)"}
+
+
+def _counted_on() -> set[str]:
+    """The nodes that Ray takes for alive and that take a connection."""
+    alive = {str(node["NodeID"]) for node in nodes.nodes() if node["Alive"]}
+    return alive - nodes.unreachable()
