@@ -26,6 +26,7 @@ from elastrata.runs.folder import (
 )
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.runs.unwritten import restore_history
 from elastrata.tracking.facts import start_tags
 from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
@@ -82,6 +83,8 @@ def train(
         identity = read_identity(run)
         if identity:
             check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+            for commit in commits(run.sub("checkpoints"))[:1]:
+                restore_history(run.sub("history"), commit)
         finished = is_finished(run, recipe.steps)
         phases.passed("ownership")
         with ray_session(address):

@@ -15,6 +15,7 @@ from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, hot
 from elastrata.checkpoints.commit import EVALUATION_LOSS, Commit
 from elastrata.hot.storage import HotStorage
 from elastrata.runs.history import HistoryWriter
+from elastrata.runs.unwritten import unwritten
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.step import StepLoss
@@ -32,8 +33,6 @@ from elastrata.workers.events import (
 from elastrata.workers.mailbox import Sender
 from elastrata_pipelines.storage import Storage
 
-HISTORY_PART, HISTORY_LINES = "history_part", "history_lines"
-"""Keys of a commit's `extra`: the history that was on no storage yet when it was taken."""
 _SECONDS_BETWEEN_WORDS = 20.0
 """Who waits for a save says so this often; silence would be taken for a hang."""
 
@@ -218,8 +217,7 @@ class Keeper:
         assert self._newest is not None
         extra = dict(self._newest.extra)
         if self._history:
-            part, lines = self._history.unwritten()
-            extra |= {HISTORY_PART: part, HISTORY_LINES: lines.decode()}
+            extra |= unwritten(self._history)
         return saver.save(
             self._state(),
             step=self._newest.step,

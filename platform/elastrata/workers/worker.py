@@ -18,6 +18,7 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
+from elastrata.runs.unwritten import restore_history
 from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import current_device
 from elastrata.training.ends import Stopped
@@ -30,7 +31,7 @@ from elastrata.training.request import Act, Request
 from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Refused, Started, Warned
 from elastrata.workers.job import Job
-from elastrata.workers.keeper import HISTORY_LINES, HISTORY_PART, Keeper, Saving, due
+from elastrata.workers.keeper import Keeper, Saving, due
 from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
@@ -163,9 +164,8 @@ def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
     storage = run.sub("history")
 
     def take_over() -> int:
-        if commit and HISTORY_PART in commit.extra:
-            lines = commit.extra[HISTORY_LINES].encode()
-            history.restore_part(storage, commit.extra[HISTORY_PART], lines)
+        if commit:
+            restore_history(storage, commit)
         saved = max((folder.attempt for folder in folders(run.sub("checkpoints"))), default=0)
         return max(history.next_attempt(storage), saved + 1)
 
