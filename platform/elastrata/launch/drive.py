@@ -126,7 +126,7 @@ class Drive:
                     self._source(hot),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
-                    max_failures=most if most < 0 else most - observer.losses,
+                    max_failures=most if most < 0 else max(0, most - observer.losses),
                 )
             except ControllerLostError as error:
                 if self.interrupt.signal or 0 <= most <= observer.losses:
