@@ -42,7 +42,7 @@ def command(*arguments: str) -> dict[str, Any]:
 def most_frequent_accuracy(overrides: list[str]) -> float:
     """Accuracy, on the very predictions of the evaluation, of the commonest masked token."""
     recipe = load_recipe(RECIPE, overrides)
-    held_out = training_data(recipe).held_out
+    (held_out,) = training_data(recipe).held_out
     assert held_out is not None
     rows = held_out_rows(held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
     vocabulary = held_out.manifest.vocabulary

@@ -18,6 +18,7 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import MAX_GROUP_TOKENS, RankStream, dealt, descriptors
@@ -28,8 +29,8 @@ EPOCHS = 64
 
 def through_ray(folder: Path) -> Iterator[Iterator[Batch]]:
     batches = _batches(folder)
-    dataset = descriptors(batches, Start(), steps=_steps(batches), batch_size=BATCH_SIZE)
-    (split,) = dealt(dataset, batches, 1)
+    phases = [Phase(batches=batches, steps=_steps(batches), batch_size=BATCH_SIZE)]
+    (split,) = dealt(descriptors(phases, Start()), phases, 1)
     return _epochs(RankStream(split, batches.manifest.token_dtype), batches.manifest.samples)
 
 

@@ -42,3 +42,10 @@ def steps_of_equal_size(step: int, most: int, *, full: int, warmup: BatchSizeWar
     while count < most and batch_size_at(step + count, full=full, warmup=warmup) == size:
         count += 1
     return count
+
+
+def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
+    """Samples in so many steps from the first one on."""
+    warming = min(steps, warmup.steps) if warmup else 0
+    grown = sum(batch_size_at(step, full=full, warmup=warmup) for step in range(warming))
+    return grown + (steps - warming) * full

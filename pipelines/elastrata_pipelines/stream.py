@@ -9,7 +9,7 @@ any world size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -20,10 +20,9 @@ import ray.data
 import ray.train
 from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.batches import Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
-from elastrata_pipelines.stripes import Stripes
+from elastrata_pipelines.phase import Phase
 
 READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
@@ -36,40 +35,34 @@ READ_AHEAD_BYTES = 512 * 2**20
 """Most memory of Ray's object store that payloads read ahead may take, over all ranks."""
 
 
-def descriptors(
-    batches: Batches,
-    start: Start,
-    *,
-    steps: int,
-    batch_size: int,
-    warmup: BatchSizeWarmup | None = None,
-) -> Dataset:
-    """The data set of descriptors from `start` to step `steps`, in order.
+def descriptors(phases: Sequence[Phase], start: Start) -> Dataset:
+    """The data set of descriptors from `start` to the last step, in order.
 
-    A descriptor names consecutive groups and is one block. Ray Data spends about a millisecond on
-    each block before it starts, so a long run has many groups in each descriptor.
+    A descriptor names consecutive groups of a phase and is one block. Ray Data spends about a
+    millisecond on each block before it starts, so a long run has many groups in each descriptor.
     """
-    groups = batches.groups(
-        start, steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS, warmup=warmup
-    )
-    share = max(1, -(-len(groups) // MAX_DESCRIPTORS))
+    left = [phase.groups(start, max_tokens=MAX_GROUP_TOKENS) for phase in phases]
+    share = max(1, -(-sum(map(len, left)) // MAX_DESCRIPTORS))
+    begin = json.dumps(asdict(start))
     rows = [
         {
-            "start": json.dumps(asdict(start)),
+            "start": begin,
+            "phase": number,
             "groups": json.dumps([asdict(group) for group in groups[i : i + share]]),
         }
+        for number, groups in enumerate(left)
         for i in range(0, len(groups), share)
     ]
-    rows = rows or [{"start": json.dumps(asdict(start)), "groups": "[]"}]
+    rows = rows or [{"start": begin, "phase": 0, "groups": "[]"}]
     return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 
 class StreamConfig(ray.train.DataConfig):
     """Deals the descriptors' groups to whatever world size the worker group has."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, phases: Sequence[Phase]) -> None:
         super().__init__()
-        self._batches = batches
+        self._phases = phases
 
     def configure(
         self,
@@ -82,14 +75,14 @@ class StreamConfig(ray.train.DataConfig):
         """One iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
-            for rank, split in enumerate(dealt(dataset, self._batches, world_size)):
+            for rank, split in enumerate(dealt(dataset, self._phases, world_size)):
                 parts[rank][name] = split
         return parts
 
 
-def dealt(dataset: Dataset, batches: Batches, world_size: int) -> list[DataIterator]:
+def dealt(dataset: Dataset, phases: Sequence[Phase], world_size: int) -> list[DataIterator]:
     """Splits the groups of `dataset` into one iterator of payloads per rank."""
-    reader = _Reader(batches, world_size)
+    reader = _Reader(tuple(phase.batches for phase in phases), world_size)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -108,19 +101,20 @@ def dealt(dataset: Dataset, batches: Batches, world_size: int) -> list[DataItera
 
 @dataclass(frozen=True)
 class _Reader:
-    batches: Batches
+    batches: tuple[Batches, ...]
+    """Those of each phase."""
     num_ranks: int
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
-        stripes = self.batches.stripes()
         for row in descriptor.to_pylist():
             groups = [Group(**group) for group in json.loads(row["groups"])]
-            for payload in self._payloads(groups, stripes):
+            for payload in self._payloads(self.batches[row["phase"]], groups):
                 yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
 
-    def _payloads(self, groups: list[Group], stripes: Stripes) -> Iterator[pa.Buffer]:
+    def _payloads(self, batches: Batches, groups: list[Group]) -> Iterator[pa.Buffer]:
+        stripes = batches.stripes()
         for group in groups:
-            yield from self.batches.payloads(group, self.num_ranks, stripes)
+            yield from batches.payloads(group, self.num_ranks, stripes)
         if not groups:  # no step is left, but where the run stands is told all the same
             yield from [pa.py_buffer(b"")] * self.num_ranks
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.batches import Batches, Group, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream, dealt, descriptors
 from support.synthetic import write_data_set
@@ -64,8 +66,8 @@ def _expected(batches: Batches) -> dict[int, tuple[int, ...]]:
 @pytest.mark.parametrize(("world_size", "start"), [(1, 0), (2, 0), (3, 5), (5, 22), (12, 21)])
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
     begin = Start(step=start, samples=start * BATCH, tokens=0, commit="x" if start else None)
-    dataset = descriptors(batches, begin, steps=STEPS, batch_size=BATCH)
-    iterators = dealt(dataset, batches, world_size)
+    phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
+    iterators = dealt(descriptors(phases, begin), phases, world_size)
     with ThreadPoolExecutor(world_size) as pool:
         parts = list(pool.map(_collect, iterators))
 
@@ -78,15 +80,50 @@ def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start)
         assert len({part[place][3] for part in parts}) == 1, "ranks differ in micro-batches"
 
 
+@pytest.mark.parametrize("start", [0, 4, 7, 9])
+def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path, start) -> None:
+    manifest = write_data_set(tmp_path, samples=100, seed=1)
+    other = replace(
+        batches,
+        url=str(tmp_path),
+        manifest=Manifest.read(Storage(str(tmp_path))),
+        order=replace(batches.order, num_samples=manifest.samples),
+    )
+    phases = one_after_another(
+        [
+            Phase(batches=batches, steps=4, batch_size=10),
+            Phase(batches=other, steps=3, batch_size=7),
+            Phase(batches=batches, steps=4, batch_size=20),
+        ]
+    )
+    sizes = [10] * 4 + [7] * 3 + [20] * 4
+    places = [(batches, 10 * k) for k in range(4)] + [(other, 7 * k) for k in range(3)]
+    places += [(batches, 40 + 20 * k) for k in range(4)]
+    begin = Start(step=start, samples=sum(sizes[:start]), commit="x" if start else None)
+    (iterator,) = dealt(descriptors(phases, begin), phases, 1)
+    steps = list(RankStream(iterator, "uint16"))
+    assert [step.step for step in steps] == list(range(start + 1, 12))
+    for step in steps:
+        source, position = places[step.step - 1]
+        group = Group(
+            first_step=0, first_position=position, num_steps=1, batch_size=sizes[step.step - 1]
+        )
+        (payload,) = source.payloads(group, 1)
+        (expected,) = decode(payload, "uint16")
+        assert step.rows.sample_ids.tolist() == expected.rows.sample_ids.tolist()
+
+
 def test_the_stream_says_where_it_starts(ray_local, batches) -> None:
     begin = Start(step=3, samples=87, tokens=1234, commit="000000003-0001-abcdef")
-    (iterator,) = dealt(descriptors(batches, begin, steps=5, batch_size=BATCH), batches, 1)
+    phases = [Phase(batches=batches, steps=5, batch_size=BATCH)]
+    (iterator,) = dealt(descriptors(phases, begin), phases, 1)
     assert RankStream(iterator, "uint16").start == begin
 
 
 def test_nothing_is_left_after_the_last_step(ray_local, batches) -> None:
     done = Start(step=5, samples=145, tokens=0, commit="x")
-    (iterator,) = dealt(descriptors(batches, done, steps=5, batch_size=BATCH), batches, 1)
+    phases = [Phase(batches=batches, steps=5, batch_size=BATCH)]
+    (iterator,) = dealt(descriptors(phases, done), phases, 1)
     stream = RankStream(iterator, "uint16")
     assert stream.start == done
     assert list(stream) == []

@@ -183,10 +183,12 @@ def test_without_its_data_set_a_run_is_checked_by_positions(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     identity = json.loads((copy / "run.json").read_text())
-    data = Path(identity["data"])
+    (data_set,) = identity["data"]
 
     def audit_with(where: Path) -> tuple[int, dict[str, Any]]:
-        (copy / "run.json").write_text(json.dumps({**identity, "data": str(where)}))
+        (copy / "run.json").write_text(
+            json.dumps({**identity, "data": [{**data_set, "url": str(where)}]})
+        )
         return _audit(capsys, copy)
 
     code, result = audit_with(copy / "gone")
@@ -194,7 +196,7 @@ def test_without_its_data_set_a_run_is_checked_by_positions(
     assert result["partition_ok"]
     write_data_set(copy / "other", samples=SAMPLES, seed=5)
     assert audit_with(copy / "other")[1]["data"] == "changed"
-    shutil.copytree(data, copy / "damaged")
+    shutil.copytree(data_set["url"], copy / "damaged")
     shard = next((copy / "damaged" / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-100])
     assert audit_with(copy / "damaged")[1]["data"] == "damaged"

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RECIPE_FILE, RunIdentity, check_same_run, write_identity
+from elastrata.runs.folder import RECIPE_FILE, DataSet, RunIdentity, check_same_run, write_identity
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 
-IDENTITY = RunIdentity(name="r", data="d", data_fingerprint="f")
+IDENTITY = RunIdentity(name="r", data=(DataSet(url="d", fingerprint="f"),))
 
 
 def test_keys_that_came_later_do_not_make_another_run(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_keys_that_came_later_do_not_make_another_run(tmp_path: Path) -> None:
     kept = yaml.safe_load(run.read(RECIPE_FILE))
     del kept["optimizer"]["name"], kept["schedule"]["power"], kept["batch_size_warmup"]
     run.write(yaml.safe_dump(kept).encode(), RECIPE_FILE)
-    check_same_run(run, IDENTITY, recipe, "f")
+    check_same_run(run, IDENTITY, recipe, IDENTITY.data)
     lamb = Recipe.model_validate(tiny_recipe("d", "runs", optimizer={"name": "lamb", "lr": 1e-3}))
     with pytest.raises(UserError, match=r"optimizer.name: 'adamw' in the run of this name, 'lamb'"):
-        check_same_run(run, IDENTITY, lamb, "f")
+        check_same_run(run, IDENTITY, lamb, IDENTITY.data)

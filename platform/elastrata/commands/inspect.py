@@ -55,6 +55,9 @@ MicroBatchTokens = Annotated[
 RanksPerNode = Annotated[
     int, typer.Option(min=1, help="Workers of a node, for the scheme that sorts inside a node.")
 ]
+Phase = Annotated[
+    int, typer.Option(min=0, help="Of a recipe with phases: the one to look at, counted from 0.")
+]
 Plot = Annotated[
     Path | None,
     typer.Option(metavar="FILE.png", help="Draw max/mean over several numbers of workers."),
@@ -70,6 +73,7 @@ def inspect(
     recipe: Model = None,
     micro_batch_tokens: MicroBatchTokens = None,
     ranks_per_node: RanksPerNode = 8,
+    phase: Phase = 0,
     plot: Plot = None,
     verify: Verify = False,
     json: Json = False,
@@ -81,7 +85,7 @@ def inspect(
 
     numbers = _numbers_of_workers(workers)
     _check_plot(plot, numbers)
-    subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens)
+    subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens, phase)
     console = open_console(as_json=json)
     storage = Storage(subject.url)
     model = _show_model(console, data, subject.model) if _is_recipe(data) else {}
@@ -151,6 +155,7 @@ def _subject(
     recipe: str | None,
     batch: int | None,
     micro_batch_tokens: int | None,
+    phase: int,
 ) -> _Subject:
     from elastrata.recipe.file import load_recipe
 
@@ -167,12 +172,15 @@ def _subject(
     if recipe:
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
     run = load_recipe(data, overrides)
+    if phase >= len(run.parts):
+        raise UserError(f"--phase: {phase}: the recipe has {len(run.parts)}, counted from 0")
+    part = run.parts[phase]
     return _Subject(
-        url=run.data.path,
+        url=part.data.path,
         model=run,
-        batch_size=batch or run.batch_size,
-        tokens_per_micro_batch=micro_batch_tokens or run.micro_batch_tokens,
-        order={"window_stripes": run.data.window_stripes, "seed": run.seed},
+        batch_size=batch or part.batch_size,
+        tokens_per_micro_batch=micro_batch_tokens or part.micro_batch_tokens,
+        order={"window_stripes": part.data.window_stripes, "seed": run.seed},
     )
 
 

@@ -52,7 +52,7 @@ def prepare(
 ) -> None:
     """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
     if text:
-        config, target = _from_options(
+        plans = _from_options(
             out=out,
             sources=[{"paths": [*text, *(arguments or [])]}],
             tokenizer=(
@@ -65,24 +65,26 @@ def prepare(
             held_out=held_out or None,
         )
     else:
-        config, target = _from_recipe(arguments or [], out)
+        plans = _from_recipe(arguments or [], out)
     from elastrata.api import prepare as prepare_data
     from elastrata.terminal.stage_progress import StageProgress
 
     console = open_console(as_json=json)
-    started = time.monotonic()
-    console.print(f"preparing {target}: starting Ray", markup=False)
-    with StageProgress(console) as progress:
-        manifest = prepare_data(
-            config, target, overwrite=overwrite, address=address, progress=progress
-        )
-    result = _result(manifest, target, time.monotonic() - started)
-    _summarize(console, result)
+    results = []
+    for target, config in plans.items():
+        started = time.monotonic()
+        console.print(f"preparing {target}: starting Ray", markup=False)
+        with StageProgress(console) as progress:
+            manifest = prepare_data(
+                config, target, overwrite=overwrite, address=address, progress=progress
+            )
+        results.append(_result(manifest, target, time.monotonic() - started))
+        _summarize(console, results[-1])
     if json:
-        print_json_line(result)
+        print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
 
 
-def _from_options(*, out: str | None, **values: Any) -> tuple[PrepareConfig, str]:
+def _from_options(*, out: str | None, **values: Any) -> dict[str, PrepareConfig]:
     from pydantic import ValidationError
 
     from elastrata.recipe.problems import recipe_problems
@@ -92,23 +94,29 @@ def _from_options(*, out: str | None, **values: Any) -> tuple[PrepareConfig, str
     if out is None:
         raise UserError("--out: missing: expected the folder or URL of the data set to write")
     try:
-        return PrepareConfig.model_validate(values), out
+        return {out: PrepareConfig.model_validate(values)}
     except ValidationError as error:
         text = RecipeText(file=COMMAND_LINE, name="", values=values)
         raise UserError(*recipe_problems(error, PrepareConfig, text)) from None
 
 
-def _from_recipe(arguments: list[str], out: str | None) -> tuple[PrepareConfig, str]:
+def _from_recipe(arguments: list[str], out: str | None) -> dict[str, PrepareConfig]:
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.preparations import preparations
 
     if not arguments:
         raise UserError("expected a recipe, or --text PATH... --out DIR")
     recipe = load_recipe(arguments[0], arguments[1:])
-    if recipe.data.prepare is None:
-        raise UserError(
-            f"{arguments[0]}: data.prepare: missing: expected how to make the data set from text"
-        )
-    return recipe.data.prepare, out or recipe.data.path
+    try:
+        plans = preparations(recipe)
+    except UserError as error:
+        raise UserError(*(f"{arguments[0]}: {line}" for line in error.problems)) from None
+    if out and len(plans) > 1:
+        raise UserError(f"--out: {out}: unexpected: the recipe has {len(plans)} data sets")
+    if out:
+        (config,) = plans.values()
+        return {out: config}
+    return plans
 
 
 def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:

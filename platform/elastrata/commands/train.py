@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from typing import Annotated
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from elastrata.commands.options import Address, Json, Overrides, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
+
+if TYPE_CHECKING:
+    from elastrata.recipe.recipe import Recipe
 
 
 def train(
@@ -33,7 +37,9 @@ def train(
     renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
     chosen = load_recipe(recipe, [*(overrides or []), *renamed])
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
-    progress = Progress(chosen.steps, lambda line: console.print(line, markup=False))
+    progress = Progress(
+        chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)
+    )
     result = train_recipe(chosen, address=address, show=progress)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     console.print(
@@ -46,3 +52,12 @@ def train(
     )
     if json:
         print_json_line(asdict(result))
+
+
+def _phase_lines(recipe: Recipe) -> dict[int, str]:
+    """By the first step of each phase a line about it."""
+    first = accumulate((phase.steps for phase in recipe.phases), initial=1)
+    return {
+        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
+        for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)
+    }

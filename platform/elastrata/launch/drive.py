@@ -102,7 +102,7 @@ class Drive:
             watchdog.close()
             if hot:
                 close_hot_tier(hot)
-        if not is_finished(self.run, recipe.steps):
+        if not is_finished(self.run, recipe.steps_in_all):
             raise TrainingError(
                 "the last checkpoint could not be saved; the same command redoes the steps after "
                 "the one before"
@@ -139,7 +139,7 @@ class Drive:
         return Job(
             recipe=self.recipe,
             run=self.run,
-            batches=self.data.train,
+            phases=self.data.phases,
             held_out=self.data.held_out,
             mailbox=self.mailbox,
             hot=hot,
@@ -148,10 +148,7 @@ class Drive:
     def _source(self, hot: HotStorage | None) -> Source:
         return Source(
             run=self.run,
-            batches=self.data.train,
-            steps=self.recipe.steps,
-            batch_size=self.recipe.batch_size,
-            batch_size_warmup=self.recipe.batch_size_warmup,
+            phases=self.data.phases,
             mailbox=self.mailbox,
             hot=hot,
         )
@@ -170,7 +167,7 @@ def _publish(
 ) -> None:
     """A picture that cannot be drawn or written does not undo a finished run."""
     try:
-        publish_pictures(run, data.train.manifest.length_histogram, tracker)
+        publish_pictures(run, data.length_histogram, tracker)
     except Exception as error:
         show(Warned(text=f"no pictures of the run: {error}"))
 

@@ -82,10 +82,10 @@ def train(
     with _owned(run, interrupt, show):
         identity = read_identity(run)
         if identity:
-            check_same_run(run, identity, recipe, data.train.manifest.fingerprint)
+            check_same_run(run, identity, recipe, data.data_sets)
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
-        finished = is_finished(run, recipe.steps)
+        finished = is_finished(run, recipe.steps_in_all)
         phases.passed("ownership")
         with ray_session(address):
             phases.passed("ray")
@@ -158,21 +158,16 @@ def _open_record(
     recipe: Recipe, name: str, run: Storage, identity: RunIdentity | None, data: TrainingData
 ) -> Tracker:
     """Starts the run's folder and its record, or goes on with them."""
-    fingerprint = data.train.manifest.fingerprint
+    fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
     tracker = open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
         run_name=name,
         run_id=identity.mlflow_run_id if identity else None,
         params=flatten(recipe.model_dump(mode="json")),
-        tags=start_tags(fingerprint, run.uri()),
+        tags=start_tags(", ".join(fingerprints), run.uri()),
     )
-    now = RunIdentity(
-        name=name,
-        data=data.train.url,
-        data_fingerprint=fingerprint,
-        mlflow_run_id=tracker.run_id,
-    )
+    now = RunIdentity(name=name, data=data.data_sets, mlflow_run_id=tracker.run_id)
     write_identity(run, now, recipe)
     if identity:
         catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))

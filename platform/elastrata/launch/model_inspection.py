@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastrata.recipe.data import DataConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.optimizers.groups import ParameterGroup
 from elastrata_pipelines.errors import UserError
@@ -32,13 +33,14 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
     Raises:
         UserError: the size of the vocabulary is not known before the data is prepared.
     """
-    storage = Storage(recipe.data.path)
+    data = recipe.parts[0].data
+    storage = Storage(data.path)
     prepared = storage.exists(MANIFEST)
     if prepared:
         manifest = Manifest.read(storage)
         vocabulary, seq_len = manifest.vocabulary, manifest.seq_len
     else:
-        vocabulary, seq_len = _planned(recipe)
+        vocabulary, seq_len = _planned(data)
     with torch.device("meta"):
         model = recipe.workload.build_model(vocabulary, seq_len)
     groups = recipe.optimizer.groups(model, recipe.workload.blocks(model))
@@ -49,12 +51,12 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
     )
 
 
-def _planned(recipe: Recipe) -> tuple[Vocabulary, int]:
+def _planned(data: DataConfig) -> tuple[Vocabulary, int]:
     """The vocabulary and the longest sample that `elastrata prepare` is to make."""
-    prepare = recipe.data.prepare
+    prepare = data.prepare
     if prepare is None or prepare.tokenizer.train is None:
         raise UserError(
-            f"data.path: {recipe.data.path}: no data set here, whose tokenizer gives the model its "
+            f"data.path: {data.path}: no data set here, whose tokenizer gives the model its "
             "size; make it with `elastrata prepare`"
         )
     size = prepare.tokenizer.vocab_size

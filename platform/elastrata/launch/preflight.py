@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
+from elastrata.runs.folder import DataSet
 from elastrata.training.evaluate import EVALUATION_SEED
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.order import Order
+from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.storage import Storage
 
 HELD_OUT = "held_out"
@@ -21,8 +26,34 @@ HELD_OUT = "held_out"
 class TrainingData:
     """The data sets of a run, ready to be read."""
 
-    train: Batches
-    held_out: Batches | None
+    phases: tuple[Phase, ...]
+    held_out: tuple[Batches | None, ...]
+    """For the evaluations in every phase."""
+
+    @property
+    def train(self) -> Batches:
+        """What the first phase trains on."""
+        return self.phases[0].batches
+
+    @property
+    def length_histogram(self) -> list[int]:
+        """How many samples have which length, over all different data sets."""
+        manifests = {phase.batches.url: phase.batches.manifest for phase in self.phases}
+        columns = zip_longest(*(m.length_histogram for m in manifests.values()), fillvalue=0)
+        return [sum(column) for column in columns]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """That of all its data sets."""
+        return self.train.manifest.vocabulary
+
+    @property
+    def data_sets(self) -> tuple[DataSet, ...]:
+        """What every phase trains on."""
+        return tuple(
+            DataSet(url=phase.batches.url, fingerprint=phase.batches.manifest.fingerprint)
+            for phase in self.phases
+        )
 
 
 def training_data(recipe: Recipe) -> TrainingData:
@@ -31,24 +62,61 @@ def training_data(recipe: Recipe) -> TrainingData:
     Raises:
         UserError: one line for each thing that is wrong.
     """
-    storage = Storage(recipe.data.path)
+    problems: list[str] = []
+    found = []
+    for number, part in enumerate(recipe.parts):
+        prefix = f"phases.{number}." if recipe.phases else ""
+        try:
+            found.append(_data_of(recipe, part))
+        except UserError as error:
+            problems += [f"{prefix}{line}" for line in error.problems]
+    problems += _tokenizer_problems(recipe, [train.manifest for train, _ in found])
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+    phases = (
+        Phase(
+            batches=train,
+            steps=part.steps,
+            batch_size=part.batch_size,
+            warmup=part.batch_size_warmup,
+        )
+        for part, (train, _) in zip(recipe.parts, found, strict=True)
+    )
+    return TrainingData(
+        phases=one_after_another(phases), held_out=tuple(held_out for _, held_out in found)
+    )
+
+
+def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
+    """What a phase trains on, and what is held out of it."""
+    storage = Storage(part.data.path)
     manifest = Manifest.read(storage)
     problems = [
         *_missing_files(storage, manifest),
         *recipe.workload.problems(manifest),
-        *_size_problems(recipe, manifest),
+        *_size_problems(part, manifest),
     ]
     held_out = _held_out(recipe, storage)
     if held_out:
-        problems += _held_out_problems(recipe, manifest, *held_out)
+        problems += _held_out_problems(part, manifest, *held_out)
     if problems:
         raise UserError(*problems)
     manifest.read_lengths(storage)
-    window = recipe.data.window_stripes
-    return TrainingData(
-        train=_batches(recipe, storage, manifest, seed=recipe.seed, window_stripes=window),
-        held_out=_held_out_batches(recipe, *held_out) if held_out else None,
+    window = part.data.window_stripes
+    return (
+        _batches(recipe, part, storage, manifest, seed=recipe.seed, window_stripes=window),
+        _held_out_batches(recipe, part, *held_out) if held_out else None,
     )
+
+
+def _tokenizer_problems(recipe: Recipe, manifests: Sequence[Manifest]) -> Iterator[str]:
+    for number, (part, manifest) in enumerate(zip(recipe.parts, manifests, strict=False)):
+        if manifest.tokenizer_fingerprint != manifests[0].tokenizer_fingerprint:
+            yield (
+                f"phases.{number}.data.path: {part.data.path}: prepared with another tokenizer "
+                f"than {recipe.parts[0].data.path}; `elastrata prepare` of the recipe makes both "
+                "with one"
+            )
 
 
 def check_storage(storage: Storage) -> None:
@@ -97,17 +165,17 @@ def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _size_problems(recipe: Recipe, manifest: Manifest) -> list[str]:
+def _size_problems(part: PhaseKeys, manifest: Manifest) -> list[str]:
     problems = []
-    if recipe.batch_size > manifest.samples:
+    if part.batch_size > manifest.samples:
         problems.append(
-            f"batch_size: {recipe.batch_size}: larger than the data set "
-            f"({manifest.samples} samples in {recipe.data.path})"
+            f"batch_size: {part.batch_size}: larger than the data set "
+            f"({manifest.samples} samples in {part.data.path})"
         )
     longest = longest_sample(manifest)
-    if longest > recipe.micro_batch_tokens:
+    if longest > part.micro_batch_tokens:
         problems.append(
-            f"micro_batch_tokens: {recipe.micro_batch_tokens}: the data set has samples of "
+            f"micro_batch_tokens: {part.micro_batch_tokens}: the data set has samples of "
             f"{longest} tokens; expected at least that"
         )
     return problems
@@ -126,29 +194,37 @@ def _held_out(recipe: Recipe, data: Storage) -> tuple[Storage, Manifest] | None:
     return storage, Manifest.read(storage)
 
 
-def _held_out_batches(recipe: Recipe, storage: Storage, manifest: Manifest) -> Batches:
+def _held_out_batches(
+    recipe: Recipe, part: PhaseKeys, storage: Storage, manifest: Manifest
+) -> Batches:
     """All stripes in one window and one seed for all runs: the draw is always the same."""
     return _batches(
-        recipe, storage, manifest, seed=EVALUATION_SEED, window_stripes=manifest.stripes
+        recipe, part, storage, manifest, seed=EVALUATION_SEED, window_stripes=manifest.stripes
     )
 
 
 def _held_out_problems(
-    recipe: Recipe, manifest: Manifest, storage: Storage, held_out: Manifest
+    part: PhaseKeys, manifest: Manifest, storage: Storage, held_out: Manifest
 ) -> list[str]:
     problems = _missing_files(storage, held_out)
     if held_out.tokenizer_fingerprint != manifest.tokenizer_fingerprint:
-        problems.append(f"{storage.uri()}: prepared with another tokenizer than {recipe.data.path}")
-    if longest_sample(held_out) > recipe.micro_batch_tokens:
+        problems.append(f"{storage.uri()}: prepared with another tokenizer than {part.data.path}")
+    if longest_sample(held_out) > part.micro_batch_tokens:
         problems.append(
-            f"micro_batch_tokens: {recipe.micro_batch_tokens}: the held-out data has samples of "
+            f"micro_batch_tokens: {part.micro_batch_tokens}: the held-out data has samples of "
             f"{longest_sample(held_out)} tokens"
         )
     return problems
 
 
 def _batches(
-    recipe: Recipe, storage: Storage, manifest: Manifest, *, seed: int, window_stripes: int
+    recipe: Recipe,
+    part: PhaseKeys,
+    storage: Storage,
+    manifest: Manifest,
+    *,
+    seed: int,
+    window_stripes: int,
 ) -> Batches:
     return Batches(
         url=storage.uri(),
@@ -160,6 +236,6 @@ def _batches(
             seed=seed,
         ),
         work=recipe.workload.work(manifest.vocabulary),
-        tokens_per_micro_batch=recipe.micro_batch_tokens,
+        tokens_per_micro_batch=part.micro_batch_tokens,
         virtual_ranks=recipe.parallel.virtual_ranks,
     )

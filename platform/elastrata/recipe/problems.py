@@ -47,15 +47,17 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
         model: the section that was validated, with the workload's own class in it.
         text: the values that were validated, and where they come from.
     """
-    lines = []
+    said: list[str] = []
+    inherited: list[str] = []
     for problem in _flat(error, ()):
         place = _locate(model, problem["loc"], text.values)
         if place is not None and problem["type"] == "union_tag_invalid":
             place = _kind(place, problem["ctx"]["discriminator"].strip("'"))
         if place is not None and not _follows_from_others(problem, place):
             origin = text.origin(place.path)
-            lines += [f"{origin}: {line}" for line in _tell(problem, place, model)]
-    return list(dict.fromkeys(lines))
+            lines = [f"{origin}: {line}" for line in _tell(problem, place, model)]
+            (inherited if _is_inherited(place.path, text.values) else said).extend(lines)
+    return list(dict.fromkeys(said or inherited))
 
 
 def misread_booleans(model: Model, text: RecipeText) -> list[str]:
@@ -94,6 +96,17 @@ def _follows_from_others(problem: Mapping[str, Any], place: Place) -> bool:
     if problem["type"] != "too_short":
         return False
     return len(place.value) >= int(problem["ctx"]["min_length"])
+
+
+def _is_inherited(path: Sequence[str], values: Any) -> bool:
+    """Whether a phase did not say this itself but took it from the recipe, where it is told of."""
+    if path[:1] != ("phases",):
+        return False
+    for part in path:
+        if isinstance(values, Mapping) and part not in values:
+            return True
+        values = _item(values, int(part) if isinstance(values, list | tuple) else part)
+    return False
 
 
 def _locate(model: Model, loc: Sequence[Any], values: Any) -> Place | None:

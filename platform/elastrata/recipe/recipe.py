@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,16 +17,14 @@ from pydantic import (
 
 from elastrata.checkpoints.checkpoint import CheckpointConfig
 from elastrata.recipe.config import Config
+from elastrata.recipe.phase import Phase, PhaseKeys, with_inherited
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata.training.clip import ClipConfig
 from elastrata.training.evaluate import EvaluationConfig
-from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.parallel import ParallelConfig
-from elastrata.training.schedule import ScheduleConfig
+from elastrata.training.schedule import learning_rate
 from elastrata.training.workload import Workload, workload_class
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation import PrepareConfig
 
 
 def _read_workload(value: Any) -> Any:
@@ -39,17 +38,6 @@ def _read_workload(value: Any) -> Any:
             raise ValueError(str(error)) from error
         return found.model_validate(value)
     return value
-
-
-class DataConfig(Config):
-    """The data set to train on."""
-
-    path: str
-    """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
-    prepare: PrepareConfig | None = None
-    """How `elastrata prepare` makes it. Training does not need this part."""
-    window_stripes: PositiveInt = 8
-    """Stripes shuffled together: more makes batches more random and reading costlier."""
 
 
 class WorkersConfig(Config):
@@ -81,25 +69,18 @@ class WorkersConfig(Config):
         return self
 
 
-class Recipe(Config):
-    """One training run, from text to model."""
+class Recipe(PhaseKeys):
+    """One training run, from text to model: one phase, or several."""
 
     name: str | None = None
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
-    data: DataConfig
+    phases: tuple[Phase, ...] = ()
+    """The parts of the run, one after the other, where it has several: each says how it differs
+    from the rest of the recipe. The model, the optimizer's state, the record and the progress run
+    through."""
     seed: int = 0
-    steps: PositiveInt
-    """Optimizer steps in all."""
-    batch_size: PositiveInt
-    """Samples per step, over all workers."""
-    batch_size_warmup: BatchSizeWarmup | None = None
-    """Smaller batches at first. The learning rate's schedule knows nothing of it."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Most tokens that one worker runs through the model at once."""
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig = ScheduleConfig()
     clip: ClipConfig = ClipConfig()
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
@@ -118,9 +99,40 @@ class Recipe(Config):
     storage: str = "runs"
     """Folder or URL under which every run has a folder of its own name."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _phases_inherit(cls, values: Any) -> Any:
+        return with_inherited(values) if isinstance(values, Mapping) else values
+
     @field_validator("name")
     @classmethod
     def _is_folder_name(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
+
+    @property
+    def parts(self) -> tuple[PhaseKeys, ...]:
+        """The phases of the run; the recipe itself where it has but one."""
+        return self.phases or (self,)
+
+    @property
+    def steps_in_all(self) -> int:
+        """Optimizer steps of the whole run."""
+        return sum(part.steps for part in self.parts)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 0. Every phase has its own
+        schedule, from its first step to its last.
+
+        Raises:
+            ValueError: the run has fewer steps.
+        """
+        before = 0
+        for part in self.parts:
+            if step < before + part.steps:
+                return learning_rate(
+                    part.schedule, peak=part.optimizer.lr, step=step - before, steps=part.steps
+                )
+            before += part.steps
+        raise ValueError(f"step {step} of {before}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe, WorkersConfig
 from elastrata.training.optimizers.adamw import AdamWConfig
 
 Problem = tuple[tuple[str, ...], str]
@@ -14,55 +15,98 @@ Problem = tuple[tuple[str, ...], str]
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
     return [
-        *_steps(recipe),
-        *_batch_size_warmup(recipe),
-        *_sizes(recipe),
+        *_parts(recipe),
+        *_phases(recipe),
+        *_replicas(recipe),
         *_virtual_ranks(recipe),
         *_clip(recipe),
     ]
 
 
-def _steps(recipe: Recipe) -> Iterator[Problem]:
-    warmup, offset = recipe.schedule.warmup_steps, recipe.schedule.warmup_offset
-    if warmup - offset >= recipe.steps:
+def _parts(recipe: Recipe) -> Iterator[Problem]:
+    """What is impossible within a phase."""
+    for number, part in enumerate(recipe.parts):
+        place = ("phases", str(number)) if recipe.phases else ()
+        prefix = "".join(f"{key}." for key in place)
+        for path, line in (
+            *_steps(part),
+            *_batch_size_warmup(part, recipe.workers),
+            *_sizes(part, recipe.workers),
+        ):
+            yield (*place, *path), prefix + line
+
+
+def _phases(recipe: Recipe) -> Iterator[Problem]:
+    """What is impossible from phase to phase."""
+    if recipe.phases and recipe.batch_size_warmup:
+        yield (
+            ("batch_size_warmup",),
+            "batch_size_warmup: every phase would have it: expected it inside one of the phases",
+        )
+    first, windows = recipe.parts[0], dict[str, int]()
+    for number, part in enumerate(recipe.phases):
+        same = first.optimizer.model_copy(update={"lr": part.optimizer.lr})
+        for key, value in part.optimizer.model_dump(mode="json").items():
+            expected = same.model_dump(mode="json").get(key)
+            if value != expected:
+                yield (
+                    ("phases", str(number), "optimizer", key),
+                    f"phases.{number}.optimizer.{key}: {value}: expected {expected}, as in the "
+                    "first phase: the optimizer's state goes on; only lr may change",
+                )
+        window = windows.setdefault(part.data.path, part.data.window_stripes)
+        if part.data.window_stripes != window:
+            yield (
+                ("phases", str(number), "data", "window_stripes"),
+                f"phases.{number}.data.window_stripes: {part.data.window_stripes}: expected "
+                f"{window}, as in an earlier phase, whose order this one goes on with",
+            )
+
+
+def _steps(part: PhaseKeys) -> Iterator[Problem]:
+    warmup, offset = part.schedule.warmup_steps, part.schedule.warmup_offset
+    if warmup - offset >= part.steps:
         more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
             ("schedule", "warmup_steps"),
-            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps}){more}",
+            f"schedule.warmup_steps: {warmup}: expected fewer than steps ({part.steps}){more}",
         )
 
 
-def _batch_size_warmup(recipe: Recipe) -> Iterator[Problem]:
-    warmup = recipe.batch_size_warmup
+def _batch_size_warmup(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
+    warmup = part.batch_size_warmup
     if warmup is None:
         return
-    if warmup.steps >= recipe.steps:
+    if warmup.steps >= part.steps:
         yield (
             ("batch_size_warmup", "steps"),
-            f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({recipe.steps})",
+            f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({part.steps})",
         )
-    if not recipe.workers.min <= warmup.start < recipe.batch_size:
+    if not workers.min <= warmup.start < part.batch_size:
         yield (
             ("batch_size_warmup", "start"),
             f"batch_size_warmup.start: {warmup.start}: expected at least workers.min "
-            f"({recipe.workers.min}) and fewer than batch_size ({recipe.batch_size})",
+            f"({workers.min}) and fewer than batch_size ({part.batch_size})",
         )
 
 
-def _sizes(recipe: Recipe) -> Iterator[Problem]:
-    prepare = recipe.data.prepare
-    if prepare and prepare.seq_len > recipe.micro_batch_tokens:
+def _sizes(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
+    prepare = part.data.prepare
+    if prepare and prepare.seq_len > part.micro_batch_tokens:
         yield (
             ("micro_batch_tokens",),
-            f"micro_batch_tokens: {recipe.micro_batch_tokens}: expected at least "
+            f"micro_batch_tokens: {part.micro_batch_tokens}: expected at least "
             f"data.prepare.seq_len ({prepare.seq_len}), the longest sample",
         )
-    if recipe.batch_size < recipe.workers.min:
+    if part.batch_size < workers.min:
         yield (
             ("batch_size",),
-            f"batch_size: {recipe.batch_size}: expected at least workers.min "
-            f"({recipe.workers.min}), a sample for every worker",
+            f"batch_size: {part.batch_size}: expected at least workers.min "
+            f"({workers.min}), a sample for every worker",
         )
+
+
+def _replicas(recipe: Recipe) -> Iterator[Problem]:
     replicate = recipe.parallel.replicate
     if replicate > recipe.workers.max:
         yield (

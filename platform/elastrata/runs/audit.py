@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from elastrata.recipe.number import recipe_number
+from elastrata.recipe.outline import PhaseOutline, outline
 from elastrata.runs import history
 from elastrata.runs.attempts import Attempt, attempts
 from elastrata.runs.expectation import Expectation, expectation
-from elastrata.runs.folder import RUN_FILE, RunIdentity, read_identity
+from elastrata.runs.folder import RUN_FILE, DataSet, read_identity
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
 from elastrata_pipelines.storage import Storage
@@ -28,7 +29,6 @@ class DataCheck:
     state: Literal["checked", "missing", "changed", "damaged"]
     text: str
     """Why not, for people; empty where it could."""
-    expectation: Expectation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,11 @@ class Audit:
     """The steps that made the model what it is, in order."""
     attempts: tuple[Attempt, ...]
     data: DataCheck
+    """Of all its data sets: that of the first one that could not be asked."""
     digests_checked: int
-    """Steps whose digest was compared with what the data set gives."""
-    epochs: float
-    """How often the data set was gone through; 0 where it could not be read."""
+    """Steps whose digest was compared with what their data set gives."""
+    epochs: tuple[float, ...]
+    """How often each data set that could be read was gone through."""
     problems: tuple[str, ...]
     """A line each; none: every sample was seen as it should be."""
 
@@ -80,19 +81,25 @@ def audit(run: Storage) -> Audit:
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
     problems = [*sequence_problems(entries), *position_problems(steps)]
-    data = _check_data(run, identity)
-    checked: list[Entry] = []
-    if data.expectation:
-        checked = [step for step in steps if _is_within_reach(step, data.expectation)]
-        problems += sample_problems(checked, data.expectation)
-    samples = sum(step["batch_samples"] for step in checked)
+    phases, states = outline(run), list[DataCheck]()
+    num_checked, epochs = 0, list[float]()
+    for data_set, placed in _by_data_set(steps, phases, identity.data).items():
+        try:
+            expected = _expectation(data_set, phases[identity.data.index(data_set)])
+        except _UnusableError as error:
+            states.append(error.check)
+            continue
+        checked = [step for step in placed if _is_within_reach(step, expected)]
+        problems += sample_problems(checked, expected)
+        num_checked += len(checked)
+        epochs.append(sum(s["batch_samples"] for s in checked) / expected.order.num_samples)
     return Audit(
         run=run.uri(),
         steps=tuple(steps),
         attempts=tuple(attempts(entries)),
-        data=data,
-        digests_checked=len(checked),
-        epochs=samples / data.expectation.order.num_samples if data.expectation else 0.0,
+        data=states[0] if states else DataCheck(state="checked", text=""),
+        digests_checked=num_checked,
+        epochs=tuple(epochs),
         problems=tuple(problems),
     )
 
@@ -136,7 +143,12 @@ def position_problems(steps: Sequence[Entry]) -> list[str]:
 
 def sample_problems(steps: Sequence[Entry], expected: Expectation) -> list[str]:
     """One line for every step that saw other samples than it must, and for every epoch in which
-    a sample was seen twice, or not at all."""
+    a sample was seen twice, or not at all.
+
+    Args:
+        steps: with their `samples` counted from the first of the data set.
+        expected: of that data set.
+    """
     problems = []
     for step in steps:
         digest = expected.digest_of(*_span(step))
@@ -158,18 +170,40 @@ def _is_within_reach(step: Entry, expected: Expectation) -> bool:
     return 0 <= first < _FURTHEST and 0 < count <= expected.order.num_samples
 
 
-def _check_data(run: Storage, identity: RunIdentity) -> DataCheck:
-    data = Storage(identity.data)
+def _by_data_set(
+    steps: Sequence[Entry], phases: Sequence[PhaseOutline], data: Sequence[DataSet]
+) -> dict[DataSet, list[Entry]]:
+    """The steps of the phases on each data set, their samples counted from the first of it."""
+    placed: dict[DataSet, list[Entry]] = {data_set: [] for data_set in data}
+    ends = list(accumulate(phase.steps for phase in phases))
+    before, taken, shifts = 0, dict[DataSet, int](), list[int]()
+    for phase, data_set in zip(phases, data, strict=True):
+        shifts.append(before - taken.get(data_set, 0))
+        before, taken[data_set] = before + phase.samples, taken.get(data_set, 0) + phase.samples
+    for step in steps:
+        number = min(bisect_left(ends, step["step"]), len(ends) - 1)
+        placed[data[number]].append({**step, "samples": step["samples"] - shifts[number]})
+    return placed
+
+
+class _UnusableError(Exception):
+    """A data set cannot be asked what was to be seen of it."""
+
+    def __init__(self, check: DataCheck) -> None:
+        super().__init__(check.text)
+        self.check = check
+
+
+def _expectation(data_set: DataSet, phase: PhaseOutline) -> Expectation:
+    data = Storage(data_set.url)
     try:
         manifest = Manifest.read(data)
     except UserError as error:
-        return DataCheck(state="missing", text=str(error))
-    if manifest.fingerprint != identity.data_fingerprint:
+        raise _UnusableError(DataCheck(state="missing", text=str(error))) from None
+    if manifest.fingerprint != data_set.fingerprint:
         text = f"{data.uri(MANIFEST)}: not the data set any more that the run was trained on"
-        return DataCheck(state="changed", text=text)
-    seed, window_stripes = recipe_number(run, "seed"), recipe_number(run, "data.window_stripes")
+        raise _UnusableError(DataCheck(state="changed", text=text))
     try:
-        expected = expectation(data, manifest, seed=seed, window_stripes=window_stripes)
+        return expectation(data, manifest, seed=phase.seed, window_stripes=phase.window_stripes)
     except UserError as error:
-        return DataCheck(state="damaged", text=str(error))
-    return DataCheck(state="checked", text="", expectation=expected)
+        raise _UnusableError(DataCheck(state="damaged", text=str(error))) from None

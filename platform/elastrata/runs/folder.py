@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +37,22 @@ the same samples are computed on, not what is learned from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A data set that a run trains on."""
+
+    url: str
+    """Absolute path or URL, as the newest launch found it."""
+    fingerprint: str
+    """Of its manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunIdentity:
     """What makes a run the same run after a restart."""
 
     name: str
-    data: str
-    """Absolute path or URL of the data set it trains on, as the newest launch found it."""
-    data_fingerprint: str
-    """Of that data set's manifest."""
+    data: tuple[DataSet, ...]
+    """That of every phase."""
     mlflow_run_id: str | None = None
 
 
@@ -50,7 +60,8 @@ def read_identity(run: Storage) -> RunIdentity | None:
     """The identity of the run in that folder; None where there is none yet."""
     if not run.exists(RUN_FILE):
         return None
-    return RunIdentity(**json.loads(run.read(RUN_FILE)))
+    values = json.loads(run.read(RUN_FILE))
+    return RunIdentity(**{**values, "data": tuple(DataSet(**one) for one in values["data"])})
 
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
@@ -67,8 +78,16 @@ def read_recipe(run: Storage) -> Recipe:
     return Recipe.model_validate(yaml.safe_load(run.read(RECIPE_FILE)))
 
 
-def check_same_run(run: Storage, identity: RunIdentity, recipe: Recipe, fingerprint: str) -> None:
+def check_same_run(
+    run: Storage, identity: RunIdentity, recipe: Recipe, data: Sequence[DataSet]
+) -> None:
     """Refuses to continue a run as another one.
+
+    Args:
+        run: its folder.
+        identity: what is in it.
+        recipe: to go on with.
+        data: the data sets of the recipe's phases.
 
     Raises:
         UserError: the recipe differs in keys that may not change, or the data set is another one.
@@ -80,20 +99,29 @@ def check_same_run(run: Storage, identity: RunIdentity, recipe: Recipe, fingerpr
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
         f"{now.get(key)!r} in this recipe"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and not any(key == part or key.startswith(f"{part}.") for part in MAY_CHANGE)
+        if before.get(key) != now.get(key) and not _may_change(key)
     ]
-    if fingerprint != identity.data_fingerprint:
-        problems.append(
-            f"{recipe.data.path}: not the data set that run '{identity.name}' trains on"
-        )
+    for before_set, data_set in zip(identity.data, data, strict=False):
+        if data_set.fingerprint != before_set.fingerprint:
+            problems.append(
+                f"{data_set.url}: not the data set that run '{identity.name}' trains on"
+            )
     if problems:
         advice = f"run '{identity.name}' exists; choose another --name, or give it back its recipe"
         raise UserError(*problems, advice)
 
 
+def _may_change(key: str) -> bool:
+    """Whether a run may be continued with another value under this path, in a phase or outside."""
+    bare = re.sub(r"^phases\.\d+\.", "", key)
+    return any(bare == part or bare.startswith(f"{part}.") for part in MAY_CHANGE)
+
+
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dict as dotted paths; lists stay values."""
+    """A nested dict as dotted paths. Sections in a list go by their number; other lists stay
+    values."""
+    if isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastrata.checkpoints.commit import commits
-from elastrata.recipe.number import recipe_number
+from elastrata.recipe.outline import outline
 from elastrata.runs import history
 from elastrata.runs.attempts import attempts
 from elastrata.runs.folder import RUN_FILE, read_identity
@@ -102,7 +102,7 @@ def status(run: Storage) -> Status:
     return summary(
         run.uri(),
         history.read(run.sub("history")),
-        steps_in_all=recipe_number(run, "steps"),
+        steps_in_all=sum(phase.steps for phase in outline(run)),
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),

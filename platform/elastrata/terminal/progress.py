@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastrata.training.record import StepRecord
 from elastrata.workers.events import Committed, Evaluated, Event, Halted, Lost, Started, Warned
@@ -20,11 +20,15 @@ class Progress:
     Args:
         steps: of the whole run.
         write: prints a line.
+        begins: by number of a step a line about what begins with it.
     """
 
-    def __init__(self, steps: int, write: Callable[[str], None]) -> None:
+    def __init__(
+        self, steps: int, write: Callable[[str], None], begins: Mapping[int, str] | None = None
+    ) -> None:
         self._steps = steps
         self._write = write
+        self._begins = begins or {}
         self._printed = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._step = 0
@@ -34,6 +38,8 @@ class Progress:
         if isinstance(event, StepRecord):
             self._recent.append(event.seconds)
             self._step = event.step
+            if event.step in self._begins:
+                self._write(self._begins[event.step])
             now = time.monotonic()
             if now - self._printed >= _LINE_SECONDS or event.step in (1, self._steps):
                 self._printed = now

@@ -16,7 +16,6 @@ from elastrata.training.optimizer import set_learning_rate
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
-from elastrata.training.schedule import ScheduleConfig, learning_rate
 from elastrata.training.step import StepResult, reduce_sums, train_step
 from elastrata.training.workload import Batch, Workload
 from elastrata_pipelines.batches import Start
@@ -36,9 +35,8 @@ class Loop:
     workload: Workload
     vocabulary: Vocabulary
     seed: int
-    peak_lr: float
-    schedule: ScheduleConfig
-    steps: int
+    learning_rate: Callable[[int], float]
+    """Of a step, counted from 0."""
     clip: Clip
     """Of the gradient of the model that is trained."""
     on_nonfinite: Literal["stop", "skip"]
@@ -73,9 +71,7 @@ class Loop:
             ]
             batch = reduce_sums({**self._sums(part, batches), _ACT: asked()}, self.device)
             phases.passed("seconds_collating")
-            lr = learning_rate(
-                self.schedule, peak=self.peak_lr, step=part.step - 1, steps=self.steps
-            )
+            lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
                 model,

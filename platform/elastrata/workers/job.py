@@ -8,6 +8,7 @@ from typing import Any
 from elastrata.hot.storage import HotStorage
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
 
 
@@ -17,8 +18,9 @@ class Job:
 
     recipe: Recipe
     run: Storage
-    batches: Batches
-    held_out: Batches | None
+    phases: tuple[Phase, ...]
+    held_out: tuple[Batches | None, ...]
+    """For the evaluations in every phase."""
     mailbox: Any
     """Handle of the driver's mailbox."""
     hot: HotStorage | None

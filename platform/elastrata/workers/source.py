@@ -15,8 +15,8 @@ from elastrata.hot.storage import HotStorage
 from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Warned
 from elastrata.workers.newest_state import newest_state
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
-from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
 
@@ -26,23 +26,14 @@ class Source:
     """Calling it gives the data set of what is left of the run's steps."""
 
     run: Storage
-    batches: Batches
-    steps: int
-    batch_size: int
-    batch_size_warmup: BatchSizeWarmup | None
+    phases: tuple[Phase, ...]
     mailbox: Any
     hot: HotStorage | None
 
     def __call__(self) -> Dataset:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
         step."""
-        return descriptors(
-            self.batches,
-            self._start(),
-            steps=self.steps,
-            batch_size=self.batch_size,
-            warmup=self.batch_size_warmup,
-        )
+        return descriptors(self.phases, self._start())
 
     def _start(self) -> Start:
         return patiently(

@@ -96,7 +96,7 @@ def fit(
             callbacks=_callbacks(job),
         ),
         datasets={STREAM: source},
-        dataset_config=StreamConfig(job.batches),
+        dataset_config=StreamConfig(job.phases),
     )
     trainer.policy = ResizePolicy(
         scaling,

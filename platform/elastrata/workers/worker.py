@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
@@ -63,16 +64,18 @@ def train_worker(config: dict[str, Any]) -> None:
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step."""
     phases, context = Phases(), ray.train.get_context()
-    recipe, manifest = job.recipe, job.batches.manifest
+    recipe, manifests = job.recipe, [phase.batches.manifest for phase in job.phases]
+    vocabulary = manifests[0].vocabulary
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
     device = current_device()
     with ThreadPoolExecutor(1) as background:
         opening = background.submit(
-            RankStream, ray.train.get_dataset_shard(STREAM), manifest.token_dtype
+            RankStream, ray.train.get_dataset_shard(STREAM), manifests[0].token_dtype
         )
         phases.passed("shard")
-        model = _build_model(recipe, manifest, device, world_size)
+        seq_len = max(manifest.seq_len for manifest in manifests)
+        model = _build_model(recipe, vocabulary, seq_len, device, world_size)
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
         stream = opening.result()
@@ -83,7 +86,7 @@ def _train(job: Job, sender: Sender) -> None:
     if commit:
         restore(_storage(job, start), commit, model, optimizer)
     phases.passed("state")
-    held_out = _held_out(job, rank, world_size)
+    held_out = _held_out(job, start, rank, world_size)
     phases.passed("held_out")
     keeper = Keeper(
         job.run,
@@ -91,7 +94,7 @@ def _train(job: Job, sender: Sender) -> None:
         attempt=attempt,
         rank=rank,
         config=recipe.checkpoint,
-        steps=recipe.steps,
+        steps=recipe.steps_in_all,
         sender=sender,
         state=lambda: training_state(model, optimizer),
     )
@@ -106,7 +109,7 @@ def _train(job: Job, sender: Sender) -> None:
     loop = _loop(
         recipe,
         build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
-        manifest.vocabulary,
+        vocabulary,
         device,
         world_size,
     )
@@ -116,16 +119,16 @@ def _train(job: Job, sender: Sender) -> None:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
         for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
             keeper.stepped(record)
-            if held_out and due(record.step, recipe.evaluation.every, recipe.steps):
+            if rows := _due_rows(held_out, record.step, recipe.evaluation.every):
                 began = time.perf_counter()
-                loss = evaluate(model, recipe.workload, held_out, manifest.vocabulary, device)
+                loss = evaluate(model, recipe.workload, rows, vocabulary, device)
                 keeper.evaluated(record, loss, time.perf_counter() - began)
             keeper.keep(record, act)
-            if act >= Act.HALT and record.step < recipe.steps:
+            if act >= Act.HALT and record.step < recipe.steps_in_all:
                 _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
-        if commit and start.tier == "hot" and start.step == recipe.steps:
+        if commit and start.tier == "hot" and start.step == recipe.steps_in_all:
             keeper.continued(_saving(commit))
-    ray.train.report({"step": recipe.steps})
+    ray.train.report({"step": recipe.steps_in_all})
 
 
 def _loop(
@@ -135,9 +138,7 @@ def _loop(
         workload=recipe.workload,
         vocabulary=vocabulary,
         seed=recipe.seed,
-        peak_lr=recipe.optimizer.lr,
-        schedule=recipe.schedule,
-        steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
         clip=clip,
         on_nonfinite=recipe.on_nonfinite,
         device=device,
@@ -211,11 +212,11 @@ def _agree(value: Any) -> Any:
 
 
 def _build_model(
-    recipe: Recipe, manifest: Manifest, device: torch.device, world_size: int
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> nn.Module:
     torch.manual_seed(recipe.seed)
     with device:
-        model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
+        model = recipe.workload.build_model(vocabulary, seq_len)
     return parallelize(
         model,
         recipe.workload.blocks(model),
@@ -227,8 +228,20 @@ def _build_model(
     )
 
 
-def _held_out(job: Job, rank: int, world_size: int) -> list[Rows]:
-    if job.held_out is None:
-        return []
+def _held_out(job: Job, start: Start, rank: int, world_size: int) -> dict[int, list[Rows]]:
+    """This rank's held-out micro-batches in every phase that is left, by the phase's last step."""
     samples = job.recipe.evaluation.samples
-    return held_out_rows(job.held_out, samples=samples, rank=rank, num_ranks=world_size)
+    return {
+        phase.last_step: held_out_rows(batches, samples=samples, rank=rank, num_ranks=world_size)
+        if batches
+        else []
+        for phase, batches in zip(job.phases, job.held_out, strict=True)
+        if phase.last_step > start.step
+    }
+
+
+def _due_rows(held_out: Mapping[int, list[Rows]], step: int, every: int) -> list[Rows]:
+    """What the model is evaluated on after that step; there is always an evaluation at the end of a
+    phase."""
+    last = min(last for last in held_out if last >= step)
+    return held_out[last] if due(step, every, last) else []

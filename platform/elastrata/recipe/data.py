@@ -1,0 +1,19 @@
+"""The data set of a recipe, or of one of its phases."""
+
+from __future__ import annotations
+
+from pydantic import PositiveInt
+
+from elastrata.recipe.config import Config
+from elastrata_pipelines.preparation import PrepareConfig
+
+
+class DataConfig(Config):
+    """The data set to train on."""
+
+    path: str
+    """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
+    prepare: PrepareConfig | None = None
+    """How `elastrata prepare` makes it. Training does not need this part."""
+    window_stripes: PositiveInt = 8
+    """Stripes shuffled together: more makes batches more random and reading costlier."""

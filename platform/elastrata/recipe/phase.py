@@ -1,0 +1,63 @@
+"""A phase of a recipe: consecutive steps on one data set, with one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import PositiveInt
+
+from elastrata.recipe.config import Config
+from elastrata.recipe.data import DataConfig
+from elastrata.training.optimizer import OptimizerConfig
+from elastrata.training.schedule import ScheduleConfig
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
+
+
+class PhaseKeys(Config):
+    """What may change while a run goes on, as it is planned from the start."""
+
+    data: DataConfig
+    steps: PositiveInt
+    """Optimizer steps."""
+    batch_size: PositiveInt
+    """Samples per step, over all workers."""
+    batch_size_warmup: BatchSizeWarmup | None = None
+    """Smaller batches at first. The learning rate's schedule knows nothing of it."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens that one worker runs through the model at once."""
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class Phase(PhaseKeys):
+    """One of several phases of a run. What it does not say is as the recipe says it."""
+
+    name: str | None = None
+    """For people."""
+
+
+def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values whose phases say all that they take from it.
+
+    Args:
+        recipe: as it was written; stays as it is.
+    """
+    phases = recipe.get("phases")
+    if not isinstance(phases, Sequence) or isinstance(phases, str):
+        return dict(recipe)
+    common = {key: recipe[key] for key in PhaseKeys.model_fields if key in recipe}
+    whole = [_merged(common, phase) if isinstance(phase, Mapping) else phase for phase in phases]
+    return {**recipe, "phases": whole}
+
+
+def _merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections are merged, anything else is replaced, as where recipes extend one another."""
+    merged = dict(base)
+    for key, value in values.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[key] = _merged(below, value)
+        else:
+            merged[key] = value
+    return merged
