@@ -1,0 +1,36 @@
+"""A long random history of faults: kills, hangs, drains and additions of workers and nodes.
+
+    PYTHONPATH=tests python benchmarks/chaos.py --seed 1 --faults 20
+
+What `make chaos` does, its report kept in `results/chaos.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from report import write_result
+
+from faults.chaos import problems, rehearse
+
+TOLERANCE = 1e-4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=20)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        report = rehearse(Path(scratch), seed=arguments.seed, faults=arguments.faults)
+    if found := problems(report, TOLERANCE):
+        sys.exit("\n".join(found))
+    write_result("chaos", asdict(report), ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()
