@@ -169,7 +169,7 @@ def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> N
     )
     checkpoints = Storage(str(runs / "killed" / "checkpoints"))
     wait_until(
-        lambda: any(commit.step >= 50 for commit in commits(checkpoints)), 120, "the second phase"
+        lambda: any(commit.step >= 40 for commit in commits(checkpoints)), 120, "the second phase"
     )
     kill_group(two)
     again = run_json("train", recipe, "--name", "killed")

@@ -11,12 +11,14 @@ from elastrata.training.workload import ENTRY_POINTS, workload_class
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
 _ANY_OF = {"oneOf": "anyOf"}
+_VARIANT = " (variant)"
 
 
 def recipe_schema() -> dict[str, Any]:
     """The schema of a recipe file, with every installed workload.
 
-    A file with `extends` may leave out what its base says; any other must be whole.
+    A file with `extends` may leave out what its base says, and a phase what the recipe says; all
+    else must be whole.
     """
     defs: dict[str, Any] = {}
     recipe = _hoisted(Recipe.model_json_schema(), defs)
@@ -26,14 +28,15 @@ def recipe_schema() -> dict[str, Any]:
         "type": "string",
         "description": "A recipe's file or name; this one says only what is different.",
     }
+    recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
     defs["Recipe"] = recipe
-    variants = {f"{name} (variant)": _relaxed(schema) for name, schema in defs.items()}
+    variants = {f"{name}{_VARIANT}": _relaxed(schema) for name, schema in defs.items()}
     return {
         "$schema": _DRAFT,
         "title": "Elastrata recipe",
         "type": "object",
         "if": {"required": ["extends"]},
-        "then": {"$ref": f"{_DEFS}Recipe (variant)"},
+        "then": {"$ref": f"{_DEFS}Recipe{_VARIANT}"},
         "else": {"$ref": f"{_DEFS}Recipe"},
         "$defs": {**defs, **variants},
     }
@@ -65,7 +68,11 @@ def _relaxed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        _ANY_OF.get(key, key): f"{value} (variant)" if key == "$ref" else _relaxed(value)
+        _ANY_OF.get(key, key): _variant(value) if key == "$ref" else _relaxed(value)
         for key, value in schema.items()
         if key != "discriminator" and not (key == "required" and isinstance(value, list))
     }
+
+
+def _variant(reference: str) -> str:
+    return reference if reference.endswith(_VARIANT) else reference + _VARIANT
