@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from elastrata.commands.audit import audit
+from elastrata.commands.bench import bench
 from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
 from elastrata.commands.inspect import inspect
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for _command in (quickstart, prepare, inspect, train, status, audit, export, doctor, schema):
     app.command()(_command)
+app.add_typer(bench)
 
 
 @app.callback()

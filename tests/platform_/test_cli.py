@@ -34,7 +34,7 @@ def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["bench", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 0
     assert "Usage: elastrata" in capsys.readouterr().out
@@ -57,6 +57,13 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["inspect", "nowhere"], "no data set here (manifest.json is missing)"),
         (["export", "nowhere", "--out", "x"], "no run here"),
+        (["bench", "setp"], "No such command 'setp'. Did you mean 'step'?"),
+        (["bench", "step", "bert/tiny", "--lengths", "ful"], "--lengths: ful: expected data, full"),
+        (["bench", "step", "bert/tiny", "--lengths", "data"], "no data set here"),
+        (["bench", "step", "bert/tiny", "micro_batch_tokens=64"], "micro_batch_tokens: 64: expect"),
+        (["bench", "data", "bert/tiny"], "no data set here"),
+        (["bench", "balance", "bert/tiny", "--workers", "0"], "--workers: 0: expected numbers"),
+        (["bench", "reduce", "bert/tiny", "--processes", "1"], "--processes"),
         (["schema", "--out", "/proc/x"], "--out: /proc/x: cannot be written"),
     ],
 )

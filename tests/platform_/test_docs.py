@@ -8,8 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.launch import TrainResult
@@ -19,7 +21,10 @@ from support.synthetic import write_data_set
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
+COMMANDS = {
+    *(command.callback.__name__ for command in app.registered_commands if command.callback),
+    *(group.typer_instance.info.name for group in app.registered_groups if group.typer_instance),
+}
 
 
 def _blocks(document: str, language: str) -> list[str]:
@@ -49,6 +54,31 @@ def test_the_keys_of_inspect_are_those_it_prints(
     write_data_set(tmp_path, samples=100)
     assert run(["inspect", str(tmp_path), "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == documented_keys("inspect")
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        ("step", ["--steps", "1", "--warm-up", "0"]),
+        ("data", ["--steps", "1", "--warm-up", "1"]),
+        ("balance", ["--workers", "2"]),
+    ],
+)
+def test_the_keys_of_a_measurement_are_those_it_prints(
+    part: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data_set(tmp_path, samples=100)
+    settings = [f"data.path={tmp_path}", "batch_size=8", "workers.threads=1"]
+    threads = torch.get_num_threads()
+    assert run(["bench", part, "bert/tiny", *settings, *options, "--json"]) == 0
+    torch.set_num_threads(threads)
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == documented_keys(f"bench {part}")
+
+
+def test_the_keys_of_a_reduction_are_those_of_its_figures() -> None:
+    keys = ["recipe", "steps", "warm_up", *(field.name for field in fields(ReductionFigures))]
+    assert documented_keys("bench reduce") == [*keys, "versions"]
 
 
 def test_the_keys_of_a_check_are_those_of_a_finding() -> None:

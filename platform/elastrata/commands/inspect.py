@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.commands.options import Json, Overrides
+from elastrata.commands.options import Json, Overrides, Workers, numbers_of_workers
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata.terminal.data_report import SCHEMES, show_balance, show_lengths, show_manifest
 from elastrata.terminal.model_report import model_result, show_model
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _BERT_BASE_WIDTH = 768
 _SAMPLES_EACH = 16
-_MOST_WORKERS = 65_536
 
 Data = Annotated[
     str,
@@ -34,9 +33,6 @@ Data = Annotated[
         metavar="DATA|RECIPE",
         help="Folder or URL of a data set; or a recipe: its data, order, batch and model count.",
     ),
-]
-Workers = Annotated[
-    str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
 ]
 Batch = Annotated[
     int | None,
@@ -83,7 +79,7 @@ def inspect(
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.storage import Storage
 
-    numbers = _numbers_of_workers(workers)
+    numbers = numbers_of_workers(workers)
     _check_plot(plot, numbers)
     subject = _subject(data, overrides or [], recipe, batch, micro_batch_tokens, phase)
     console = open_console(as_json=json)
@@ -118,15 +114,6 @@ def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str,
     found = inspect_model(recipe)
     show_model(console, name, recipe, found)
     return model_result(found)
-
-
-def _numbers_of_workers(text: str) -> list[int]:
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if not all(1 <= number <= _MOST_WORKERS for number in numbers):
-        raise UserError(
-            f"--workers: {text}: expected numbers from 1 to {_MOST_WORKERS:,}, such as 8 or 1,8,64"
-        )
-    return list(dict.fromkeys(numbers))
 
 
 def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:

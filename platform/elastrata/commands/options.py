@@ -6,6 +6,10 @@ from typing import Annotated
 
 import typer
 
+from elastrata_pipelines.errors import UserError
+
+MOST_WORKERS = 65_536
+
 Json = Annotated[
     bool, typer.Option("--json", help="End with one JSON object as the last line of output.")
 ]
@@ -20,3 +24,20 @@ Address = Annotated[
     str | None,
     typer.Option(help="Ray cluster to join: auto or its address. Default: one of its own, here."),
 ]
+Workers = Annotated[
+    str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
+]
+
+
+def numbers_of_workers(text: str) -> list[int]:
+    """The numbers in a `Workers` option, each once.
+
+    Raises:
+        UserError: one of them is none, or too large.
+    """
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= number <= MOST_WORKERS for number in numbers):
+        raise UserError(
+            f"--workers: {text}: expected numbers from 1 to {MOST_WORKERS:,}, such as 8 or 1,8,64"
+        )
+    return list(dict.fromkeys(numbers))

@@ -22,6 +22,14 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with the threads PyTorch has of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
+
+
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, or None where it is not known."""
     if device.type != "cuda":

@@ -12,24 +12,20 @@ from typing import Any, NoReturn
 import ray.train
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from elastrata.checkpoints.commit import MARKER, Commit, folders
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
-from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import current_device
 from elastrata.training.ends import Stopped
 from elastrata.training.evaluate import evaluate, held_out_rows
-from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
 from elastrata.training.phases import Phases
 from elastrata.training.request import Act, Request
 from elastrata.workers.backoff import patiently
+from elastrata.workers.engine import sharded_model, training_loop
 from elastrata.workers.events import Refused, Started, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving, due
@@ -37,7 +33,6 @@ from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
@@ -75,7 +70,7 @@ def _train(job: Job, sender: Sender) -> None:
         )
         phases.passed("shard")
         seq_len = max(manifest.seq_len for manifest in manifests)
-        model = _build_model(recipe, vocabulary, seq_len, device, world_size)
+        model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
         stream = opening.result()
@@ -106,13 +101,7 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(rank, world_size),
         seconds=phases.seconds,
     )
-    loop = _loop(
-        recipe,
-        build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
-        vocabulary,
-        device,
-        world_size,
-    )
+    loop = training_loop(recipe, model, vocabulary, device, world_size)
     with keeper:
         keeper.started(started)
         if recipe.workers.spares and context.get_local_rank() == 0:
@@ -129,21 +118,6 @@ def _train(job: Job, sender: Sender) -> None:
         if commit and start.tier == "hot" and start.step == recipe.steps_in_all:
             keeper.continued(_saving(commit))
     ray.train.report({"step": recipe.steps_in_all})
-
-
-def _loop(
-    recipe: Recipe, clip: Clip, vocabulary: Vocabulary, device: torch.device, world_size: int
-) -> Loop:
-    return Loop(
-        workload=recipe.workload,
-        vocabulary=vocabulary,
-        seed=recipe.seed,
-        learning_rate=recipe.learning_rate,
-        clip=clip,
-        on_nonfinite=recipe.on_nonfinite,
-        device=device,
-        world_size=world_size,
-    )
 
 
 def _storage(job: Job, start: Start) -> CommitStorage:
@@ -209,23 +183,6 @@ def _agree(value: Any) -> Any:
     agreed = [value]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
-
-
-def _build_model(
-    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
-) -> nn.Module:
-    torch.manual_seed(recipe.seed)
-    with device:
-        model = recipe.workload.build_model(vocabulary, seq_len)
-    return parallelize(
-        model,
-        recipe.workload.blocks(model),
-        data_mesh(device.type, world_size, recipe.parallel.replicate),
-        precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
-        compile=recipe.compile,
-        virtual_ranks=recipe.parallel.virtual_ranks,
-    )
 
 
 def _held_out(job: Job, start: Start, rank: int, world_size: int) -> dict[int, list[Rows]]:

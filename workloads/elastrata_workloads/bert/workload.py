@@ -15,7 +15,6 @@ from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
-from elastrata_workloads.bert.export import export
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.shape import BertShape
@@ -149,6 +148,9 @@ class Bert(Workload):
         path: Path,
     ) -> None:
         """Writes a folder that transformers' `AutoModelForMaskedLM.from_pretrained` loads."""
+        # Imported here: training does without safetensors.
+        from elastrata_workloads.bert.export import export
+
         export(self.shape(vocabulary), state, tokenizer, path)
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:

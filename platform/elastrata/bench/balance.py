@@ -1,0 +1,58 @@
+"""The deal's balance, measured: how equal the work of any number of workers is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from elastrata.bench.fit import check_fits
+from elastrata.bench.lengths import choose_lengths
+from elastrata.launch.data_outline import data_outline
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.deal import Ints
+from elastrata_pipelines.storage import Storage
+
+_STEPS = 20
+
+BatchesOfLengths = Callable[[int], Iterator[Ints]]
+"""From a batch size to the lengths of the rows of each batch."""
+
+
+def measure_balances(
+    recipe: Recipe, wanted: str | None, workers: Sequence[int], *, samples_per_worker: int
+) -> dict[int, Balance]:
+    """By number of workers, the balance of batches that grow with it.
+
+    Args:
+        recipe: gives the cost of a sample, the micro-batches, and the data set where there is one.
+        wanted: `data`, `full` or a JSON file, see `choose_lengths`.
+        workers: the numbers.
+        samples_per_worker: in a batch.
+
+    Raises:
+        UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
+    """
+    batches = _batches(recipe, wanted)
+    work = recipe.workload.work(data_outline(recipe).vocabulary)
+    return {
+        number: measure_balance(
+            batches(samples_per_worker * number),
+            workers=number,
+            tokens_per_micro_batch=recipe.micro_batch_tokens,
+            work=work,
+        )
+        for number in workers
+    }
+
+
+def _batches(recipe: Recipe, wanted: str | None) -> BatchesOfLengths:
+    outline = data_outline(recipe)
+    chosen = choose_lengths(wanted, seq_len=outline.seq_len, prepared=outline.prepared)
+    histogram = chosen.histogram
+    if histogram is not None:
+        check_fits(recipe, outline, chosen.name, histogram)
+        return lambda size: drawn_batches(histogram, batch_size=size, steps=_STEPS)
+    data = training_data(recipe).train
+    lengths = data.manifest.read_lengths(Storage(data.url))
+    return lambda size: ordered_batches(lengths, data.order, batch_size=size, steps=_STEPS)

@@ -1,0 +1,25 @@
+"""The buckets of a recipe's model: what FSDP2 gathers and reduces at once."""
+
+from __future__ import annotations
+
+import torch
+
+from elastrata.launch.data_outline import data_outline
+from elastrata.recipe.recipe import Recipe
+
+
+def bucket_sizes(recipe: Recipe) -> list[int]:
+    """Numbers in each block, first to last, and in what is left of the model.
+
+    Raises:
+        UserError: the size of the vocabulary is not known before the data is prepared.
+    """
+    outline = data_outline(recipe)
+    with torch.device("meta"):
+        model = recipe.workload.build_model(outline.vocabulary, outline.seq_len)
+    blocks = [
+        sum(parameter.numel() for parameter in block.parameters())
+        for block in recipe.workload.blocks(model)
+    ]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return [*blocks, whole - sum(blocks)]

@@ -1,0 +1,87 @@
+"""The lengths of the samples that are measured: those of the data set, full, or a histogram's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastrata_pipelines.errors import UserError, nearest
+
+DATA, FULL = "data", "full"
+_FORMS = {"counts": 1, "length_histogram": 0}
+"""Keys of a file that hold a histogram, and the length that the first entry counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Which lengths samples have."""
+
+    name: str
+    """`data`, `full`, or the file's name."""
+    histogram: tuple[int, ...] | None
+    """`histogram[s]`: number of samples of s tokens, up to the longest; they are drawn from it.
+    None: samples and their order are those of the data set."""
+
+
+def choose_lengths(wanted: str | None, *, seq_len: int, prepared: bool) -> Lengths:
+    """The lengths that `--lengths` names.
+
+    Args:
+        wanted: `data`, `full`, or a JSON file; None: `data` where there is a data set, else `full`.
+        seq_len: tokens of a full sample.
+        prepared: whether there is a data set.
+
+    Raises:
+        UserError: no such file, or no histogram in it.
+    """
+    name = wanted or (DATA if prepared else FULL)
+    if name == DATA:
+        return Lengths(name=DATA, histogram=None)
+    if name == FULL:
+        return Lengths(name=FULL, histogram=(*[0] * seq_len, 1))
+    return Lengths(name=Path(name).name, histogram=read_histogram(name))
+
+
+def read_histogram(path: str) -> tuple[int, ...]:
+    """The histogram in a JSON file: entry s is the number of samples of s tokens.
+
+    Raises:
+        UserError: there is no such file, or it is not of the form `{"counts": [...]}`, the first
+            entry for length 1, or `{"length_histogram": [...]}`, the first for length 0, as in a
+            data set's manifest.
+    """
+    where = f"--lengths: {path}"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = nearest(path, (DATA, FULL))
+        raise UserError(
+            f"{where}: expected data, full or a JSON file{hint} ({error.strerror})"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from None
+    key = next((key for key in _FORMS if isinstance(found, dict) and key in found), None)
+    if key is None:
+        raise UserError(
+            f"{where}: expected an object with a list 'counts' (samples of 1, 2, 3... tokens) or "
+            "'length_histogram' (of 0, 1, 2...)"
+        )
+    return _checked(found[key], f"{where}: {key}", first_length=_FORMS[key])
+
+
+def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
+    if not isinstance(counts, list):
+        raise UserError(f"{where}: expected a list of numbers of samples")
+    histogram = [0] * first_length + counts
+    for length, count in enumerate(histogram):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise UserError(
+                f"{where}: {json.dumps(count)} samples of length {length}: expected whole numbers "
+                "of at least 0"
+            )
+    longest = max((length for length, count in enumerate(histogram) if count), default=0)
+    if not longest or histogram[0]:
+        raise UserError(f"{where}: expected at least one sample, and none of length 0")
+    return tuple(histogram[: longest + 1])

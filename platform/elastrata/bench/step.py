@@ -1,0 +1,147 @@
+"""The training step of one device, measured: the engine's own loop, without Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elastrata.bench.lone_group import lone_group
+from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.bench.samples import Samples
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.device import current_device, device_name, peak_flops, peak_memory_bytes
+from elastrata.training.optimizer import build_optimizer
+from elastrata.training.record import StepRecord
+from elastrata.training.request import Act
+from elastrata.workers.engine import sharded_model, training_loop
+from elastrata_pipelines.batches import Start
+
+MFU_CONVENTION = (
+    "6 FLOPs per matmul parameter and token it is applied to, plus attention, halved where it is "
+    "causal; real tokens only, recomputation not counted; of the dense bf16 peak"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What one device makes of a recipe's steps. Quartiles are over the steps."""
+
+    device: str
+    parameters: int
+    """Numbers that are trained."""
+    batch_size: int
+    micro_batches: float
+    """Of a step, on average."""
+    sequences_per_second: Quartiles
+    tokens_per_second: Quartiles
+    """Real tokens."""
+    positions_per_second: Quartiles
+    """Tokens with padding."""
+    padding: float
+    """Share of the positions that is padding."""
+    flops_per_token: float
+    """Forward and backward, per real token."""
+    mfu: Quartiles | None
+    """None where the device's peak is not known."""
+    mfu_convention: str
+    peak_flops: float | None
+    """Of the device, dense bf16, per second."""
+    peak_memory_bytes: int
+    """Of the device where it is a GPU, else of the process; warm-up included."""
+    seconds: Quartiles
+    """Of a step, until the device has done all of it."""
+    seconds_by_phase: Mapping[str, Quartiles]
+    """collating, forward_backward, clip_optimizer. What is left of a step is bookkeeping."""
+    seconds_warming_up: float
+    """The steps before those that count, compilation included."""
+    loss: float
+    """Of the last step."""
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    record: StepRecord
+    seconds: float
+    """From the end of the step before, on the device."""
+
+    @property
+    def positions(self) -> float:
+        return self.record.batch_tokens / (1 - self.record.padding)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """What the device still does when the host has finished the step is the update."""
+        record = self.record
+        return {
+            "collating": record.seconds_collating,
+            "forward_backward": record.seconds_in_model,
+            "clip_optimizer": record.seconds_in_optimizer + self.seconds - record.seconds,
+        }
+
+
+def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigures:
+    """Trains on `samples` and looks at the steps after the first `warm_up` ones.
+
+    Raises:
+        TrainingError: the loss is not finite, and the recipe does not skip such steps.
+    """
+    torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
+    device, workload = current_device(), recipe.workload
+    endless = recipe.model_copy(
+        update={"steps": max(recipe.steps, len(samples.steps)), "phases": ()}
+    )
+    with lone_group(device):
+        model = sharded_model(endless, samples.vocabulary, samples.seq_len, device, 1)
+        optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
+        loop = training_loop(endless, model, samples.vocabulary, device, 1)
+        run = loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+        timed = list(_timed((record for record, _ in run), device))
+        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return _figures(timed, warm_up, device, parameters)
+
+
+def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:
+    began = time.perf_counter()
+    for record in records:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter()
+        yield _TimedStep(record, ended - began)
+        began = ended
+
+
+def _figures(
+    timed: Sequence[_TimedStep], warm_up: int, device: torch.device, parameters: int
+) -> StepFigures:
+    measured = timed[warm_up:]
+    tokens = sum(step.record.batch_tokens for step in measured)
+
+    def over_steps(value: Callable[[_TimedStep], float]) -> Quartiles:
+        return quartiles([value(step) for step in measured])
+
+    peak = peak_flops(device)
+    return StepFigures(
+        device=device_name(device),
+        parameters=parameters,
+        batch_size=measured[0].record.batch_samples,
+        micro_batches=sum(step.record.micro_batches for step in measured) / len(measured),
+        sequences_per_second=over_steps(lambda step: step.record.batch_samples / step.seconds),
+        tokens_per_second=over_steps(lambda step: step.record.batch_tokens / step.seconds),
+        positions_per_second=over_steps(lambda step: step.positions / step.seconds),
+        padding=1 - tokens / sum(step.positions for step in measured),
+        flops_per_token=sum(step.record.flops for step in measured) / tokens,
+        mfu=over_steps(lambda step: step.record.flops / step.seconds / peak) if peak else None,
+        mfu_convention=MFU_CONVENTION,
+        peak_flops=peak,
+        peak_memory_bytes=peak_memory_bytes(device),
+        seconds=over_steps(lambda step: step.seconds),
+        seconds_by_phase={
+            name: quartiles([step.phases[name] for step in measured]) for name in measured[0].phases
+        },
+        seconds_warming_up=sum(step.seconds for step in timed[:warm_up]),
+        loss=measured[-1].record.loss,
+    )

@@ -1,0 +1,49 @@
+"""The engine of a recipe on one rank: its model, sharded, and the loop that trains it.
+
+Knows no Ray, so that `elastrata bench` measures what the workers run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.clip import build_clip
+from elastrata.training.loop import Loop
+from elastrata.training.parallel import data_mesh, parallelize
+from elastrata_pipelines.format import Vocabulary
+
+
+def sharded_model(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> nn.Module:
+    """The recipe's model with its first weights, over all ranks of the process group."""
+    torch.manual_seed(recipe.seed)
+    with device:
+        model = recipe.workload.build_model(vocabulary, seq_len)
+    return parallelize(
+        model,
+        recipe.workload.blocks(model),
+        data_mesh(device.type, world_size, recipe.parallel.replicate),
+        precision=recipe.precision,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+        virtual_ranks=recipe.parallel.virtual_ranks,
+    )
+
+
+def training_loop(
+    recipe: Recipe, model: nn.Module, vocabulary: Vocabulary, device: torch.device, world_size: int
+) -> Loop:
+    """The recipe's loop over `model`, as `sharded_model` returned it; may set hooks on it."""
+    return Loop(
+        workload=recipe.workload,
+        vocabulary=vocabulary,
+        seed=recipe.seed,
+        learning_rate=recipe.learning_rate,
+        clip=build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
+        on_nonfinite=recipe.on_nonfinite,
+        device=device,
+        world_size=world_size,
+    )

@@ -1,0 +1,207 @@
+"""`bench step`: the engine's own step, measured, with figures that agree among themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastrata.bench.random_steps import RandomSteps
+from elastrata.bench.samples import bench_samples
+from elastrata.bench.step import StepFigures, measure_steps
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.deal import WorkModel, deal
+from elastrata_pipelines.errors import UserError
+from support.bare_loop import train_on_ranks
+from support.ranks import run_ranks
+from support.synthetic import SEQ_LEN, VOCABULARY, tiny_recipe, write_data_set
+
+WARM_UP, STEPS = 1, 3
+PEAK = 1e12
+TINY = ["workload.hidden_size=16", "batch_size=6", "micro_batch_tokens=512", "workers.threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data_set(folder, samples=150)
+    return folder
+
+
+def recipe_of(data: Path, **changes: Any) -> dict[str, Any]:
+    return tiny_recipe(data, data / "runs", steps=WARM_UP + STEPS, **changes)
+
+
+def measured(recipe: dict[str, Any], lengths: str | None = None) -> StepFigures:
+    checked = Recipe.model_validate(recipe)
+    samples = bench_samples(checked, lengths, steps=WARM_UP + STEPS)
+    return measure_steps(checked, samples, warm_up=WARM_UP)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"clip": {"method": "bucketwise"}}, {"precision": "bf16"}],
+    ids=["plain", "bucketwise", "bf16"],
+)
+def test_it_trains_as_a_worker_does(changes: dict[str, Any], data: Path) -> None:
+    recipe = recipe_of(data, **changes)
+    trained = run_ranks(1, train_on_ranks, recipe)[0]
+    assert measured(recipe).loss == pytest.approx(trained[-1].loss, rel=1e-6)
+
+
+def test_the_figures_agree(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastrata.bench.step.peak_flops", lambda device: PEAK)
+    found = measured(recipe_of(data), "full")
+    # samples of one length, an odd number of steps: all medians are those of the same step
+    for rate, amount in [
+        (found.sequences_per_second, 21),
+        (found.tokens_per_second, 21 * SEQ_LEN),
+        (found.positions_per_second, 21 * SEQ_LEN),
+    ]:
+        assert rate.median == pytest.approx(amount / found.seconds.median)
+        assert rate.lower <= rate.median <= rate.upper
+    assert found.tokens_per_second.median == pytest.approx(
+        SEQ_LEN * found.sequences_per_second.median
+    )
+    assert found.mfu is not None
+    assert found.mfu.median == pytest.approx(
+        found.flops_per_token * found.tokens_per_second.median / PEAK,
+        rel=0.02,  # special ids among the random ones are not predicted
+    )
+    assert (found.padding, found.batch_size, found.peak_flops) == (0.0, 21, PEAK)
+    assert found.micro_batches == -(-21 // (128 // SEQ_LEN))
+    assert set(found.seconds_by_phase) == {"collating", "forward_backward", "clip_optimizer"}
+    assert all(phase.lower > 0 for phase in found.seconds_by_phase.values())
+
+
+def test_flops_are_those_of_the_samples(data: Path) -> None:
+    recipe = Recipe.model_validate(recipe_of(data))
+    samples = bench_samples(recipe, "data", steps=WARM_UP + STEPS)
+    found = measure_steps(recipe, samples, warm_up=WARM_UP)
+    parts = samples.steps[WARM_UP:]
+    flops = 0
+    for part in parts:
+        batches = [
+            recipe.workload.collate(rows, samples.vocabulary, recipe.seed)
+            for rows in part.micro_batches
+        ]
+        weights = {"mlm": sum(batch.weights["mlm"] for batch in batches)}
+        flops += recipe.workload.flops(part.rows.lengths.tolist(), weights, samples.vocabulary)
+    tokens = sum(len(part.rows.tokens) for part in parts)
+    assert found.flops_per_token == pytest.approx(flops / tokens)
+
+
+def test_no_mfu_where_the_peak_is_not_known(data: Path) -> None:
+    assert measured(recipe_of(data)).mfu is None
+
+
+def test_a_prepared_data_set_is_the_default(data: Path) -> None:
+    recipe = Recipe.model_validate(recipe_of(data))
+    samples = bench_samples(recipe, None, steps=2)
+    assert (samples.lengths, samples.vocabulary.size, samples.seq_len) == (
+        "data",
+        VOCABULARY,
+        SEQ_LEN,
+    )
+    missing = recipe_of(Path("nowhere"))
+    missing["data"]["prepare"] = {
+        "sources": [{"paths": "text"}],
+        "tokenizer": {"train": "wordpiece", "vocab_size": 500},
+        "seq_len": 64,
+    }
+    samples = bench_samples(Recipe.model_validate(missing), None, steps=2)
+    assert (samples.lengths, samples.vocabulary.size, samples.seq_len) == ("full", 500, 64)
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 3])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_random_steps_are_dealt_and_cut_as_the_pipeline_does(virtual_ranks, pairs) -> None:
+    histogram = (0, 0, 0, 5, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 2)
+    work = WorkModel(linear=7, quadratic=1)
+    random = RandomSteps(
+        histogram=histogram,
+        num_ids=50,
+        pairs=pairs,
+        steps=4,
+        batch_size=29,
+        work=work,
+        tokens_per_micro_batch=40,
+        virtual_ranks=virtual_ranks,
+        seed=1,
+    )
+    steps = list(random)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step, again in zip(steps, random, strict=True):
+        lengths = step.rows.lengths
+        assert np.array_equal(step.rows.tokens, again.rows.tokens)
+        assert set(lengths.tolist()) <= {3, 9, 16}
+        assert len(step.rows) == 29
+        assert step.rows.tokens.max() < 50
+        assert (step.rows.is_next is not None) == pairs
+        assert step.rounds == virtual_ranks
+        assert all(len(rows.tokens) <= 40 for rows in step.micro_batches)
+        parts = deal(lengths, num_ranks=virtual_ranks, work=work, tokens_per_micro_batch=40)
+        assert len(step.cuts) - 1 == virtual_ranks * (len(parts.hands[0].cuts) - 1)
+    ids = np.concatenate([step.rows.sample_ids for step in steps])
+    assert len(np.unique(ids)) == 4 * 29
+
+
+def test_sentence_pairs_and_virtual_ranks_are_trained_on(data: Path) -> None:
+    recipe = recipe_of(
+        Path("nowhere"),
+        parallel={"virtual_ranks": 2},
+        optimizer={"lr": 1e-3, "fused": False},
+        workload={**tiny_recipe("", "")["workload"], "next_sentence": True},
+    )
+    recipe["data"]["prepare"] = {
+        "sources": [{"paths": "text"}],
+        "tokenizer": {"train": "wordpiece", "vocab_size": 500},
+        "seq_len": 32,
+        "pairs": True,
+    }
+    found = measured(recipe)
+    assert np.isfinite(found.loss)
+    assert found.micro_batches == 2 * -(-11 // (128 // 32))
+
+
+def test_what_does_not_fit_is_told_at_once(data: Path) -> None:
+    recipe = Recipe.model_validate(
+        recipe_of(
+            data,
+            micro_batch_tokens=40,
+            workload={**tiny_recipe("", "")["workload"], "max_positions": 32},
+        )
+    )
+    with pytest.raises(UserError) as caught:
+        bench_samples(recipe, "full", steps=1)
+    assert caught.value.problems == (
+        "workload.max_positions: 32, but this data set has samples of up to 48 tokens",
+        "micro_batch_tokens: 40: --lengths full has samples of 48 tokens; expected at least that",
+    )
+
+
+def test_it_needs_neither_ray_nor_mlflow() -> None:
+    script = f"""
+import sys
+from elastrata.cli import run
+code = run(["bench", "step", "bert/tiny", *{TINY}, "--steps", "1", "--warm-up", "0", "--json"])
+foreign = ("ray", "mlflow", "transformers", "tokenizers", "safetensors", "matplotlib")
+print(code, [name for name in foreign if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
