@@ -20,16 +20,17 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
 from elastrata.training.clip import Clip, build_clip
-from elastrata.training.device import current_device
+from elastrata.training.device import Abilities, abilities, current_device
 from elastrata.training.ends import Stopped
 from elastrata.training.evaluate import evaluate, held_out_rows
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import DTYPES, data_mesh, parallelize
 from elastrata.training.phases import Phases
 from elastrata.training.request import Act, Request
+from elastrata.training.substitutions import substitutions
 from elastrata.workers.backoff import patiently
-from elastrata.workers.events import Refused, Started, Warned
+from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving, due
 from elastrata.workers.mailbox import Sender
@@ -72,7 +73,10 @@ def _train(job: Job, sender: Sender) -> None:
             RankStream, ray.train.get_dataset_shard(STREAM), manifest.token_dtype
         )
         phases.passed("shard")
-        model = _build_model(recipe, manifest, device, world_size)
+        here = abilities(device)
+        model = _build_model(
+            recipe, manifest, device, world_size, compile=recipe.compile and here.can_compile
+        )
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
         stream = opening.result()
@@ -100,7 +104,7 @@ def _train(job: Job, sender: Sender) -> None:
         world_size=world_size,
         step=start.step,
         state=start.tier,
-        pids=_pids(rank, world_size),
+        pids=_pids(world_size),
         seconds=phases.seconds,
     )
     loop = _loop(
@@ -112,6 +116,8 @@ def _train(job: Job, sender: Sender) -> None:
     )
     with keeper:
         keeper.started(started)
+        for line in _all_substitutions(recipe, here, world_size):
+            sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
         for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
@@ -191,12 +197,27 @@ def _rest(request: Request, seconds: float) -> NoReturn:
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 
-def _pids(rank: int, world_size: int) -> dict[int, tuple[str, int]]:
+def _pids(world_size: int) -> dict[int, tuple[str, int]]:
     """Node and process of every rank."""
-    here = (rank, (ray.get_runtime_context().get_node_id(), os.getpid()))
+    here = (ray.get_runtime_context().get_node_id(), os.getpid())
+    return dict(enumerate(_of_all_ranks(here, world_size)))
+
+
+def _all_substitutions(recipe: Recipe, here: Abilities, world_size: int) -> list[str]:
+    """What any rank uses instead of what the recipe asks for: each line once."""
+    dtype = DTYPES[recipe.precision]
+    own = [
+        *substitutions(here, dtype=dtype, compile=recipe.compile),
+        *recipe.workload.substitutions(here, dtype),
+    ]
+    return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
+
+
+def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
+    """Every rank's value, by rank."""
     found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, here)
-    return dict(found)
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _fair_threads(local_world_size: int) -> int:
@@ -211,7 +232,7 @@ def _agree(value: Any) -> Any:
 
 
 def _build_model(
-    recipe: Recipe, manifest: Manifest, device: torch.device, world_size: int
+    recipe: Recipe, manifest: Manifest, device: torch.device, world_size: int, *, compile: bool
 ) -> nn.Module:
     torch.manual_seed(recipe.seed)
     with device:
@@ -222,7 +243,7 @@ def _build_model(
         data_mesh(device.type, world_size, recipe.parallel.replicate),
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
-        compile=recipe.compile,
+        compile=compile,
         virtual_ranks=recipe.parallel.virtual_ranks,
     )
 
