@@ -1,15 +1,19 @@
 """Clipping by bucket: where it runs, what it costs, what it learns.
 
-    python benchmarks/clipping.py DATA_SET
+    python benchmarks/clipping.py ../shared/data/wikitext
 
-On two gloo ranks, or one NCCL rank per GPU where there are GPUs, with BERT-tiny on DATA_SET, which
-`elastrata prepare` wrote:
+On two gloo ranks, or one NCCL rank per GPU where there are GPUs, with BERT-tiny on paragraphs of
+WikiText and definitions of Python's library:
 
 order: one step profiled; the reductions and clippings in the order in which they start, in
-milliseconds since the backward pass began. gloo blocks, so on a CPU this shows that clipping lies
-inside the backward pass, between the reductions; that time is hidden shows on several GPUs only.
+milliseconds since the backward pass began. FSDP2 waits for each collective of gloo, so on a CPU
+nothing overlaps: this shows that clipping lies inside the backward pass, between the reductions.
+That time is hidden shows on several GPUs only.
 seconds: a step with each way of clipping, side by side: in every round each way has its turn.
-losses: a run with each way, at one rank and at all, over the same batches.
+clip_seconds: of a step, by a profiler: in the clipping of buckets, and after the backward pass.
+losses: a run with each way and seed over the same batches; those of the first seed also at one rank.
+
+Writes benchmarks/results/clipping.json and clipping-loss.png.
 """
 
 from __future__ import annotations
@@ -19,21 +23,26 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from report import write_result
-from torch import nn
+from corpus import prepare_corpus
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.bucket_clip import RANGE
-from elastrata.training.clip import build_clip
+from elastrata.training.clip import Clip, build_clip
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import data_mesh, parallelize
@@ -49,6 +58,10 @@ WAYS = {
     "local": {"method": "bucketwise", "scope": "local"},
 }
 WARM_UP_STEPS, STEPS_PER_TURN, LAST_STEPS, CURVE_POINTS = 5, 10, 50, 50
+PROFILED_STEPS, REFERENCE = 5, "global_norm"
+COLORS = {"none": "tab:gray", REFERENCE: "tab:blue", "reduced": "tab:orange", "local": "tab:red"}
+AFTER = "clip.after_backward"
+"""The name in a profile of what is left to do after the backward pass."""
 NODE = "autograd::engine::evaluate_function"
 EVENTS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -57,17 +70,21 @@ EVENTS = {
 }
 """By their names in a profile."""
 
+Run = Sequence[tuple[float, float]]
+"""Loss and gradient norm of every step."""
+
 
 def recipe_with(arguments: argparse.Namespace, way: str, seed: int = 0) -> Recipe:
     clip = json.dumps({**WAYS[way], "max_norm": arguments.max_norm})
     overrides = [
-        f"data.path={Path(arguments.data_set).resolve()}",
+        f"data.path={arguments.data}",
         f"steps={arguments.steps}",
         f"seed={seed}",
         f"clip={clip}",
         "batch_size=24",
         "micro_batch_tokens=8192",
-        "schedule.warmup_steps=20",
+        f"schedule.warmup_steps={arguments.steps // 10}",
+        "optimizer.lr=2e-3",
     ]
     return load_recipe("bert/tiny", overrides)
 
@@ -98,6 +115,20 @@ def model_of(recipe: Recipe, device: torch.device, ranks: int) -> nn.Module:
     )
 
 
+class Ranged:
+    """A clip whose work after the backward pass has a name in profiles."""
+
+    def __init__(self, clip: Clip) -> None:
+        self._clip = clip
+
+    def before_backward(self, share: float) -> None:
+        self._clip.before_backward(share)
+
+    def after_backward(self) -> Tensor:
+        with record_function(AFTER):
+            return self._clip.after_backward()
+
+
 class Steps:
     """The same step again and again, with one way of clipping."""
 
@@ -113,8 +144,9 @@ class Steps:
         self._weights = {"mlm": float(weight)}
         self._workload = recipe.workload
         self._model = model_of(recipe, device, ranks)
-        self._optimizer = build_optimizer(recipe.optimizer, self._model)
-        self._clip = build_clip(recipe.clip, self._model)
+        blocks = recipe.workload.blocks(self._model)
+        self._optimizer = build_optimizer(recipe.optimizer, self._model, blocks)
+        self._clip = Ranged(build_clip(recipe.clip, self._model))
 
     def take(self, steps: int) -> list[float]:
         """The seconds of each of some steps."""
@@ -138,13 +170,13 @@ class Steps:
 
 def profiled_order(steps: Steps) -> dict[str, Any]:
     """Where the reductions and the clippings of one step lie, on this rank's host."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
         steps.take(1)
-    nodes = [event.time_range for event in profile.events() if event.name.startswith(NODE)]
+    nodes = [event.time_range for event in found.events() if event.name.startswith(NODE)]
     began, ended = min(node.start for node in nodes), max(node.end for node in nodes)
     events = sorted(
         (event.time_range.start, event.time_range.end, EVENTS[event.name])
-        for event in profile.events()
+        for event in found.events()
         if event.name in EVENTS and event.time_range.start >= began
     )
     clips = [start for start, _, what in events if what == "clip"]
@@ -161,6 +193,20 @@ def profiled_order(steps: Steps) -> dict[str, Any]:
     }
 
 
+def clip_seconds(steps: Steps) -> dict[str, float]:
+    """Of a step, mean over some, on this rank's host."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        steps.take(PROFILED_STEPS)
+    spent = {RANGE: 0.0, AFTER: 0.0}
+    for event in found.events():
+        if event.name in spent:
+            spent[event.name] += event.time_range.elapsed_us() / 1e6 / PROFILED_STEPS
+    return {
+        "in_buckets": round(spent[RANGE], 6),
+        "after_the_backward_pass": round(spent[AFTER], 6),
+    }
+
+
 def measure_steps(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
 ) -> dict[str, Any]:
@@ -174,6 +220,7 @@ def measure_steps(
     ]
     return {
         "order": {way: profiled_order(steps[way]) for way in WAYS},
+        "clip_seconds": {way: clip_seconds(steps[way]) for way in WAYS},
         "seconds": {way: round(statistics.median(r[way] for r in rounds), 5) for way in WAYS},
         "over_none": {
             way: round(statistics.median(r[way] / r["none"] for r in rounds), 4) for way in WAYS
@@ -183,10 +230,10 @@ def measure_steps(
 
 def measure_losses(
     arguments: argparse.Namespace, device: torch.device, rank: int, ranks: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Loss and gradient norm of every step of every run."""
+) -> dict[str, Run]:
+    """Loss and gradient norm of every step of every run; of one rank, with the first seed only."""
     runs = {}
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.seeds if ranks > 1 else 1):
         for way in WAYS:
             recipe = recipe_with(arguments, way, seed)
             model = model_of(recipe, device, ranks)
@@ -202,10 +249,11 @@ def measure_losses(
                 device=device,
                 world_size=ranks,
             )
-            optimizer = build_optimizer(recipe.optimizer, model)
+            blocks = recipe.workload.blocks(model)
+            optimizer = build_optimizer(recipe.optimizer, model, blocks)
             parts = steps_of(recipe, rank, ranks)
             records = loop.run(model, optimizer, parts, Start(), lambda: Act.GO_ON)
-            runs[f"{way}/{seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
+            runs[f"{way}, seed {seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
     return runs
 
 
@@ -241,46 +289,74 @@ def on_ranks(measurement: str, ranks: int, arguments: argparse.Namespace) -> dic
         return found
 
 
-def compare(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The loss curves of every way and seed, at one rank and at all of them."""
-    alone = on_ranks("losses", 1, arguments)
-    several = on_ranks("losses", ranks, arguments) if ranks > 1 else alone
-    return {
-        run: {
-            "last_loss_alone": last_loss(alone[run]),
-            "last_loss_at_all_ranks": last_loss(several[run]),
-            "largest_relative_difference": max(
-                abs(b - a) / a for (a, _), (b, _) in zip(alone[run], several[run], strict=True)
-            ),
-            "mean_gradient_norm": round(statistics.fmean(norm for _, norm in several[run]), 4),
-            "curve_at_all_ranks": [
-                round(loss, 4)
-                for loss, _ in several[run][:: max(1, len(several[run]) // CURVE_POINTS)]
-            ],
-        }
-        for run in alone
+def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, Any]:
+    """The runs at all ranks, beside those of them that there are at one."""
+    return {name: summary(run, alone.get(name)) for name, run in several.items()}
+
+
+def summary(run: Run, alone: Run | None) -> dict[str, Any]:
+    """What one run came to."""
+    losses, norms = (list(values) for values in zip(*run, strict=True))
+    figures = {
+        "last_loss": round(statistics.fmean(losses[-LAST_STEPS:]), 4),
+        "mean_gradient_norm": round(statistics.fmean(norms), 4),
+        "curve": [round(value, 4) for value in means(losses)],
+    }
+    if alone is None:
+        return figures
+    pairs = zip(losses, (loss for loss, _ in alone), strict=True)
+    return figures | {
+        "last_loss_at_one_rank": round(
+            statistics.fmean(loss for loss, _ in alone[-LAST_STEPS:]), 4
+        ),
+        "largest_relative_difference_to_one_rank": max(abs(a - b) / b for a, b in pairs),
     }
 
 
-def last_loss(steps: Sequence[tuple[float, float]]) -> float:
-    """The mean over the last steps."""
-    return round(statistics.fmean(loss for loss, _ in steps[-LAST_STEPS:]), 4)
+def means(losses: Sequence[float]) -> list[float]:
+    """Over equal spans of steps."""
+    return [float(part.mean()) for part in np.array_split(np.array(losses), CURVE_POINTS)]
+
+
+def draw(runs: Mapping[str, Run], path: Path) -> None:
+    """The losses of all runs, and below how far they are from `global_norm` with the same seed."""
+    figure = Figure(figsize=(8, 6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    curves = {name: np.array(means([loss for loss, _ in run])) for name, run in runs.items()}
+    steps = np.linspace(0, len(next(iter(runs.values()))), CURVE_POINTS)
+    for name, curve in curves.items():
+        way, seed = name.split(", ")
+        style = {"color": COLORS[way], "linestyle": "-" if seed == "seed 0" else "--"}
+        above.plot(steps, curve, label=name, **style)
+        below.plot(steps, curve - curves[f"{REFERENCE}, {seed}"], **style)
+    span = len(next(iter(runs.values()))) // CURVE_POINTS
+    above.set_ylabel(f"loss (nats), mean of {span} steps")
+    above.legend(frameon=False, ncols=2)
+    below.set_ylabel(f"above {REFERENCE}")
+    below.set_xlabel("optimizer step")
+    figure.savefig(path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data_set")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--max-norm", type=float, default=1.0)
     arguments = parser.parse_args()
     ranks = torch.cuda.device_count() or 2
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments.data = prepare_corpus(arguments.wikitext, Path(scratch) / "data")
+        measured = on_ranks("steps", ranks, arguments)
+        alone, several = (on_ranks("losses", n, arguments) for n in (1, ranks))
+    draw(several, RESULTS / "clipping-loss.png")
     figures = {
         "ranks": ranks,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **on_ranks("steps", ranks, arguments),
-        "losses": compare(arguments, ranks),
+        **measured,
+        "losses": compare(alone, several),
     }
     write_result("clipping", figures, ("elastrata", "torch"))
 

@@ -25,7 +25,7 @@ def observed(tmp_path: Path) -> Any:
     )
     past = storage.sub("history")
     writer = history.HistoryWriter(past, 1, pytest.fail, writer="d")
-    yield Observer(tracker, writer, lambda _: None, [2], step=20), past
+    yield Observer(tracker, writer, lambda _: None, [2], step=20, substituted=[]), past
     tracker.finish("FINISHED")
 
 

@@ -57,6 +57,7 @@ class Drive:
                     self.show,
                     history.world_sizes(entries),
                     step=max(done, default=0),
+                    substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
                 )
                 self._fit(observer, number)
             status = "FINISHED"

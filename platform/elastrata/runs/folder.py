@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "micro_batch_tokens",
     "activation_checkpointing",
     "compile",
+    "workload.attention",
     "data.path",
     "data.prepare",
 )

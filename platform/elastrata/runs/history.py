@@ -42,6 +42,7 @@ _KEYS: dict[str, _Types] = {
     "rolled_back": {"first": int, "last": int},
     "halted": {"reason": str},
     "ended": {"status": str},
+    "substituted": {"text": str},
 }
 """What readers of the history compute with, by kind of entry; other kinds have more freedom."""
 

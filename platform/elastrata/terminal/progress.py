@@ -7,7 +7,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from elastrata.training.record import StepRecord
-from elastrata.workers.events import Committed, Evaluated, Event, Halted, Lost, Started, Warned
+from elastrata.workers.events import (
+    Committed,
+    Evaluated,
+    Event,
+    Halted,
+    Lost,
+    Started,
+    Substituted,
+    Warned,
+)
 
 _LINE_SECONDS = 1.0
 _ETA_STEPS = 50
@@ -84,6 +93,8 @@ def _line(event: Event, step: int) -> str | None:
             return f"saved after step {event.step} for a {event.reason}: {event.text}"
         case Lost():
             return f"lost workers: {event.text}; going on from the newest state"
+        case Substituted():
+            return f"not to be had here: {event.text}"
         case Warned():
             return f"warning: {event.text}"
         case _:

@@ -18,6 +18,7 @@ from elastrata.workers.events import (
     Removed,
     Stalled,
     Started,
+    Substituted,
 )
 
 NOT_OF_THE_EVENT = ("kind", "attempt", "time")
@@ -60,6 +61,7 @@ class Observer:
         show: called with every event.
         world_sizes: of the groups of workers before this launch.
         step: the last one they did that counts.
+        substituted: what was used instead of what the recipe asks for, line by line.
 
     Any thread may call it.
     """
@@ -71,6 +73,7 @@ class Observer:
         show: Callable[[Event], None],
         world_sizes: Sequence[int],
         step: int,
+        substituted: Sequence[str],
     ) -> None:
         self._tracker = tracker
         self._history = history
@@ -78,6 +81,7 @@ class Observer:
         self._world_sizes = list(world_sizes)
         self._attempt = 0
         self._step = step
+        self._substituted = list(substituted)
         self._lost_attempt = -1
         self._lock = Lock()
         self.losses = 0
@@ -97,9 +101,8 @@ class Observer:
         ]
         if steps:
             self._tracker.log_steps(steps)
-        for event in events:
-            self._note(event)
-        for event in events:
+        news = [event for event in events if self._note(event)]
+        for event in news:
             self._show_safely(event)
 
     def _show_safely(self, event: Event) -> None:
@@ -109,7 +112,8 @@ class Observer:
         except (Exception, SystemExit):
             self._show = _nothing
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Event) -> bool:
+        """Notes what is to stay of an event; returns whether the user has yet to hear of it."""
         match event:
             case StepRecord():
                 self._step = event.step
@@ -124,10 +128,13 @@ class Observer:
                 self._tracker.forget_checkpoint(event.uri)
             case Lost():
                 self._lose(event)
+            case Substituted():
+                return self._substitute(event.text)
             case Refused():
                 self.refused = event.problems
             case _:
                 pass
+        return True
 
     def _roll_back(self, step: int) -> None:
         """Notes which steps are done again. The driver knows of all that were done; what rank 0 had
@@ -137,6 +144,16 @@ class Observer:
             self._history.add("rolled_back", {"attempt": self._attempt, **undone})
             self._history.flush()
         self._step = step
+
+    def _substitute(self, line: str) -> bool:
+        """Notes a line that every group of workers says anew; returns whether it is the first."""
+        if line in self._substituted:
+            return False
+        self._substituted.append(line)
+        self._history.add("substituted", {"attempt": self._attempt, "text": line})
+        self._history.flush()
+        self._tracker.tag({"substituted": "\n".join(self._substituted)})
+        return True
 
     def _lose(self, event: Lost) -> None:
         """Notes that a group is lost; once, as one loss may be seen in several ways."""

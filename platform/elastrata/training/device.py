@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import sys
+from dataclasses import dataclass
 
 import torch
 
+_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+"""By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
 PEAK_BF16_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 data sheet, dense
     "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, dense
@@ -13,6 +19,56 @@ PEAK_BF16_FLOPS = {
     "H200": 989e12,  # NVIDIA H200 data sheet, dense
 }
 """Dense bf16 peak in FLOP/s by a part of the device's name; the first that fits counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a worker's device and its machine can do, as far as recipes may ask for more."""
+
+    device: str
+    """In words: `this CPU`, `a Tesla T4`."""
+    capability: tuple[int, int] | None
+    """Compute capability of a CUDA GPU; None: it is none."""
+    has_bf16: bool
+    """Whether there are instructions that multiply bf16."""
+    missing_compiler: str | None
+    """What torch.compile would need and does not find; None where nothing is missing."""
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether torch.compile finds what it needs."""
+        return self.missing_compiler is None
+
+
+def abilities(device: torch.device) -> Abilities:
+    """Looks at the device and at the machine that this process runs on."""
+    if device.type != "cuda":
+        return Abilities(
+            device="this CPU",
+            capability=None,
+            has_bf16=_cpu_has_bf16(),
+            missing_compiler=_missing("CXX", "clang++" if sys.platform == "darwin" else "g++"),
+        )
+    capability = torch.cuda.get_device_capability(device)
+    return Abilities(
+        device=f"a {torch.cuda.get_device_name(device)}",
+        capability=capability,
+        has_bf16=capability >= (8, 0),
+        missing_compiler=_missing("CC", "gcc", "clang"),
+    )
+
+
+def _cpu_has_bf16() -> bool:
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in _BF16_INSTRUCTIONS)
+
+
+def _missing(variable: str, *usual: str) -> str | None:
+    """The compiler that the environment's variable names, or else each of the usual ones, where
+    none of them is on the path."""
+    named = os.environ.get(variable)
+    wanted = (named,) if named else usual
+    return None if any(map(shutil.which, wanted)) else " or ".join(wanted)
 
 
 def current_device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -18,6 +18,8 @@ from elastrata.training.ordered_reduction import OrderedReduceScatter
 from elastrata_pipelines.virtual_ranks import num_rounds
 
 Precision = Literal["fp32", "bf16"]
+DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What parameters are applied in."""
 
 
 class ParallelConfig(Config):

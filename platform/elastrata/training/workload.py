@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elastrata.recipe.config import Config
+from elastrata.training.device import Abilities
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -72,6 +73,11 @@ class Workload(Config):
     @abstractmethod
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why this workload cannot train on that data set; empty if it can."""
+
+    def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+        """One line for each of its keys that asks for what a machine lacks, with what is used
+        instead; none by default. `dtype` is what the model is computed in."""
+        return []
 
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
+from elastrata.training.device import abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import data_mesh, parallelize
 from elastrata_pipelines.format import Vocabulary
@@ -28,7 +29,7 @@ def sharded_model(
         data_mesh(device.type, world_size, recipe.parallel.replicate),
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
-        compile=recipe.compile,
+        compile=recipe.compile and abilities(device).can_compile,
         virtual_ranks=recipe.parallel.virtual_ranks,
     )
 

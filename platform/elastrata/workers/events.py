@@ -110,6 +110,14 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Substituted:
+    """Something the recipe asks for is not there, and something else is used, in one line. Every
+    group of workers says so; the user hears of it once."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned:
     """Something the user should know, in one line; the run goes on."""
 
@@ -134,6 +142,7 @@ Event = (
     | Heard
     | Halted
     | Lost
+    | Substituted
     | Warned
     | Refused
 )

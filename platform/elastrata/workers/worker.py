@@ -18,15 +18,17 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
-from elastrata.training.device import current_device
+from elastrata.training.device import Abilities, abilities, current_device
 from elastrata.training.ends import Stopped
 from elastrata.training.evaluate import evaluate, held_out_rows
 from elastrata.training.optimizer import build_optimizer
+from elastrata.training.parallel import DTYPES
 from elastrata.training.phases import Phases
 from elastrata.training.request import Act, Request
+from elastrata.training.substitutions import substitutions
 from elastrata.workers.backoff import patiently
 from elastrata.workers.engine import sharded_model, training_loop
-from elastrata.workers.events import Refused, Started, Warned
+from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving, due
 from elastrata.workers.mailbox import Sender
@@ -69,7 +71,7 @@ def _train(job: Job, sender: Sender) -> None:
             RankStream, ray.train.get_dataset_shard(STREAM), manifests[0].token_dtype
         )
         phases.passed("shard")
-        seq_len = max(manifest.seq_len for manifest in manifests)
+        here, seq_len = abilities(device), max(manifest.seq_len for manifest in manifests)
         model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
@@ -98,12 +100,14 @@ def _train(job: Job, sender: Sender) -> None:
         world_size=world_size,
         step=start.step,
         state=start.tier,
-        pids=_pids(rank, world_size),
+        pids=_pids(world_size),
         seconds=phases.seconds,
     )
     loop = training_loop(recipe, model, vocabulary, device, world_size)
     with keeper:
         keeper.started(started)
+        for line in _all_substitutions(recipe, here, world_size):
+            sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
         for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
@@ -166,12 +170,27 @@ def _rest(request: Request, seconds: float) -> NoReturn:
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 
-def _pids(rank: int, world_size: int) -> dict[int, tuple[str, int]]:
+def _pids(world_size: int) -> dict[int, tuple[str, int]]:
     """Node and process of every rank."""
-    here = (rank, (ray.get_runtime_context().get_node_id(), os.getpid()))
+    here = (ray.get_runtime_context().get_node_id(), os.getpid())
+    return dict(enumerate(_of_all_ranks(here, world_size)))
+
+
+def _all_substitutions(recipe: Recipe, here: Abilities, world_size: int) -> list[str]:
+    """What any rank uses instead of what the recipe asks for: each line once."""
+    dtype = DTYPES[recipe.precision]
+    own = [
+        *substitutions(here, dtype=dtype, compile=recipe.compile),
+        *recipe.workload.substitutions(here, dtype),
+    ]
+    return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
+
+
+def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
+    """Every rank's value, by rank."""
     found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, here)
-    return dict(found)
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _fair_threads(local_world_size: int) -> int:

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from elastrata_workloads.bert.batch import Segments
+from elastrata_workloads.bert.kernel import Kernel, has_varlen
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, kernel: Kernel = "auto"
+) -> Tensor:
     """Scaled dot-product attention of every token to all tokens of its own segment.
 
     Vaswani et al. 2017, equation 1, once per segment and head.
@@ -24,24 +27,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> 
     Args:
         query: shape [T, H, D]; so are key and value.
         segments: cover all T tokens.
+        kernel: dense, or else varlen where there is one for these tensors.
 
     Returns:
         Shape [T, H, D].
     """
-    if not _has_kernel(query):
+    if kernel == "dense" or not has_varlen(_capability(query), query.dtype):
         out: Tensor = _by_runs(query, key, value, segments)
         return out
     offsets, longest = segments.offsets, segments.longest
     return cast(Tensor, varlen_attn(query, key, value, offsets, offsets, longest, longest))
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Flash attention takes half-precision tensors, on devices from compute capability 8.0 on."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+def _capability(query: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(query.device) if query.is_cuda else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

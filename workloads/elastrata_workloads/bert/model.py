@@ -155,6 +155,7 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
         self.head_size = shape.hidden_size // shape.num_heads
+        self.kernel = shape.attention
         self.query = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.key = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.value = nn.Linear(shape.hidden_size, shape.hidden_size)
@@ -166,7 +167,7 @@ class SelfAttention(nn.Module):
         query = self.query(hidden).unflatten(-1, heads)
         key = self.key(hidden).unflatten(-1, heads)
         value = self.value(hidden).unflatten(-1, heads)
-        return attention(query, key, value, segments).flatten(-2)
+        return attention(query, key, value, segments, self.kernel).flatten(-2)
 
 
 class Intermediate(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata_workloads.bert.kernel import Kernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class BertShape:
@@ -23,3 +25,4 @@ class BertShape:
     dropout: float
     initializer_range: float
     next_sentence: bool
+    attention: Kernel

@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from elastrata.training.device import Abilities
 from elastrata.training.workload import Batch, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.kernel import Kernel, has_varlen
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.shape import BertShape
@@ -59,6 +62,10 @@ class Bert(Workload):
     """Whether all pieces of a word are masked together."""
     next_sentence: bool = False
     """Whether to predict, too, if the second sentence followed the first; needs sentence pairs."""
+    attention: Kernel = "auto"
+    """Both without padding. varlen: one call for all samples, in bf16 on GPUs of compute
+    capability 8.0 and above. dense: one call per run of samples of equal length, anywhere. auto:
+    varlen where it can be had."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Bert:
@@ -92,6 +99,17 @@ class Bert(Workload):
                 "prepare it with pairs or set next_sentence to false"
             )
         return found
+
+    def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+        """A line where `attention` asks for a kernel that is not there."""
+        if self.attention != "varlen" or has_varlen(abilities.capability, dtype):
+            return []
+        lacks = has_varlen(abilities.capability, torch.bfloat16)
+        where = "fp32" if lacks else abilities.device
+        return [
+            f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
+            "run of samples of equal length"
+        ]
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""
@@ -169,4 +187,5 @@ class Bert(Workload):
             dropout=self.dropout,
             initializer_range=self.initializer_range,
             next_sentence=self.next_sentence,
+            attention=self.attention,
         )

@@ -1,0 +1,327 @@
+"""Seconds that ranks wait for one another, under the deal and under other ways to share a batch.
+
+    python benchmarks/waits.py ../shared/data/wikitext
+
+Gloo ranks train BERT-mini on paragraphs of WikiText and definitions of Python's library, 16 samples
+a rank. Every global batch is shared by each scheme in turn: a rank goes forward and backward over
+its micro-batches without a message, then meets the others at a barrier and adds up gradients with
+them; after the last scheme comes one update, so that all schemes see the same batches and weights.
+All ranks sort their rows by length. `the same rows` gives every rank those of rank 0 under the
+deal: what they still wait is the machine's doing.
+
+- by CPU time: a rank waits as long as the slowest one computes longer, in CPU time of one thread,
+  which holds also where ranks share cores.
+- by the clock: what ranks spend at the barrier, where each has a core.
+- predicted: work by the deal's cost model, largest of a rank over the mean.
+
+`forms` counts what is computed per token of text when rows are padded, from the lengths alone.
+Writes benchmarks/results/waits.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from corpus import SEQ_LEN, prepare_corpus
+from report import write_result
+
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.optimizer import build_optimizer
+from elastrata.training.workload import Workload
+from elastrata_pipelines import schemes
+from elastrata_pipelines.balance import ordered_batches
+from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.deal import Hand, Ints, cut_hands, deal
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.hashing import mix
+from elastrata_pipelines.payload import decode
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.storage import Storage
+
+Floats = npt.NDArray[np.float64]
+
+SIZES, SAMPLES_EACH, WARM_UP = (2, 4), 16, 2
+DEAL, STRATIFIED, RANDOM, CONTROL = "dealt by work", "stratified", "random", "the same rows"
+SCHEMES = (DEAL, STRATIFIED, RANDOM)
+COUNTED = ("bert/mini", "bert/base")
+"""The models whose FLOPs are counted."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one rank took for its share of one batch."""
+
+    work: int
+    cpu_seconds: float
+    """Forward and backward."""
+    seconds: float
+    seconds_at_barrier: float
+
+
+def recipe_of(data: str, batch_size: int, steps: int) -> Recipe:
+    overrides = [
+        f"data.path={data}",
+        f"batch_size={batch_size}",
+        f"steps={steps}",
+        "optimizer.lr=1e-3",
+        "schedule.warmup_steps=0",
+    ]
+    return load_recipe("bert/mini", overrides)
+
+
+def whole_batches(batches: Batches, recipe: Recipe) -> Iterator[Rows]:
+    """The rows of every global batch, in random order, as schemes expect them."""
+    groups = batches.groups(
+        Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**16
+    )
+    for group in groups:
+        (payload,) = batches.payloads(group, 1)
+        for step in decode(payload, batches.manifest.token_dtype):
+            yield taken(step.rows, np.argsort(mix(step.rows.sample_ids.astype(np.int64))))
+
+
+def taken(rows: Rows, which: Ints) -> Rows:
+    """Some of the rows, in that order."""
+    ends = np.cumsum(rows.lengths)
+    starts = ends - rows.lengths
+    tokens = [rows.tokens[starts[row] : ends[row]] for row in which]
+    return Rows(
+        sample_ids=rows.sample_ids[which],
+        epochs=rows.epochs[which],
+        lengths=rows.lengths[which],
+        tokens=np.concatenate([rows.tokens[:0], *tokens]),
+    )
+
+
+def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[Hand]]:
+    """Each scheme's hands, the longest row of each rank first."""
+    budget = batches.tokens_per_micro_batch
+    dealt = deal(lengths, num_ranks=ranks, work=batches.work, tokens_per_micro_batch=budget).hands
+
+    def cut(shares: Sequence[Ints]) -> Sequence[Hand]:
+        by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
+        return cut_hands(by_length, lengths, budget)
+
+    return {
+        DEAL: dealt,
+        STRATIFIED: cut(schemes.stratified(lengths, ranks)),
+        RANDOM: cut(schemes.random(lengths, ranks)),
+        CONTROL: [dealt[0]] * ranks,
+    }
+
+
+class Trainer:
+    """A whole copy of the model on one rank."""
+
+    def __init__(self, recipe: Recipe, vocabulary: Vocabulary) -> None:
+        torch.manual_seed(recipe.seed)
+        self._workload: Workload = recipe.workload
+        self._vocabulary, self._seed = vocabulary, recipe.seed
+        self._model = recipe.workload.build_model(vocabulary, SEQ_LEN)
+        blocks = recipe.workload.blocks(self._model)
+        self._optimizer = build_optimizer(recipe.optimizer, self._model, blocks)
+        self._parameters = list(self._model.parameters())
+
+    def share(self, rows: Rows, hand: Hand, work: int) -> Taken:
+        """The gradient of a hand, then of the whole batch; measured until all ranks have met."""
+        parts = taken(rows, hand.rows).split(hand.cuts)
+        batches = [self._workload.collate(part, self._vocabulary, self._seed) for part in parts]
+        weight = torch.tensor(float(sum(batch.weights["mlm"] for batch in batches)))
+        dist.all_reduce(weight)
+        self._optimizer.zero_grad()
+        dist.barrier()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        for batch in batches:
+            (self._workload.loss(self._model, batch).terms["mlm"] / weight).backward()
+        cpu_seconds, seconds = time.process_time() - cpu_began, time.perf_counter() - began
+        dist.barrier()
+        waited = time.perf_counter() - began - seconds
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+        return Taken(work, cpu_seconds, seconds, waited)
+
+    def update(self) -> None:
+        """With the gradient of the last share."""
+        self._optimizer.step()
+
+
+def on_rank(rank: int, folder: Path, ranks: int, data: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    recipe = recipe_of(data, SAMPLES_EACH * ranks, steps + WARM_UP)
+    batches = training_data(recipe).train
+    trainer = Trainer(recipe, batches.manifest.vocabulary)
+    shares: dict[str, list[Taken]] = {}
+    for number, rows in enumerate(whole_batches(batches, recipe)):
+        hands = hands_of(batches, rows.lengths, ranks)
+        turn = number % len(SCHEMES)
+        # The control comes first: the update needs a gradient of the batch.
+        for name in (CONTROL, *SCHEMES[turn:], *SCHEMES[:turn]):
+            hand = hands[name][rank]
+            work = int(batches.work(rows.lengths[hand.rows]).sum())
+            share = trainer.share(rows, hand, work)
+            if number >= WARM_UP:
+                shares.setdefault(name, []).append(share)
+        trainer.update()
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, shares)
+    if rank == 0:
+        torch.save(found, folder / "found")
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, data: str, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(on_rank, (Path(folder), ranks, data, steps), nprocs=ranks)
+        found = torch.load(Path(folder) / "found", weights_only=False)
+    by_scheme = {name: [rank[name] for rank in found] for name in (*SCHEMES, CONTROL)}
+    return {
+        "ranks": ranks,
+        "samples_in_a_batch": SAMPLES_EACH * ranks,
+        "schemes": {name: waits(shares, ranks) for name, shares in by_scheme.items()},
+        "estimate": estimate([by_scheme[name] for name in SCHEMES]),
+    }
+
+
+def table(shares: Sequence[Sequence[Taken]], value: Callable[[Taken], float]) -> Floats:
+    """Shape [ranks, steps]."""
+    return np.array([[value(share) for share in rank] for rank in shares])
+
+
+def waits(shares: Sequence[Sequence[Taken]], ranks: int) -> dict[str, Any]:
+    """What one scheme made the ranks wait."""
+    work, cpu = table(shares, lambda s: s.work), table(shares, lambda s: s.cpu_seconds)
+    figures: dict[str, Any] = {
+        "predicted_max_over_mean": rounded(imbalance(work)),
+        "measured_max_over_mean": rounded(imbalance(cpu)),
+        "by_cpu_time": waiting(cpu.max(axis=0) - cpu, cpu.max(axis=0)),
+    }
+    if ranks <= (os.cpu_count() or 1):
+        at_barrier = table(shares, lambda s: s.seconds_at_barrier)
+        whole = table(shares, lambda s: s.seconds) + at_barrier
+        figures["by_the_clock"] = waiting(at_barrier, whole.max(axis=0))
+    return figures
+
+
+def waiting(waited: Floats, step: Floats) -> dict[str, float]:
+    """Means over the steps.
+
+    Args:
+        waited: seconds, shape [ranks, steps].
+        step: seconds that forward and backward took all ranks together, shape [steps].
+    """
+    return {
+        "seconds_waiting_per_rank_and_step": rounded(waited.mean()),
+        "seconds_of_forward_and_backward": rounded(step.mean()),
+        "share_waiting": rounded(waited.mean() / step.mean()),
+        "share_waiting_in_the_worst_step": rounded((waited.mean(axis=0) / step).max()),
+    }
+
+
+def imbalance(values: Floats) -> float:
+    """Largest of a rank over the mean, mean over the steps."""
+    return float((values.max(axis=0) / values.mean(axis=0)).mean())
+
+
+def estimate(by_scheme: Sequence[Sequence[Sequence[Taken]]]) -> dict[str, Any]:
+    """How well a rank's work tells its CPU seconds, over all schemes, steps and ranks."""
+    parts = [(table(s, lambda t: t.work), table(s, lambda t: t.cpu_seconds)) for s in by_scheme]
+    predicted = np.concatenate([(work / work.mean(axis=0)).ravel() for work, _ in parts])
+    measured = np.concatenate([(cpu / cpu.mean(axis=0)).ravel() for _, cpu in parts])
+    errors = np.abs(predicted / measured - 1)
+    return {
+        "of": "a rank's share of the work, beside its share of the CPU seconds",
+        "correlation": rounded(np.corrcoef(predicted, measured)[0, 1]),
+        "slope": rounded(np.polyfit(predicted, measured, 1)[0]),
+        "median_relative_error": rounded(np.median(errors)),
+        "largest_relative_error": rounded(errors.max()),
+    }
+
+
+def forms(data: str, ranks: int) -> dict[str, Any]:
+    """Padding, and FLOPs per token of text, over one epoch of batches."""
+    recipe = recipe_of(data, SAMPLES_EACH * ranks, 1)
+    batches = training_data(recipe).train
+    stored = batches.manifest.read_lengths(Storage(data))
+    steps = len(stored) // recipe.batch_size
+    found: dict[str, list[Ints]] = {}
+    for unsorted in ordered_batches(
+        stored, batches.order, batch_size=recipe.batch_size, steps=steps
+    ):
+        hands = hands_of(batches, unsorted, ranks)
+        found.setdefault("without padding", []).append(unsorted)
+        for name, scheme in (("dealt by work", DEAL), ("dealt at random", RANDOM)):
+            padded = [
+                np.full(stop - start, unsorted[hand.rows[start:stop]].max())
+                for hand in hands[scheme]
+                for start, stop in zip(hand.cuts[:-1], hand.cuts[1:], strict=True)
+                if stop > start
+            ]
+            key = f"padded to the longest of a micro-batch, {name}"
+            found.setdefault(key, []).extend(padded)
+        found.setdefault(f"padded to {SEQ_LEN}", []).append(np.full_like(unsorted, SEQ_LEN))
+    text = int(np.concatenate(found["without padding"]).sum())
+    return {
+        name: counted(np.concatenate(lengths), text, batches.manifest.vocabulary)
+        for name, lengths in found.items()
+    }
+
+
+def counted(lengths: Ints, text: int, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Of rows that are computed as long as `lengths` say, for `text` tokens."""
+    flops = {}
+    for name in COUNTED:
+        workload: Any = load_recipe(name).workload
+        weights = {"mlm": workload.mask_probability * text}
+        flops[name] = round(workload.flops(lengths.tolist(), weights, vocabulary) / text / 1e6, 2)
+    return {
+        "padding_fraction": rounded(1 - text / lengths.sum()),
+        "mflops_per_token_of_text": flops,
+    }
+
+
+def rounded(value: float) -> float:
+    return round(float(value), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        data = prepare_corpus(arguments.wikitext, Path(scratch) / "data")
+        manifest = training_data(recipe_of(data, SAMPLES_EACH, 1)).train.manifest
+        figures = {
+            "corpus": {
+                "samples": manifest.samples,
+                "mean_length": round(manifest.tokens / manifest.samples, 1),
+                f"share_of_length_{SEQ_LEN}": rounded(
+                    manifest.length_histogram[SEQ_LEN] / manifest.samples
+                ),
+            },
+            "steps": arguments.steps,
+            "waits": [measure(ranks, data, arguments.steps) for ranks in SIZES],
+            "forms": forms(data, max(SIZES)),
+        }
+    write_result("waits", figures, ("elastrata", "torch", "numpy"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Which kernel computes attention, and what is said where the one asked for is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastrata.training.device import Abilities
+from elastrata_workloads.bert import Bert
+from elastrata_workloads.bert import attention as attention_module
+from elastrata_workloads.bert.attention import attention
+from elastrata_workloads.bert.batch import Segments
+from elastrata_workloads.bert.kernel import has_varlen
+
+BF16, FP32 = torch.bfloat16, torch.float32
+INSTEAD = "; dense instead, one call per run of samples of equal length"
+
+
+def machine(device: str, capability: tuple[int, int] | None) -> Abilities:
+    return Abilities(device=device, capability=capability, has_bf16=True, missing_compiler=None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "there"),
+    [
+        (None, BF16, False),
+        ((7, 5), BF16, False),
+        ((8, 0), BF16, True),
+        ((9, 0), torch.float16, True),
+        ((10, 0), BF16, True),
+        ((9, 0), FP32, False),
+    ],
+)
+def test_where_there_is_varlen(capability, dtype, there) -> None:
+    assert has_varlen(capability, dtype) is there
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "dtype", "lines"),
+    [
+        ("varlen", machine("this CPU", None), BF16, ["this CPU"]),
+        ("varlen", machine("a Tesla T4", (7, 5)), BF16, ["a Tesla T4"]),
+        ("varlen", machine("a Tesla T4", (7, 5)), FP32, ["a Tesla T4"]),
+        ("varlen", machine("an H100", (9, 0)), FP32, ["fp32"]),
+        ("varlen", machine("an H100", (9, 0)), BF16, []),
+        ("auto", machine("this CPU", None), BF16, []),
+        ("dense", machine("this CPU", None), BF16, []),
+    ],
+)
+def test_only_what_is_asked_for_is_missed(kernel, device, dtype, lines) -> None:
+    expected = [
+        f"workload.attention: varlen: there is none for {where}{INSTEAD}" for where in lines
+    ]
+    assert Bert(attention=kernel).substitutions(device, dtype) == expected
+
+
+def test_every_kernel_gives_the_same_here() -> None:
+    qkv = [torch.randn(20, 2, 8) for _ in range(3)]
+    segments = Segments(torch.tensor([0, 8, 16, 20], dtype=torch.int32), (8, 8, 4), 8)
+    dense = attention(*qkv, segments, "dense")
+    for kernel in ("auto", "varlen"):
+        torch.testing.assert_close(attention(*qkv, segments, kernel), dense, rtol=0, atol=0)
+
+
+def test_the_recipe_chooses_the_kernel(make_bert, make_rows, vocabulary, monkeypatch) -> None:
+    """On a device that would have it: dense never calls it, the others do."""
+    called = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        called.append(query)
+        return value
+
+    monkeypatch.setattr(attention_module, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_module, "has_varlen", lambda capability, dtype: True)
+    counts = {}
+    for name in ("auto", "varlen", "dense"):
+        bert = make_bert(attention=name)
+        batch = bert.collate(make_rows([9, 5]), vocabulary, seed=1)
+        bert.loss(bert.build_model(vocabulary, 64), batch)
+        counts[name] = len(called)
+        called.clear()
+    assert counts == {"auto": 2, "varlen": 2, "dense": 0}
