@@ -16,6 +16,7 @@ import torch.distributed as dist
 from elastrata.checkpoints.commit import MARKER, Commit, folders
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
 from elastrata.training.device import Abilities, abilities, current_device
