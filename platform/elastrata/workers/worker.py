@@ -72,7 +72,7 @@ def _train(job: Job, sender: Sender) -> None:
             RankStream, ray.train.get_dataset_shard(STREAM), manifests[0].token_dtype
         )
         phases.passed("shard")
-        here, seq_len = abilities(device), max(manifest.seq_len for manifest in manifests)
+        seq_len = max(manifest.seq_len for manifest in manifests)
         model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
@@ -107,7 +107,7 @@ def _train(job: Job, sender: Sender) -> None:
     loop = training_loop(recipe, model, vocabulary, device, world_size)
     with keeper:
         keeper.started(started)
-        for line in _all_substitutions(recipe, here, world_size):
+        for line in _all_substitutions(recipe, abilities(device), world_size):
             sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
