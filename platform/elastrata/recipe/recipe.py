@@ -22,6 +22,7 @@ from elastrata.training.evaluate import EvaluationConfig
 from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.parallel import ParallelConfig
 from elastrata.training.schedule import ScheduleConfig
+from elastrata.training.target import TargetConfig
 from elastrata.training.workload import Workload, workload_class
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
@@ -91,7 +92,9 @@ class Recipe(Config):
     data: DataConfig
     seed: int = 0
     steps: PositiveInt
-    """Optimizer steps in all."""
+    """Optimizer steps in all; fewer where a target is reached before."""
+    target: TargetConfig | None = None
+    """Ends the run before its last step. Default: there is none."""
     batch_size: PositiveInt
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None

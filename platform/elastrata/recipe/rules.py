@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.recipe import Recipe
+from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata_pipelines.errors import nearest
 
 Problem = tuple[tuple[str, ...], str]
 """The key to change, and the line about it."""
@@ -15,6 +17,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
     return [
         *_steps(recipe),
+        *_target(recipe),
         *_batch_size_warmup(recipe),
         *_sizes(recipe),
         *_virtual_ranks(recipe),
@@ -29,6 +32,16 @@ def _steps(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("schedule", "warmup_steps"),
             f"schedule.warmup_steps: {warmup}: expected fewer than steps ({recipe.steps}){more}",
+        )
+
+
+def _target(recipe: Recipe) -> Iterator[Problem]:
+    target, known = recipe.target, evaluation_metrics(recipe.workload)
+    if target is not None and target.metric not in known:
+        yield (
+            ("target", "metric"),
+            f"target.metric: {target.metric!r}: expected one of {', '.join(known)}"
+            f"{nearest(target.metric, known)}",
         )
 
 

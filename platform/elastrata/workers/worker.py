@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, NoReturn
@@ -22,16 +23,18 @@ from elastrata.runs.unwritten import restore_history
 from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import current_device
 from elastrata.training.ends import Stopped
-from elastrata.training.evaluate import evaluate, held_out_rows
+from elastrata.training.evaluate import evaluate, evaluation_due, held_out_rows
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import data_mesh, parallelize
 from elastrata.training.phases import Phases
+from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
+from elastrata.training.target import TargetConfig, is_over, reached
 from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Refused, Started, Warned
 from elastrata.workers.job import Job
-from elastrata.workers.keeper import Keeper, Saving, due
+from elastrata.workers.keeper import Keeper, Saving
 from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
@@ -61,7 +64,7 @@ def train_worker(config: dict[str, Any]) -> None:
 
 
 def _train(job: Job, sender: Sender) -> None:
-    """Continues from the newest state to the last step."""
+    """Continues from the newest state to the last step, or to the target."""
     phases, context = Phases(), ray.train.get_context()
     recipe, manifest = job.recipe, job.batches.manifest
     rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -91,7 +94,6 @@ def _train(job: Job, sender: Sender) -> None:
         attempt=attempt,
         rank=rank,
         config=recipe.checkpoint,
-        steps=recipe.steps,
         sender=sender,
         state=lambda: training_state(model, optimizer),
     )
@@ -114,18 +116,26 @@ def _train(job: Job, sender: Sender) -> None:
         keeper.started(started)
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
-        for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
+        was_over = commit is not None and is_over(
+            commit.step, commit.evaluation, steps=recipe.steps, target=recipe.target
+        )
+        steps = loop.run(model, optimizer, stream, start, keeper.asked)
+        for record, act in () if was_over else steps:
             keeper.stepped(record)
-            if held_out and due(record.step, recipe.evaluation.every, recipe.steps):
+            is_last = record.step == recipe.steps
+            if held_out and _is_evaluated(recipe, record):
                 began = time.perf_counter()
                 loss = evaluate(model, recipe.workload, held_out, manifest.vocabulary, device)
-                keeper.evaluated(record, loss, time.perf_counter() - began)
-            keeper.keep(record, act)
-            if act >= Act.HALT and record.step < recipe.steps:
+                metrics = keeper.evaluated(record, loss, time.perf_counter() - began)
+                is_last |= _has_reached(recipe.target, metrics, record, keeper)
+            keeper.keep(record, act, is_last=is_last)
+            if is_last:
+                break
+            if act >= Act.HALT:
                 _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
-        if commit and start.tier == "hot" and start.step == recipe.steps:
+        if commit and start.tier == "hot" and was_over:
             keeper.continued(_saving(commit))
-    ray.train.report({"step": recipe.steps})
+    ray.train.report({})
 
 
 def _loop(
@@ -143,6 +153,26 @@ def _loop(
         device=device,
         world_size=world_size,
     )
+
+
+def _is_evaluated(recipe: Recipe, record: StepRecord) -> bool:
+    return evaluation_due(
+        recipe.evaluation,
+        step=record.step,
+        steps=recipe.steps,
+        samples=record.samples,
+        batch_samples=record.batch_samples,
+    )
+
+
+def _has_reached(
+    target: TargetConfig | None, metrics: Mapping[str, float], record: StepRecord, keeper: Keeper
+) -> bool:
+    """Whether the run ends here, at its target: the same on every rank. Collective."""
+    if target is None or not _agree(reached(target, metrics)):
+        return False
+    keeper.reached(record, target.metric, metrics[target.metric])
+    return True
 
 
 def _storage(job: Job, start: Start) -> CommitStorage:
