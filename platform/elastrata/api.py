@@ -32,7 +32,7 @@ def train(
     address: str | None = None,
     show: Callable[[Event], None] = lambda event: None,
 ) -> TrainResult:
-    """Trains a recipe to its last step, or continues its run where it stopped.
+    """Trains a recipe to its last step or its target, or continues its run where it stopped.
 
     Args:
         recipe: what to train, with a name.

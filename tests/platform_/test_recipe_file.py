@@ -155,6 +155,57 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
             "batch_size (8)",
         ),
         ("batch_size_warmup.start=2", "batch_size_warmup.steps: missing: expected a whole number"),
+        (
+            "batch_size_warmup={start: 9, steps: 5}",
+            "batch_size_warmup.start: 9: expected at least workers.min (1) and fewer than "
+            "batch_size (8)",
+        ),
+        ("batch_size_warmup={start: 0, steps: 5}", "start: 0: expected a whole number above 0"),
+        (
+            "schedule.shape=cosin",
+            "schedule.shape: 'cosin': expected 'linear', 'cosine', 'constant' or 'polynomial' "
+            "(did you mean 'cosine'?)",
+        ),
+        ("clip.max_norm=0", "command line: clip.max_norm: 0: expected a number above 0"),
+        ("clip.max_norm=-1", "command line: clip.max_norm: -1: expected a number above 0"),
+        ("clip.max_norm=.nan", "command line: clip.max_norm: .nan: expected a number above 0"),
+        (
+            "clip.method=bucketwize",
+            "clip.method: 'bucketwize': expected 'global_norm', 'bucketwise' or 'none' (did you "
+            "mean 'bucketwise'?)",
+        ),
+        ("micro_batch_tokens=0", "micro_batch_tokens: 0: expected a whole number above 0"),
+        ("evaluation.every=0", "evaluation.every: 0: expected a whole number above 0 or null"),
+        ("evaluation.every=null", "evaluation: needs either every (steps) or every_samples"),
+        (
+            "evaluation={every: 3, every_samples: 9}",
+            "command line: evaluation: needs either every (steps) or every_samples, the other one "
+            "null",
+        ),
+        ("evaluation.every_samples=0", "evaluation.every_samples: 0: expected a whole number"),
+        ("target=3", "command line: target: 3: expected a section with metric, at_least and"),
+        ("target.at_least=1", "target.metric: missing: expected text"),
+        (
+            "target={metric: eval/loss}",
+            "command line: target: needs either at_least (such as 0.72) or at_most",
+        ),
+        (
+            "target={metric: eval/loss, at_least: 1, at_most: 2}",
+            "command line: target: needs either at_least (such as 0.72) or at_most",
+        ),
+        (
+            "target={metric: eval/loss, at_most: .inf}",
+            "target.at_most: .inf: expected a number or null",
+        ),
+        (
+            "target={metric: mlm_acuracy, at_least: 0.72}",
+            "command line: target.metric: 'mlm_acuracy': expected one of eval/loss, eval/mlm_loss, "
+            "eval/mlm_accuracy (did you mean 'eval/mlm_accuracy'?)",
+        ),
+        (
+            "target={metric: eval/nsp_accuracy, at_least: 0.72}",
+            "target.metric: 'eval/nsp_accuracy': expected one of eval/loss, eval/mlm_loss",
+        ),
         ("workers.min=9", "min (9) is larger than max (1)"),
         ("parallel.replicate=2", "parallel.replicate: 2: expected at most workers.max (1)"),
         ("tracking.uri=3", "command line: tracking.uri: 3: expected text or null"),
@@ -184,6 +235,10 @@ def test_a_bad_override_in_one_line(folder: Path, override: str, line: str) -> N
             "command line: optimizer: trust_min (2.0) is larger than trust_max (1.0)",
         ),
         ("{name: lamb, trust_max: 0}", "optimizer.trust_max: 0: expected a number above 0"),
+        ("{name: lamb, trust_max: -1}", "optimizer.trust_max: -1: expected a number above 0"),
+        ("{name: lamb, trust_max: null}", "optimizer.trust_max: null: expected a number above 0"),
+        ("{name: lamb, trust_max: big}", "optimizer.trust_max: 'big': expected a number above 0"),
+        ("{name: lamb, trust_min: .inf}", "optimizer.trust_min: .inf: expected a number at least"),
         ("{name: lamb, trust_max: .nan}", "optimizer.trust_max: .nan: expected a number above 0"),
         ("{name: lamb, trust_min: -1}", "optimizer.trust_min: -1: expected a number at least 0"),
         ("{name: muon, momentum: 1}", "optimizer.momentum: 1: expected a number at least 0 and be"),

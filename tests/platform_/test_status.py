@@ -43,7 +43,12 @@ def _killed_and_resized() -> list[Entry]:
 
 
 def _summary(entries: list[Entry], driver: Driver = UNKNOWN, **changes: Any) -> Status:
-    values: dict[str, Any] = {"steps_in_all": 40, "checkpoint": None, "now": LONG_AGO + 40}
+    values: dict[str, Any] = {
+        "steps_in_all": 40,
+        "target": None,
+        "checkpoint": None,
+        "now": LONG_AGO + 40,
+    }
     return summary("runs/one", entries, driver=driver, **{**values, **changes})
 
 
@@ -187,4 +192,4 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "one" / "recipe.yaml").write_text("steps: many")
     part.unlink()
     assert run(["status", str(tmp_path / "one")]) == 2
-    assert "recipe.yaml: damaged: KeyError('seed')" in capsys.readouterr().err
+    assert "recipe.yaml: damaged: KeyError: 'seed'" in capsys.readouterr().err

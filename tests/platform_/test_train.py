@@ -75,6 +75,7 @@ def test_a_run_learns_and_says_what_it_did(recipe, undisturbed) -> None:
         "final_loss": steps[-1]["loss"],
         "world_sizes": [1],
         "status": "FINISHED",
+        "target": None,
     }
     first, last = steps[0]["loss"], undisturbed["final_loss"]
     assert last < first - 0.5, "every sample is one token over and over"

@@ -61,11 +61,15 @@ def said(kind: str, attempt: int, *, time: float, **more: Any) -> Entry:
 
 
 def write_run(
-    folder: Path, entries: Iterable[Mapping[str, Any]], *, data: Path | str = "nowhere", steps: int
+    folder: Path,
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    data: Path | str = "nowhere",
+    **recipe_keys: Any,
 ) -> None:
     """A run's folder, with its history in one part per attempt."""
     run = Storage(str(folder))
-    recipe = Recipe.model_validate(tiny_recipe(data, folder.parent, steps=steps))
+    recipe = Recipe.model_validate(tiny_recipe(data, folder.parent, **recipe_keys))
     identity = RunIdentity(name=folder.name, data=(DataSet(url=str(data), fingerprint="none"),))
     write_identity(run, identity, recipe)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}

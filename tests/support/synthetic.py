@@ -17,14 +17,19 @@ from elastrata_pipelines.storage import Storage
 SEQ_LEN, VOCABULARY, STRIPE, STRIPES_PER_SHARD = 48, 97, 32, 2
 
 
-def write_data_set(folder: Path | str, samples: int, seed: int = 0) -> Manifest:
-    """Writes `samples` samples of uneven lengths, each one token over and over: easy to learn."""
+def write_data_set(
+    folder: Path | str, samples: int, seed: int = 0, *, pairs: bool = False
+) -> Manifest:
+    """Writes `samples` samples of uneven lengths, each one token over and over: easy to learn.
+
+    In pairs the second sentence begins in the middle, and every other one follows the first.
+    """
     rng = np.random.default_rng(seed)
     storage = Storage(str(folder))
     lengths = np.minimum(SEQ_LEN, 4 + rng.geometric(0.08, samples)).astype(np.int32)
     for stripe in range(0, samples, STRIPE):
         lengths[stripe : stripe + STRIPE] = -np.sort(-lengths[stripe : stripe + STRIPE])
-    stripes = list(_stripes(lengths, rng, seed))
+    stripes = list(_stripes(lengths, rng, seed, pairs=pairs))
     files = [
         write_shard(storage, f"shards/{i:05d}.parquet", stripes[i : i + STRIPES_PER_SHARD])
         for i in range(0, len(stripes), STRIPES_PER_SHARD)
@@ -42,7 +47,7 @@ def write_data_set(folder: Path | str, samples: int, seed: int = 0) -> Manifest:
         seq_len=SEQ_LEN,
         seed=seed,
         packing="none",
-        pairs=False,
+        pairs=pairs,
         token_dtype="uint16",
         length_histogram=tuple(np.bincount(lengths, minlength=SEQ_LEN + 1).tolist()),
         vocabulary=Vocabulary(
@@ -56,7 +61,9 @@ def write_data_set(folder: Path | str, samples: int, seed: int = 0) -> Manifest:
     return manifest
 
 
-def _stripes(lengths: np.ndarray, rng: np.random.Generator, seed: int) -> Iterator[pa.Table]:
+def _stripes(
+    lengths: np.ndarray, rng: np.random.Generator, seed: int, *, pairs: bool
+) -> Iterator[pa.Table]:
     for first in range(0, len(lengths), STRIPE):
         part = lengths[first : first + STRIPE]
         tokens = np.repeat(rng.integers(5, VOCABULARY, len(part)), part).astype("<u2")
@@ -65,8 +72,10 @@ def _stripes(lengths: np.ndarray, rng: np.random.Generator, seed: int) -> Iterat
         column = pa.LargeBinaryArray.from_buffers(
             pa.large_binary(), len(part), [None, pa.py_buffer(offsets), pa.py_buffer(tokens)]
         )
+        halves = [pa.array(part // 2), pa.array(np.arange(len(part)) % 2 == 0)] if pairs else []
         yield pa.table(
-            [pa.array(ids), pa.array(part), column], schema=shard_schema(packed=False, pairs=False)
+            [pa.array(ids), pa.array(part), column, *halves],
+            schema=shard_schema(packed=False, pairs=pairs),
         )
 
 

@@ -23,6 +23,8 @@ FORMAT_VERSION = 1
 MARKER = "commit.json"
 EVALUATION_LOSS = "evaluation_loss"
 """The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
+EVALUATION = "evaluation"
+"""The key of `Commit.extra` with all that the evaluation of that step reported."""
 
 _FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4}|[1-9]\d{4,})-(?P<token>[0-9a-f]{6})")
 _VERIFY_THREADS = 8
@@ -96,6 +98,13 @@ class Commit(BaseModel):
         """The evaluation loss of this very step, where it was evaluated."""
         loss = self.extra.get(EVALUATION_LOSS)
         return float(loss) if isinstance(loss, int | float) else None
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """What the evaluation of this very step reported, by metric name; empty without one."""
+        reported = self.extra.get(EVALUATION)
+        metrics = reported if isinstance(reported, dict) else {}
+        return {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}
 
     def to_json(self) -> bytes:
         """The marker's bytes. They end with a digest of all the rest."""

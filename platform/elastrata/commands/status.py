@@ -54,6 +54,7 @@ def _show_state(console: Console, found: Status) -> None:
         "progress": f"step {found.steps:,} of {found.steps_in_all:,} ({found.progress:.1%}), "
         f"{found.samples_seen:,} samples, {found.tokens_seen:,} tokens"
         + (f", loss {found.loss:.4f}" if found.loss is not None else ""),
+        **({"target": str(found.target)} if found.target else {}),
         "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
         "workers": sizes or "none yet",
         "lost": f"{_duration(found.seconds_lost)} of {_duration(found.seconds_in_all)} "

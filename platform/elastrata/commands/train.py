@@ -42,14 +42,15 @@ def train(
     )
     result = train_recipe(chosen, address=address, show=progress)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
-    console.print(
+    lines = [
         f"done: {result.steps} steps, {result.samples_seen:,} samples, "
-        f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}\n"
-        f"  run      {result.run_dir}\n"
-        f"  record   mlflow ui --backend-store-uri {uri}\n"
+        f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}",
+        *([f"  target   {result.target}"] if result.target else []),
+        f"  run      {result.run_dir}",
+        f"  record   mlflow ui --backend-store-uri {uri}",
         f"  next     elastrata export {result.run_dir} --out MODEL_FOLDER",
-        markup=False,
-    )
+    ]
+    console.print("\n".join(lines), markup=False)
     if json:
         print_json_line(asdict(result))
 

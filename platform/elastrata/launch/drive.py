@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from elastrata.checkpoints.commit import commits, newest_verified
+from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.history import HistoryWriter
+from elastrata.runs.time_to_target import time_to_target
 from elastrata.tracking.observer import Observer
 from elastrata.tracking.pictures import publish_pictures
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata.training.ends import ControllerLostError, TrainingError
 from elastrata.training.request import Act, Request
+from elastrata.training.target import TargetConfig, is_over
 from elastrata.workers.events import Event, Lost, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.mailbox import Receiver
@@ -61,6 +63,7 @@ class Drive:
                 )
                 self._fit(observer, number)
             status = "FINISHED"
+            self._record_target()
             _publish(self.run, self.data, self.tracker, self.show)
         except KeyboardInterrupt:
             status = "KILLED"
@@ -103,7 +106,7 @@ class Drive:
             watchdog.close()
             if hot:
                 close_hot_tier(hot)
-        if not is_finished(self.run, recipe.steps_in_all):
+        if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
             raise TrainingError(
                 "the last checkpoint could not be saved; the same command redoes the steps after "
                 "the one before"
@@ -135,6 +138,15 @@ class Drive:
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
             else:
                 return
+
+    def _record_target(self) -> None:
+        """Records when the run reached its target, or that it did not."""
+        if self.recipe.target:
+            entries = history.read(self.run.sub("history"))
+            outcome = time_to_target(entries, self.recipe.target)
+            if outcome.step is not None:
+                self.tracker.log_steps([{"step": outcome.step, **outcome.to_metrics()}])
+            self.tracker.tag({"target": outcome})
 
     def _job(self, hot: HotStorage | None) -> Job:
         return Job(
@@ -173,14 +185,18 @@ def _publish(
         show(Warned(text=f"no pictures of the run: {error}"))
 
 
-def is_finished(run: Storage, steps: int) -> bool:
-    """Whether the newest whole checkpoint is that of the last step.
+def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> bool:
+    """Whether the newest whole checkpoint is that of the last step, or has reached the target.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
+
+    def ends(commit: Commit) -> bool:
+        return is_over(commit.step, commit.evaluation, steps=steps, target=target)
+
     checkpoints = run.sub("checkpoints")
-    if not any(commit.step >= steps for commit in commits(checkpoints)):
+    if not any(ends(commit) for commit in commits(checkpoints)):
         return False
     newest = newest_verified(checkpoints, lambda _: None)  # told when training begins
-    return newest is not None and newest.step >= steps
+    return newest is not None and ends(newest)

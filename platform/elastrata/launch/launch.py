@@ -16,6 +16,7 @@ from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData, check_storage, cluster_problems, training_data
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
 from elastrata.runs import history
 from elastrata.runs.folder import (
     RunIdentity,
@@ -26,11 +27,13 @@ from elastrata.runs.folder import (
 )
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.runs.time_to_target import TimeToTarget, time_to_target
 from elastrata.runs.unwritten import restore_history
 from elastrata.tracking.facts import start_tags
 from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.training.phases import Phases
+from elastrata.training.target import TargetConfig
 from elastrata.workers.events import Committed, Event, Launched, Warned
 from elastrata.workers.mailbox import open_mailbox
 from elastrata_pipelines.errors import UserError
@@ -50,6 +53,8 @@ class TrainResult:
     world_sizes: list[int]
     """World size of every group of workers that took part, in order."""
     status: str
+    target: TimeToTarget | None
+    """Whether the recipe's target was reached, and when; None where it has none."""
 
 
 def train(
@@ -59,7 +64,7 @@ def train(
     address: str | None = None,
     show: Callable[[Event], None],
 ) -> TrainResult:
-    """Trains a recipe to its last step, or continues the run of that name from its newest state.
+    """Trains a recipe to its last step or its target, or continues the run of that name there.
 
     Args:
         recipe: what to train.
@@ -72,6 +77,8 @@ def train(
         TrainingError: training did not come to its end; says why.
     """
     phases = Phases()
+    if problems := [line for _, line in cross_field_problems(recipe)]:
+        raise UserError(*problems)
     data = training_data(recipe)
     root = Storage(recipe.storage)
     check_storage(root)
@@ -85,7 +92,7 @@ def train(
             check_same_run(run, identity, recipe, data.data_sets)
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
-        finished = is_finished(run, recipe.steps_in_all)
+        finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
         phases.passed("ownership")
         with ray_session(address):
             phases.passed("ray")
@@ -99,7 +106,7 @@ def train(
             drive = Drive(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
             with interrupt.heard(lambda name: _ask_to_stop(mailbox, show, name)):
                 status = drive.to_end(finished)
-    return _result(run, tracker.run_id, status)
+    return _result(run, recipe.target, tracker.run_id, status)
 
 
 @contextmanager
@@ -186,7 +193,9 @@ def _committed(checkpoints: Storage) -> list[Committed]:
     ]
 
 
-def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:
+def _result(
+    run: Storage, target: TargetConfig | None, mlflow_run_id: str, status: str
+) -> TrainResult:
     entries = history.read(run.sub("history"))
     last: Mapping[str, Any] = history.effective_steps(entries)[-1]
     return TrainResult(
@@ -198,4 +207,5 @@ def _result(run: Storage, mlflow_run_id: str, status: str) -> TrainResult:
         final_loss=last["loss"],
         world_sizes=history.world_sizes(entries),
         status=status,
+        target=time_to_target(entries, target) if target else None,
     )

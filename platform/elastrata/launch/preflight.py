@@ -97,6 +97,11 @@ def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
         *_size_problems(part, manifest),
     ]
     held_out = _held_out(recipe, storage)
+    if recipe.target and not held_out:
+        problems.append(
+            f"target.metric: {recipe.target.metric}: needs held-out data, and there is none in "
+            f"{storage.uri(HELD_OUT)}; prepare with data.prepare.held_out, or give evaluation.path"
+        )
     if held_out:
         problems += _held_out_problems(part, manifest, *held_out)
     if problems:

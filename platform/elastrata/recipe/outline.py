@@ -1,4 +1,4 @@
-"""The outline of a run's recipe: its order and its phases, found without reading it as a whole.
+"""The outline of a run's recipe: its phases and its target, found without reading it as a whole.
 
 So a run can be looked at where its workload is not installed, and whatever else its recipe says.
 """
@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from elastrata.runs.folder import RECIPE_FILE
+from elastrata.training.target import TargetConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -28,26 +29,42 @@ class PhaseOutline:
     window_stripes: int
 
 
-def outline(run: Storage) -> list[PhaseOutline]:
-    """The phases of a run, by the recipe in its folder; a single one where it has none.
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What decides how far a run goes, and on which samples."""
+
+    phases: tuple[PhaseOutline, ...]
+    """A single one where the recipe has none."""
+    target: TargetConfig | None
+    """None where there is none, as in runs of old."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        return sum(phase.steps for phase in self.phases)
+
+
+def read_outline(run: Storage) -> Outline:
+    """That of the recipe in a run's folder.
 
     Raises:
         UserError: the recipe is missing or damaged.
     """
+    damage = (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, ValidationError)
     try:
         recipe = yaml.safe_load(run.read(RECIPE_FILE))
-        return [_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]]
+        target = recipe.get("target")
+        return Outline(
+            phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),
+            target=None if target is None else TargetConfig.model_validate(target),
+        )
     except FileNotFoundError:
         raise UserError(f"{run.uri(RECIPE_FILE)}: missing") from None
-    except (
-        yaml.YAMLError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        ValidationError,
-    ) as error:
-        raise UserError(f"{run.uri(RECIPE_FILE)}: damaged: {error!r}") from None
+    except damage as error:
+        line = str(error).splitlines()[0]
+        raise UserError(
+            f"{run.uri(RECIPE_FILE)}: damaged: {type(error).__name__}: {line}"
+        ) from None
 
 
 def _phase(part: Mapping[str, Any], seed: int) -> PhaseOutline:

@@ -23,6 +23,7 @@ from elastrata.training.clip import ClipConfig
 from elastrata.training.evaluate import EvaluationConfig
 from elastrata.training.parallel import ParallelConfig
 from elastrata.training.schedule import learning_rate
+from elastrata.training.target import TargetConfig
 from elastrata.training.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
@@ -81,6 +82,8 @@ class Recipe(PhaseKeys):
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run
     through."""
     seed: int = 0
+    target: TargetConfig | None = None
+    """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,

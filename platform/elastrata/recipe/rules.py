@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe, WorkersConfig
+from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata_pipelines.errors import nearest
 
 Problem = tuple[tuple[str, ...], str]
 """The key to change, and the line about it."""
@@ -17,6 +19,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
     return [
         *_parts(recipe),
         *_phases(recipe),
+        *_target(recipe),
         *_replicas(recipe),
         *_virtual_ranks(recipe),
         *_clip(recipe),
@@ -70,6 +73,16 @@ def _steps(part: PhaseKeys) -> Iterator[Problem]:
         yield (
             ("schedule", "warmup_steps"),
             f"schedule.warmup_steps: {warmup}: expected fewer than steps ({part.steps}){more}",
+        )
+
+
+def _target(recipe: Recipe) -> Iterator[Problem]:
+    target, known = recipe.target, evaluation_metrics(recipe.workload)
+    if target is not None and target.metric not in known:
+        yield (
+            ("target", "metric"),
+            f"target.metric: {target.metric!r}: expected one of {', '.join(known)}"
+            f"{nearest(target.metric, known)}",
         )
 
 

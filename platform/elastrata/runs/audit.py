@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from elastrata.recipe.outline import PhaseOutline, outline
+from elastrata.recipe.outline import PhaseOutline, read_outline
 from elastrata.runs import history
 from elastrata.runs.attempts import Attempt, attempts
 from elastrata.runs.expectation import Expectation, expectation
@@ -81,7 +81,7 @@ def audit(run: Storage) -> Audit:
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
     problems = [*sequence_problems(entries), *position_problems(steps)]
-    phases, states = outline(run), list[DataCheck]()
+    phases, states = read_outline(run).phases, list[DataCheck]()
     num_checked, epochs = 0, list[float]()
     for data_set, placed in _by_data_set(steps, phases, identity.data).items():
         try:

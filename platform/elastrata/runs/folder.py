@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "checkpoint",
     "tracking",
     "evaluation",
+    "target",
     "parallel",
     "micro_batch_tokens",
     "activation_checkpointing",

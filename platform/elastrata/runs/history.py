@@ -39,6 +39,7 @@ _KEYS: dict[str, _Types] = {
         "loss": (int, float),
         "seconds": (int, float),
     },
+    "evaluated": {"step": int},
     "rolled_back": {"first": int, "last": int},
     "halted": {"reason": str},
     "ended": {"status": str},
@@ -137,13 +138,23 @@ def surviving_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
     In a sound history they are 1, 2, 3...; in one that is not, steps are missing or twice there.
     """
-    steps: list[Mapping[str, Any]] = []
+    return _surviving(entries, "step")
+
+
+def surviving_evaluations(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The evaluations of the steps that no later attempt rolled back, in order."""
+    return _surviving(entries, "evaluated")
+
+
+def _surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+    """The entries of that kind, each about a step, that no later attempt went back behind."""
+    found: list[Mapping[str, Any]] = []
     for entry in entries:
         if entry["kind"] == "started":
-            steps = [step for step in steps if step["step"] <= entry["step"]]
-        elif entry["kind"] == "step":
-            steps.append(entry)
-    return steps
+            found = [one for one in found if one["step"] <= entry["step"]]
+        elif entry["kind"] == kind:
+            found.append(entry)
+    return found
 
 
 def effective_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

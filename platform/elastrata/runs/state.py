@@ -49,7 +49,7 @@ def run_state(
 
     Args:
         entries: its history.
-        done: whether it has come to its last step.
+        done: whether it has come to its last step, or to its target.
         driver: what is known about its driver.
         now: Unix time.
     """

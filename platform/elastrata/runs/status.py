@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastrata.checkpoints.commit import commits
-from elastrata.recipe.outline import outline
+from elastrata.recipe.outline import read_outline
 from elastrata.runs import history
 from elastrata.runs.attempts import attempts
 from elastrata.runs.folder import RUN_FILE, read_identity
 from elastrata.runs.recoveries import Recovery, idle_seconds, recoveries
 from elastrata.runs.state import Driver, State, last_sign, look_at_driver, run_state
+from elastrata.runs.time_to_target import TimeToTarget, time_to_target
+from elastrata.training.target import TargetConfig
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -66,6 +68,8 @@ class Status:
     steps_in_all: int
     progress: float
     """The first over the second."""
+    target: TimeToTarget | None
+    """Whether the recipe's target is reached, and when; None where it has none."""
     samples_seen: int
     tokens_seen: int
     loss: float | None
@@ -94,7 +98,7 @@ def status(run: Storage) -> Status:
     """
     if read_identity(run) is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    checkpoints = run.sub("checkpoints")
+    checkpoints, outline = run.sub("checkpoints"), read_outline(run)
     newest = [
         Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
         for commit in commits(checkpoints)[:1]
@@ -102,7 +106,8 @@ def status(run: Storage) -> Status:
     return summary(
         run.uri(),
         history.read(run.sub("history")),
-        steps_in_all=sum(phase.steps for phase in outline(run)),
+        steps_in_all=outline.steps,
+        target=outline.target,
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),
@@ -114,6 +119,7 @@ def summary(
     entries: Sequence[Entry],
     *,
     steps_in_all: int,
+    target: TargetConfig | None,
     checkpoint: Checkpoint | None,
     driver: Driver,
     now: float,
@@ -124,13 +130,16 @@ def summary(
         run: the run's folder or URL.
         entries: its history.
         steps_in_all: by its recipe.
+        target: of its recipe.
         checkpoint: the newest one.
         driver: what is known about its driver.
         now: Unix time.
     """
     steps = history.effective_steps(entries)
     last: Entry = steps[-1] if steps else {"step": 0, "samples": 0, "tokens": 0, "loss": math.nan}
-    state, text = run_state(entries, done=last["step"] >= steps_in_all, driver=driver, now=now)
+    outcome = time_to_target(entries, target) if target else None
+    done = last["step"] >= steps_in_all or (outcome is not None and outcome.step == last["step"])
+    state, text = run_state(entries, done=done, driver=driver, now=now)
     recovered = recoveries(entries)
     seconds = seconds_in_all(entries)
     lost = sum(recovery.seconds + recovery.seconds_rolled_back for recovery in recovered)
@@ -142,6 +151,7 @@ def summary(
         steps=last["step"],
         steps_in_all=steps_in_all,
         progress=last["step"] / steps_in_all,
+        target=outcome,
         samples_seen=last["samples"],
         tokens_seen=last["tokens"],
         loss=last["loss"] if math.isfinite(last["loss"]) else None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 from torch import nn
 
 from elastrata.recipe.config import Config
@@ -23,13 +24,53 @@ EVALUATION_SEED = 0
 class EvaluationConfig(Config):
     """When and on how much held-out data the model is evaluated."""
 
-    every: PositiveInt = 250
+    every: PositiveInt | None = 250
     """Steps between evaluations; there is always one after the last step."""
+    every_samples: PositiveInt | None = None
+    """In place of `every`: samples between evaluations. There is one after the first step that
+    reaches a multiple of this, over all samples since the run began."""
     path: str | None = None
     """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
     `prepare` puts it. Without one there is no evaluation."""
     samples: PositiveInt = 4096
     """At most this many samples, a random draw that is always the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_replace_steps(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("every_samples") is not None:
+            return {"every": None, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> EvaluationConfig:
+        if (self.every is None) == (self.every_samples is None):
+            raise ValueError("needs either every (steps) or every_samples, the other one null")
+        return self
+
+
+def evaluation_due(
+    config: EvaluationConfig, *, step: int, steps: int, samples: int, batch_samples: int
+) -> bool:
+    """Whether the model is evaluated after that step.
+
+    Args:
+        config: when.
+        step: steps done, that one included.
+        steps: of the whole run; there is always an evaluation after the last one.
+        samples: seen since the run began, those of that step included.
+        batch_samples: in that step.
+    """
+    if step == steps:
+        return True
+    if config.every_samples is None:
+        return config.every is not None and step % config.every == 0
+    return samples // config.every_samples > (samples - batch_samples) // config.every_samples
+
+
+def evaluation_metrics(workload: Workload) -> list[str]:
+    """Names of the metrics that every evaluation of this workload reports."""
+    return ["eval/loss", *(f"eval/{name}" for name in workload.metrics())]
 
 
 def held_out_rows(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> list[Rows]:

@@ -96,6 +96,10 @@ class Workload(Config):
         """Runs the model. With an empty batch the sums are zero and gradients still flow."""
 
     @abstractmethod
+    def metrics(self) -> Sequence[str]:
+        """Names of what `loss` tells: `<term>_loss` for every term, and its metrics."""
+
+    @abstractmethod
     def work(self, vocabulary: Vocabulary) -> WorkModel:
         """Cost of a sample by its length, for the deal; in FLOPs of a forward pass."""
 

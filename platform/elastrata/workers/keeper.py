@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import torch.distributed as dist
 
 from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, hot_saver
-from elastrata.checkpoints.commit import EVALUATION_LOSS, Commit
+from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
 from elastrata.hot.storage import HotStorage
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.unwritten import unwritten
@@ -59,7 +59,6 @@ class Keeper:
         attempt: number of this group of workers.
         rank: of this worker.
         config: which checkpoints are taken and stay.
-        steps: of the whole run.
         sender: to the driver.
         state: what there is to save, as it is when this is called.
     """
@@ -72,14 +71,12 @@ class Keeper:
         attempt: int,
         rank: int,
         config: CheckpointConfig,
-        steps: int,
         sender: Sender,
         state: Callable[[], dict[str, Any]],
     ) -> None:
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
-        self._config, self._steps = config, steps
-        self._sender, self._state = sender, state
+        self._config, self._sender, self._state = config, sender, state
         self._evaluated: Evaluated | None = None
         self._serving: Request | None = None
         self._retry = Backoff()
@@ -130,20 +127,33 @@ class Keeper:
         if self._history:
             self._history.add("step", record.to_dict())
 
-    def evaluated(self, record: StepRecord, loss: StepLoss, seconds: float) -> None:
-        """The held-out data was evaluated after that step."""
+    def evaluated(self, record: StepRecord, loss: StepLoss, seconds: float) -> Mapping[str, float]:
+        """The held-out data was evaluated after that step.
+
+        Returns:
+            What the evaluation reports, by metric name.
+        """
         metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
         self._evaluated = Evaluated(
             step=record.step, loss=loss.total, metrics=metrics, seconds=seconds
         )
         self._sender.send(self._evaluated)
+        reported = self._evaluated.to_metrics()
         if self._history:
-            self._history.add("evaluated", {"step": record.step, **self._evaluated.to_metrics()})
+            self._history.add("evaluated", {"step": record.step, **reported})
+        return reported
 
-    def keep(self, record: StepRecord, act: Act) -> None:
-        """Copies the state after that step where a copy is due. Collective."""
+    def reached(self, record: StepRecord, metric: str, value: float) -> None:
+        """The evaluation after that step has reached the run's target."""
+        if self._history:
+            progress = {"samples": record.samples, "tokens": record.tokens}
+            self._history.add(
+                "reached", {"step": record.step, **progress, "metric": metric, "value": value}
+            )
+
+    def keep(self, record: StepRecord, act: Act, *, is_last: bool) -> None:
+        """Copies the state after that step where a copy is due, as after the last. Collective."""
         self._newest = self._saving(record)
-        is_last = record.step == self._steps
         seconds = 0.0
         if act > Act.GO_ON or is_last or record.step % self._config.every == 0:
             seconds += self._save_durably(waits=act >= Act.HALT or is_last)
@@ -203,6 +213,7 @@ class Keeper:
         extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
+            extra[EVALUATION] = self._evaluated.to_metrics()
         return Saving(step=record.step, samples=record.samples, tokens=record.tokens, extra=extra)
 
     def _save_durably(self, *, waits: bool) -> float:
@@ -256,8 +267,3 @@ class Keeper:
                 self._hot.close()
         if self._history:
             self._history.flush()
-
-
-def due(step: int, every: int, steps: int) -> bool:
-    """Whether something that happens `every` so many steps, and after the last, happens now."""
-    return step % every == 0 or step == steps

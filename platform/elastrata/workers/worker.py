@@ -21,17 +21,24 @@ from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
 from elastrata.training.device import Abilities, abilities, current_device
 from elastrata.training.ends import Stopped
-from elastrata.training.evaluate import evaluate, held_out_rows
+from elastrata.training.evaluate import (
+    EvaluationConfig,
+    evaluate,
+    evaluation_due,
+    held_out_rows,
+)
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import DTYPES
 from elastrata.training.phases import Phases
+from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.substitutions import substitutions
+from elastrata.training.target import TargetConfig, is_over, reached
 from elastrata.workers.backoff import patiently
 from elastrata.workers.engine import sharded_model, training_loop
 from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
-from elastrata.workers.keeper import Keeper, Saving, due
+from elastrata.workers.keeper import Keeper, Saving
 from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
@@ -60,7 +67,7 @@ def train_worker(config: dict[str, Any]) -> None:
 
 
 def _train(job: Job, sender: Sender) -> None:
-    """Continues from the newest state to the last step."""
+    """Continues from the newest state to the last step, or to the target."""
     phases, context = Phases(), ray.train.get_context()
     recipe, manifests = job.recipe, [phase.batches.manifest for phase in job.phases]
     vocabulary = manifests[0].vocabulary
@@ -92,7 +99,6 @@ def _train(job: Job, sender: Sender) -> None:
         attempt=attempt,
         rank=rank,
         config=recipe.checkpoint,
-        steps=recipe.steps_in_all,
         sender=sender,
         state=lambda: training_state(model, optimizer),
     )
@@ -111,18 +117,36 @@ def _train(job: Job, sender: Sender) -> None:
             sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(context.get_local_world_size(), after=SPARES_AFTER_SECONDS)
-        for record, act in loop.run(model, optimizer, stream, start, keeper.asked):
+        was_over = commit is not None and is_over(
+            commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
+        )
+        steps = loop.run(model, optimizer, stream, start, keeper.asked)
+        for record, act in () if was_over else steps:
             keeper.stepped(record)
-            if rows := _due_rows(held_out, record.step, recipe.evaluation.every):
+            is_last = record.step == recipe.steps_in_all
+            if rows := _due_rows(held_out, record, recipe.evaluation):
                 began = time.perf_counter()
                 loss = evaluate(model, recipe.workload, rows, vocabulary, device)
-                keeper.evaluated(record, loss, time.perf_counter() - began)
-            keeper.keep(record, act)
-            if act >= Act.HALT and record.step < recipe.steps_in_all:
+                metrics = keeper.evaluated(record, loss, time.perf_counter() - began)
+                is_last |= _has_reached(recipe.target, metrics, record, keeper)
+            keeper.keep(record, act, is_last=is_last)
+            if is_last:
+                break
+            if act >= Act.HALT:
                 _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
-        if commit and start.tier == "hot" and start.step == recipe.steps_in_all:
+        if commit and start.tier == "hot" and was_over:
             keeper.continued(_saving(commit))
-    ray.train.report({"step": recipe.steps_in_all})
+    ray.train.report({})
+
+
+def _has_reached(
+    target: TargetConfig | None, metrics: Mapping[str, float], record: StepRecord, keeper: Keeper
+) -> bool:
+    """Whether the run ends here, at its target: the same on every rank. Collective."""
+    if target is None or not _agree(reached(target, metrics)):
+        return False
+    keeper.reached(record, target.metric, metrics[target.metric])
+    return True
 
 
 def _storage(job: Job, start: Start) -> CommitStorage:
@@ -217,8 +241,17 @@ def _held_out(job: Job, start: Start, rank: int, world_size: int) -> dict[int, l
     }
 
 
-def _due_rows(held_out: Mapping[int, list[Rows]], step: int, every: int) -> list[Rows]:
+def _due_rows(
+    held_out: Mapping[int, list[Rows]], record: StepRecord, config: EvaluationConfig
+) -> list[Rows]:
     """What the model is evaluated on after that step; there is always an evaluation at the end of a
     phase."""
-    last = min(last for last in held_out if last >= step)
-    return held_out[last] if due(step, every, last) else []
+    last = min(last for last in held_out if last >= record.step)
+    is_due = evaluation_due(
+        config,
+        step=record.step,
+        steps=last,
+        samples=record.samples,
+        batch_samples=record.batch_samples,
+    )
+    return held_out[last] if is_due else []

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from pydantic import ValidationError
 
+from elastrata.training.evaluate import evaluate, evaluation_metrics
 from elastrata.training.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.bert import Bert
@@ -79,6 +81,19 @@ def test_impossible_values_are_refused(values, message) -> None:
 def test_unfit_data_sets_are_refused_in_one_line(workload, changes, expected) -> None:
     (line,) = Bert(**workload).problems(manifest(**changes))
     assert expected in line
+
+
+@pytest.mark.parametrize("next_sentence", [False, True])
+def test_an_evaluation_reports_what_the_recipe_may_name(
+    next_sentence: bool, make_bert, make_rows, vocabulary
+) -> None:
+    bert = make_bert(next_sentence=next_sentence)
+    model = bert.build_model(vocabulary, 64)
+    rows = make_rows([9, 12, 30], pairs=next_sentence)
+    found = evaluate(model, bert, [rows], vocabulary, torch.device("cpu"))
+    reported = [f"eval/{term}_loss" for term in found.terms]
+    reported += [f"eval/{name}" for name in found.metrics]
+    assert sorted(evaluation_metrics(bert)) == sorted(["eval/loss", *reported])
 
 
 def test_reading_a_recipe_imports_neither_transformers_nor_torchs_compiler() -> None:

@@ -144,6 +144,11 @@ class Bert(Workload):
         logits, next_logits = model(batch)
         return loss(logits, next_logits, batch)
 
+    def metrics(self) -> list[str]:
+        """Loss and accuracy of the masked tokens, and of next sentences where it predicts them."""
+        next_sentence = ["nsp_loss", "nsp_accuracy"] if self.next_sentence else []
+        return ["mlm_loss", "mlm_accuracy", *next_sentence]
+
     def work(self, vocabulary: Vocabulary) -> WorkModel:
         """Cost of a sample by its length: FLOPs of the forward pass."""
         return cost.work(self.shape(vocabulary), self.mask_probability)
