@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.training.bucket_clip import bucket_limits, scale_down
-from elastrata.training.norm import tensor_norm
+from elastrata.training.norm import gradient_norm, tensor_norm
 from elastrata.training.step import share_of
 from elastrata.training.workload import Batch
 from support.bare_loop import train_on_ranks
@@ -55,6 +55,19 @@ def test_scaled_down_is_never_above_and_else_the_same(values, exponent, limit) -
     elif limit > 1e-30:  # below it fp32 has fewer digits
         assert tensor_norm(after) == pytest.approx(limit, rel=2e-6)
     assert tensor_norm(after) <= limit or norm <= limit
+
+
+def test_norms_of_many_numbers_are_right() -> None:
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(33_000_001, generator=generator) * 1e-3
+    parts = [large, large[:5000].view(50, 100), large[:3]]
+    expected = torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]).double())
+    # rows are added up in fp32: some 1e-7 each, in both directions
+    assert tensor_norm(large) == pytest.approx(float(large.double().norm()), rel=1e-6)
+    assert gradient_norm(parts) == pytest.approx(float(expected), rel=1e-6)
+    for extreme in (1e30, 1e-30):
+        values = large[:100_000] * extreme
+        assert tensor_norm(values) == pytest.approx(float(values.double().norm()), rel=1e-12)
 
 
 @given(st.data(), st.integers(1, 8))

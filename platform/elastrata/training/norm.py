@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+_ROW = 4096
+"""So many squares are added up in fp32 at once."""
+_SMALL = 1e-12
+"""Below it, squares may be lost in fp32."""
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, a scalar.
+    """The norm of all gradients together, an fp32 scalar.
 
     Collective over the mesh that shards them, and the same on every rank.
     """
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not gradients or gradients[0].device.type != "cpu":
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        squares[_groups(gradient)].append(tensor_norm(_local(gradient)).square())
+    total = torch.zeros((), dtype=torch.float64)
+    for groups, parts in squares.items():
+        square = torch.stack(parts).sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt().float()
 
 
 def tensor_norm(values: Tensor) -> Tensor:
     """The norm of one tensor, a float64 scalar; not finite only where a value is not.
 
-    Squares of fp32 do not fit into fp32; and added up in it on a CPU, 33 million of them gave a
-    norm that was 0.15% too small.
+    A CPU adds up one square after the other: in fp32, 33 million of them gave a norm that was 0.15%
+    too small. There, rows are added up first, in fp32, 23 times as fast as all of it in float64.
+    Squares of very large and very small numbers do not fit into fp32; then float64 does it.
     """
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm
+    if values.device.type == "cpu":
+        flat = values.flatten()
+        whole = flat[: len(flat) // _ROW * _ROW].view(-1, _ROW)
+        rest = torch.linalg.vector_norm(flat[whole.numel() :])
+        parts = torch.cat([torch.linalg.vector_norm(whole, dim=1), rest[None]])
+        if _SMALL < (norm := _in_float64(parts)) < math.inf:
+            return norm
+    return _in_float64(values)
 
 
 def sharded_norm(shards: Iterable[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -39,3 +64,23 @@ def sharded_norm(shards: Iterable[Tensor], group: dist.ProcessGroup) -> Tensor:
     square = torch.stack([tensor_norm(shard) for shard in shards]).square().sum()
     dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+def _in_float64(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that have the other shards, one for each axis of the mesh that shards."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(
+        gradient.device_mesh.get_group(axis)
+        for axis, placement in enumerate(gradient.placements)
+        if isinstance(placement, Shard)
+    )
