@@ -18,7 +18,7 @@ from elastrata.runs import history
 from elastrata.runs.audit import audit
 from elastrata.runs.status import status
 from elastrata_pipelines.storage import Storage
-from support.command import run, run_json, start, wait_until
+from support.command import kill_group, run, run_json, start, wait_until
 from support.live_run import LiveRun
 from support.nodes import send, workers_of
 from support.synthetic import tiny_recipe, write_data_set
@@ -135,8 +135,7 @@ def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_p
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")
     checkpoints = _run(folder, "killed").sub("checkpoints")
     wait_until(lambda: commits(checkpoints), 120, "the checkpoint of the target")
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
+    kill_group(driver)
 
     done = run_json("train", folder / "recipe.yaml", "--name", "killed")
     assert (done["status"], done["steps"], done["world_sizes"]) == ("FINISHED", STEP, [1])
