@@ -46,6 +46,8 @@ def show_step(console: Console, found: StepFigures) -> None:
     console.print(f"memory       {found.peak_memory_bytes / 2**30:.2f} GiB at most")
     console.print(f"warm-up      {found.seconds_warming_up:.1f} s")
     console.print(f"loss         {found.loss:.4f} at the last step")
+    for line in found.substitutions:
+        console.print(f"lacking      {line}", style="yellow", markup=False)
 
 
 def show_input(console: Console, found: InputFigures) -> None:
