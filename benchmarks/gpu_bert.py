@@ -15,8 +15,8 @@ steps: `elastrata bench step` of BERT-base and BERT-large with the histogram's l
 ones, in bf16, compiled and not; BERT-large's sequences/s over the published ones of A100 and H100.
 padded: the same model over the same samples, each padded to 512 positions, with dense attention.
 fp32: in place of bf16, not compiled.
-clip: seconds of a step by way of clipping, in bf16, compiled; and what of clipping lies beside other
-work in one step, see `clip_overlap.py`.
+clip: seconds of a step by way of clipping, in bf16, compiled; and what of clipping lies beside
+other work in one step, see `clip_overlap.py`.
 
 Writes benchmarks/results/gpu_bert.json.
 """
