@@ -29,13 +29,15 @@ ATTENDING = ".attention.self."
 TOLERANCES = {
     "attention bf16": 1e-2,
     "loss bf16": 2e-3,
-    "gradient bf16": 2e-2,
+    "gradient bf16": 5e-2,
     "attention fp32": 1e-5,
     "loss fp32": 1e-5,
     "gradient fp32": 1e-4,
 }
-"""On a CPU bf16 stayed below 5e-3 with 12 layers, and one sample of eight that attends to its
-neighbour, too, made 4e-2 to 8e-2 of the gradient."""
+"""Seen on a CPU: attention 2e-3 in bf16; gradients of 24 layers in bf16 3e-2 from those in fp32,
+which bounds what compilation may change; in fp32 4e-7, where one sample of eight that attends to
+its neighbour, too, made 4e-2 to 8e-2. So bf16 shows gross mistakes of the model, attention alone
+and fp32 the fine ones."""
 
 
 def check(name: str, overrides: Sequence[str], lengths: str) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def loss_and_gradients(
         for batch in batches:
             part = weighted(workload.loss(model, batch), weights)
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
         return loss, [
             _whole(p.grad).cpu()
             for name, p in model.named_parameters()
