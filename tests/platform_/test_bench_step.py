@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import torch
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import StepFigures, measure_steps
+from elastrata.cli import run
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.errors import UserError
@@ -28,10 +31,12 @@ TINY = ["workload.hidden_size=16", "batch_size=6", "micro_batch_tokens=512", "wo
 
 
 @pytest.fixture(autouse=True)
-def keep_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def keep_process() -> Iterator[None]:
+    """What measuring changes of the process it runs in."""
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     yield
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +196,18 @@ def test_what_does_not_fit_is_told_at_once(data: Path) -> None:
         "workload.max_positions: 32, but this data set has samples of up to 48 tokens",
         "micro_batch_tokens: 40: --lengths full has samples of 48 tokens; expected at least that",
     )
+
+
+def test_a_phase_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["workload.hidden_size=16", "workload.num_heads=2", "workload.num_layers=1"]
+    phases = ["phases.0.batch_size=3", "phases.1.batch_size=2", "workers.threads=1"]
+    options = ["compile=false", "precision=fp32", "--steps", "1", "--warm-up", "0", "--json"]
+    for phase, (batch_size, seq_len) in enumerate([(3, 128), (2, 512)]):
+        command = ["bench", "step", "bert/lamb", "--phase", str(phase), *sizes, *phases, *options]
+        assert run(command) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["batch_size"], found["seq_len"]) == (batch_size, seq_len)
+        assert found["substitutions"][0].startswith("workload.attention: varlen")
 
 
 def test_it_needs_neither_ray_nor_mlflow() -> None:

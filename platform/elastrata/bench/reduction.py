@@ -14,9 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.multiprocessing.spawn import spawn
 
 from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.training.parallel import data_mesh
 
 _PATIENCE = timedelta(seconds=120)
 _REDUCED = torch.float32
@@ -143,13 +148,18 @@ def _on_rank(rank: int, group: _Group, store: Path, rounds: int, results: Any) -
 
 
 def _timed(group: _Group, device: torch.device, rounds: int) -> Seconds:
-    """Takes turns, so that whatever else the machine does falls on all of them. Collective."""
+    """Makes the calls that FSDP2 makes. They take turns, so that whatever else the machine does
+    falls on all of them. Collective."""
     reduced = group.bucket_buffers(_REDUCED, device)
     gathered = group.bucket_buffers(group.gathered, device)
+    scatter, gather = DefaultReduceScatter(), DefaultAllGather()
+    ranks = data_mesh(device.type, group.processes, replicate=1).get_group()
     turns: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: [dist.all_reduce(whole) for whole, _ in reduced],
-        "reduce_scatter": lambda: [dist.reduce_scatter_tensor(p, w) for w, p in reduced],
-        "all_gather": lambda: [dist.all_gather_into_tensor(w, p) for w, p in gathered],
+        "all_reduce": lambda: [dist.all_reduce(whole, group=ranks) for whole, _ in reduced],
+        "reduce_scatter": lambda: [
+            scatter(part, whole, ranks, dist.ReduceOp.SUM) for whole, part in reduced
+        ],
+        "all_gather": lambda: [gather(whole, part, ranks) for whole, part in gathered],
     }
     taken: Seconds = {name: [] for name in turns}
     for _ in range(rounds):

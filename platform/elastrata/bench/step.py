@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,11 +13,17 @@ from elastrata.bench.lone_group import lone_group
 from elastrata.bench.quartiles import Quartiles, quartiles
 from elastrata.bench.samples import Samples
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.device import current_device, device_name, peak_flops, peak_memory_bytes
+from elastrata.training.device import (
+    abilities,
+    current_device,
+    device_name,
+    peak_flops,
+    peak_memory_bytes,
+)
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
-from elastrata.workers.engine import sharded_model, training_loop
+from elastrata.workers.engine import missing_here, sharded_model, training_loop
 from elastrata_pipelines.batches import Start
 
 MFU_CONVENTION = (
@@ -60,6 +66,8 @@ class StepFigures:
     """The steps before those that count, compilation included."""
     loss: float
     """Of the last step."""
+    substitutions: tuple[str, ...]
+    """What the recipe asks for and this machine lacks, a line each, with what was used."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         run = loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return _figures(timed, warm_up, device, parameters)
+    found = _figures(timed, warm_up, device, parameters)
+    return replace(found, substitutions=tuple(missing_here(recipe, abilities(device))))
 
 
 def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:
@@ -144,4 +153,5 @@ def _figures(
         },
         seconds_warming_up=sum(step.seconds for step in timed[:warm_up]),
         loss=measured[-1].record.loss,
+        substitutions=(),
     )

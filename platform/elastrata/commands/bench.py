@@ -11,9 +11,11 @@ from elastrata.commands.options import (
     Address,
     Json,
     Overrides,
+    Phase,
     RecipeName,
     Workers,
     numbers_of_workers,
+    part_of,
 )
 from elastrata.terminal.bench_report import show_balances, show_input, show_reduction, show_step
 from elastrata.terminal.console import open_console, print_json_line
@@ -43,6 +45,7 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
     warm_up: WarmUp = 5,
     lengths: LengthsOption = None,
+    phase: Phase = 0,
     json: Json = False,
 ) -> None:
     """Measure the training step on this process's device: rates, MFU, memory, time by phase.
@@ -55,7 +58,7 @@ def step(
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)
-    chosen = load_recipe(recipe, overrides or [])
+    chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
     samples = bench_samples(chosen, lengths, steps=warm_up + steps)
     console.print(
         f"{recipe}: {chosen.batch_size:,} samples a step, lengths: {samples.lengths}, of at most "
@@ -86,6 +89,7 @@ def data(
         int, typer.Option("--warm-up", min=1, help="Steps before those that count.")
     ] = 100,
     address: Address = None,
+    phase: Phase = 0,
     json: Json = False,
 ) -> None:
     """Measure the input pipeline: tokens per second that reach the workers, and the first batch."""
@@ -93,7 +97,7 @@ def data(
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)
-    chosen = load_recipe(recipe, overrides or [])
+    chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
     found = _read(chosen, workers, steps, warm_up, address)
     show_input(console, found)
     if json:
@@ -110,6 +114,7 @@ def balance(
         int, typer.Option(min=1, help="Samples in a step, for each worker.")
     ] = 16,
     lengths: LengthsOption = None,
+    phase: Phase = 0,
     json: Json = False,
 ) -> None:
     """Measure the deal: the largest work of a worker over the mean, at any number of workers.
@@ -121,7 +126,7 @@ def balance(
 
     numbers = numbers_of_workers(workers)
     console = open_console(as_json=json)
-    chosen = load_recipe(recipe, overrides or [])
+    chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
     found = measure_balances(chosen, lengths, numbers, samples_per_worker=samples_per_worker)
     show_balances(console, found)
     if json:
@@ -166,6 +171,15 @@ def reduce(
     if json:
         settings = {"recipe": recipe, "steps": steps, "warm_up": warm_up}
         print_json_line({**settings, **asdict(found), "versions": versions()})
+
+
+def _phase_alone(recipe: Recipe, phase: int) -> Recipe:
+    """A recipe that has no other phases."""
+    from elastrata.recipe.phase import PhaseKeys
+
+    part = part_of(recipe, phase)
+    keys = {key: getattr(part, key) for key in PhaseKeys.model_fields}
+    return recipe.model_copy(update={**keys, "phases": ()})
 
 
 def _read(

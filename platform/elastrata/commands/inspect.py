@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.commands.options import Json, Overrides, Workers, numbers_of_workers
+from elastrata.commands.options import Json, Overrides, Phase, Workers, numbers_of_workers, part_of
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata.terminal.data_report import SCHEMES, show_balance, show_lengths, show_manifest
 from elastrata.terminal.model_report import model_result, show_model
@@ -50,9 +50,6 @@ MicroBatchTokens = Annotated[
 ]
 RanksPerNode = Annotated[
     int, typer.Option(min=1, help="Workers of a node, for the scheme that sorts inside a node.")
-]
-Phase = Annotated[
-    int, typer.Option(min=0, help="Of a recipe with phases: the one to look at, counted from 0.")
 ]
 Plot = Annotated[
     Path | None,
@@ -159,9 +156,7 @@ def _subject(
     if recipe:
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
     run = load_recipe(data, overrides)
-    if phase >= len(run.parts):
-        raise UserError(f"--phase: {phase}: the recipe has {len(run.parts)}, counted from 0")
-    part = run.parts[phase]
+    part = part_of(run, phase)
     return _Subject(
         url=part.data.path,
         model=run,

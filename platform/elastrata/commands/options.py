@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.recipe.phase import PhaseKeys
+    from elastrata.recipe.recipe import Recipe
 
 MOST_WORKERS = 65_536
 
@@ -23,6 +27,9 @@ Overrides = Annotated[
 Address = Annotated[
     str | None,
     typer.Option(help="Ray cluster to join: auto or its address. Default: one of its own, here."),
+]
+Phase = Annotated[
+    int, typer.Option(min=0, help="Of a recipe with phases: the one to look at, counted from 0.")
 ]
 Workers = Annotated[
     str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
@@ -41,3 +48,14 @@ def numbers_of_workers(text: str) -> list[int]:
             f"--workers: {text}: expected numbers from 1 to {MOST_WORKERS:,}, such as 8 or 1,8,64"
         )
     return list(dict.fromkeys(numbers))
+
+
+def part_of(recipe: Recipe, phase: int) -> PhaseKeys:
+    """The phase that a `Phase` option names.
+
+    Raises:
+        UserError: the recipe has no such phase.
+    """
+    if phase >= len(recipe.parts):
+        raise UserError(f"--phase: {phase}: the recipe has {len(recipe.parts)}, counted from 0")
+    return recipe.parts[phase]

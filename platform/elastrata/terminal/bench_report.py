@@ -46,6 +46,8 @@ def show_step(console: Console, found: StepFigures) -> None:
     console.print(f"memory       {found.peak_memory_bytes / 2**30:.2f} GiB at most")
     console.print(f"warm-up      {found.seconds_warming_up:.1f} s")
     console.print(f"loss         {found.loss:.4f} at the last step")
+    for line in found.substitutions:
+        console.print(f"lacking      {line}", style="yellow", markup=False)
 
 
 def show_input(console: Console, found: InputFigures) -> None:
@@ -81,16 +83,16 @@ def show_reduction(console: Console, found: ReductionFigures) -> None:
         f"{found.processes} processes over {found.backend}, {found.parameters:,} parameters in "
         f"{found.buckets} buckets"
     )
-    headings = ("", "median s", "lower", "upper quartile", "MB", "effective GB/s")
+    headings = ("seconds", "median", "lower", "upper", "MB", "GB/s")
     rows = {
         one.collective: (
-            *_three(one.seconds, "{:.4g}"),
+            *_three(one.seconds, "{:.3g}"),
             f"{one.bytes / 1e6:,.1f}",
             f"{one.gigabytes_per_second:.3g}",
         )
         for one in found.collectives
     }
-    rows["reduce_scatter + all_gather"] = (*_three(found.seconds_scattered, "{:.4g}"), "", "")
+    rows["scatter and gather"] = (*_three(found.seconds_scattered, "{:.3g}"), "", "")
     _table(console, headings, rows)
 
 

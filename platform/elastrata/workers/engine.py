@@ -10,9 +10,10 @@ from torch import nn
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
-from elastrata.training.device import abilities
+from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import DTYPES, data_mesh, parallelize
+from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
 
@@ -48,3 +49,12 @@ def training_loop(
         device=device,
         world_size=world_size,
     )
+
+
+def missing_here(recipe: Recipe, here: Abilities) -> list[str]:
+    """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
+    dtype = DTYPES[recipe.precision]
+    return [
+        *substitutions(here, dtype=dtype, compile=recipe.compile),
+        *recipe.workload.substitutions(here, dtype),
+    ]

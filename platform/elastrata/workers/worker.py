@@ -28,14 +28,12 @@ from elastrata.training.evaluate import (
     held_out_rows,
 )
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import DTYPES
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
-from elastrata.training.substitutions import substitutions
 from elastrata.training.target import TargetConfig, is_over, reached
 from elastrata.workers.backoff import patiently
-from elastrata.workers.engine import sharded_model, training_loop
+from elastrata.workers.engine import missing_here, sharded_model, training_loop
 from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving
@@ -203,11 +201,7 @@ def _pids(world_size: int) -> dict[int, tuple[str, int]]:
 
 def _all_substitutions(recipe: Recipe, here: Abilities, world_size: int) -> list[str]:
     """What any rank uses instead of what the recipe asks for: each line once."""
-    dtype = DTYPES[recipe.precision]
-    own = [
-        *substitutions(here, dtype=dtype, compile=recipe.compile),
-        *recipe.workload.substitutions(here, dtype),
-    ]
+    own = missing_here(recipe, here)
     return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
 
 

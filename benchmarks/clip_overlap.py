@@ -1,0 +1,130 @@
+"""How much of the clipping of gradients lies beside other work, from a trace of PyTorch's profiler.
+
+On a GPU by kernels: those launched inside a range of clipping, beside all others, of computing
+(backward pass and the rest) and of communication (NCCL). On a CPU, where there are no kernels and
+nothing runs beside anything else, by where the ranges lie: inside the backward pass or after it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_BACKWARD = "autograd::engine::evaluate_function"
+Interval = tuple[float, float]
+"""Start and end in microseconds."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    thread: Any
+    time: float
+
+
+def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[str, Any]:
+    """What the trace of one step says of the ranges of that name.
+
+    Args:
+        events: `traceEvents` of a Chrome trace.
+        range_name: of `record_function` around clipping.
+    """
+    timed = [event for event in events if event.get("ph") == "X"]
+    ranges = _by_thread(e for e in timed if e.get("name") == range_name and _on_host(e))
+    kernels = [event for event in timed if event.get("cat") in _DEVICE]
+    if kernels:
+        return _of_kernels(timed, kernels, ranges)
+    backward = [_interval(e) for e in timed if str(e.get("name", "")).startswith(_BACKWARD)]
+    clips = merged(interval for of_thread in ranges.values() for interval in of_thread)
+    window = [(min(start for start, _ in backward), max(end for _, end in backward))]
+    return {
+        "timeline": "host",
+        "clip_ms": round(length(clips) / 1e3, 3),
+        "share_inside_backward": share(clips, window),
+    }
+
+
+def _of_kernels(
+    timed: Sequence[Mapping[str, Any]],
+    kernels: Sequence[Mapping[str, Any]],
+    ranges: Mapping[Any, list[Interval]],
+) -> dict[str, Any]:
+    launches = {
+        event["args"]["correlation"]: _Launch(event.get("tid"), event["ts"])
+        for event in timed
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    clips, communication, computing = [], [], []
+    for kernel in kernels:
+        launch = launches.get(kernel["args"].get("correlation"))
+        if launch and _inside(launch.time, ranges.get(launch.thread, [])):
+            clips.append(_interval(kernel))
+        elif "nccl" in kernel["name"].lower():
+            communication.append(_interval(kernel))
+        else:
+            computing.append(_interval(kernel))
+    clips = merged(clips)
+    return {
+        "timeline": "device",
+        "clip_ms": round(length(clips) / 1e3, 3),
+        "computing_ms": round(length(merged(computing)) / 1e3, 3),
+        "communication_ms": round(length(merged(communication)) / 1e3, 3),
+        "share_beside_computing": share(clips, computing),
+        "share_beside_communication": share(clips, communication),
+        "share_hidden": share(clips, [*computing, *communication]),
+    }
+
+
+def share(parts: Sequence[Interval], others: Iterable[Interval]) -> float | None:
+    """The share of the parts' time, 0 to 1, in which one of the others is there too. None where the
+    parts have no time."""
+    whole, parts, others = length(parts), merged(parts), merged(others)
+    both, place = 0.0, 0
+    for start, end in parts:
+        while place < len(others) and others[place][1] <= start:
+            place += 1
+        later = place
+        while later < len(others) and others[later][0] < end:
+            both += min(end, others[later][1]) - max(start, others[later][0])
+            later += 1
+    return round(both / whole, 4) if whole else None
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """In order, those that touch made one."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of all of them, those that overlap counted once."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def _by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Any, list[Interval]]:
+    found: dict[Any, list[Interval]] = {}
+    for event in events:
+        found.setdefault(event.get("tid"), []).append(_interval(event))
+    return {thread: merged(intervals) for thread, intervals in found.items()}
+
+
+def _inside(time: float, intervals: Sequence[Interval]) -> bool:
+    """Whether it lies in one of the intervals, which are merged."""
+    place = bisect.bisect_right(intervals, (time, float("inf"))) - 1
+    return place >= 0 and time <= intervals[place][1]
+
+
+def _interval(event: Mapping[str, Any]) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
+
+
+def _on_host(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") in ("user_annotation", "cpu_op")
