@@ -11,7 +11,7 @@ nothing overlaps: this shows that clipping lies inside the backward pass, betwee
 That time is hidden shows on several GPUs only.
 seconds: a step with each way of clipping, side by side: in every round each way has its turn.
 clip_seconds: of a step, by a profiler: in the clipping of buckets, and after the backward pass.
-losses: a run with each way and seed over the same batches; those of the first seed also at one rank.
+losses: a run with each way and seed over the same batches; with the first seed at one rank, too.
 
 Writes benchmarks/results/clipping.json and clipping-loss.png.
 """

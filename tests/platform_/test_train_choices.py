@@ -19,7 +19,7 @@ from elastrata.training.record import StepRecord
 from elastrata.training.schedule import ScheduleConfig, learning_rate
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
-from support.command import kill_group, run_json, start, wait_until
+from support.command import kill_group, run, start, wait_until
 from support.ranks import run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -41,7 +41,11 @@ CHOICES: dict[str, dict[str, Any]] = {
 RELATIVE = 1e-4
 """fp32 sums in another order differ by some 1e-7 each. Steps at such rates add that up and enlarge
 it, as do LAMB's ratios and Newton-Schulz: to some 5e-6 between one and two ranks all the way."""
-MISSING = "workload.attention: varlen: there is none for this CPU"
+COMPILER = "no-such-compiler"
+MISSING = (
+    f"compile: true: {COMPILER} is not on the path",
+    "workload.attention: varlen: there is none for this CPU",
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +74,26 @@ def _entries(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_killed_and_continued_at_another_size_it_is_the_same_run(name, folder, tmp_path) -> None:
+def test_killed_and_continued_at_another_size_it_is_the_same_run(
+    name, folder, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("CXX", COMPILER)
     values = _values(folder, name)
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(values))
     checkpoints = Storage(str(folder / "runs" / name / "checkpoints"))
-    two = start("train", recipe, "workers.min=2", "workers.max=2", log=tmp_path / "log")
-    wait_until(lambda: commits(checkpoints), 120, "a first checkpoint")
+    train, log = ("train", recipe, "compile=true"), tmp_path / "log"
+    two = start(*train, "workers.min=2", "workers.max=2", log=log)
+    wait_until(lambda: commits(checkpoints) and MISSING[-1] in log.read_text(), 120, "a checkpoint")
     kill_group(two)
 
-    done = run_json("train", recipe)
+    one = run(*train)
 
+    assert one.returncode == 0, one.stderr
     entries = _entries(folder, name)
     steps = history.effective_steps(entries)
     alone = run_ranks(1, train_on_ranks, values)[0]
-    assert done["world_sizes"] == [2, 1]
+    assert history.world_sizes(entries) == [2, 1]
     assert 0 < [e["step"] for e in entries if e["kind"] == "started"][1] < STEPS
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
     assert [s["digest"] for s in steps] == [r.digest for r in alone]
@@ -92,7 +101,7 @@ def test_killed_and_continued_at_another_size_it_is_the_same_run(name, folder, t
     assert [s["loss"] for s in steps] == pytest.approx([r.loss for r in alone], rel=RELATIVE)
     assert alone[-1].loss < alone[0].loss - 0.3
     _assert_chosen(name, alone)
-    _assert_told_once(entries, (tmp_path / "log").read_text())
+    _assert_told_once(entries, log.read_text() + one.stdout)
 
 
 def _assert_chosen(name: str, records: Sequence[StepRecord]) -> None:
@@ -109,7 +118,9 @@ def _assert_chosen(name: str, records: Sequence[StepRecord]) -> None:
 
 
 def _assert_told_once(entries: Sequence[Any], output: str) -> None:
-    """By two workers, and not again by the group after them."""
-    assert output.count(MISSING) == 1
+    """By the first of two workers, and not again after the restart."""
     told = [entry["text"] for entry in entries if entry["kind"] == "substituted"]
-    assert [line.startswith(MISSING) for line in told] == [True]
+    assert len(told) == len(MISSING)
+    for line, start_of_line in zip(told, MISSING, strict=True):
+        assert line.startswith(start_of_line)
+        assert output.count(start_of_line) == 1
