@@ -223,7 +223,7 @@ def _build_model(
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        virtual_ranks=recipe.parallel.virtual_ranks,
+        parallel=recipe.parallel,
     )
 
 
