@@ -112,6 +112,7 @@ def model_of(recipe: Recipe, device: torch.device, ranks: int) -> nn.Module:
         precision=recipe.precision,
         activation_checkpointing="none",
         compile=False,
+        parallel=recipe.parallel,
     )
 
 

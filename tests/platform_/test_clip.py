@@ -95,7 +95,7 @@ def test_never_above_the_limit_and_as_defined(world_size, replicate, scope, prec
     clip = bucketwise(scope)
     cases = [random_case(seed, world_size) for seed in range(20)]
     run = run_ranks if replicate == 1 else run_fresh_ranks
-    ranks = run(world_size, clip_on_ranks, replicate, precision, clip, cases)
+    ranks = run(world_size, clip_on_ranks, {"replicate": replicate}, precision, clip, cases)
     for found, case in zip(ranks[0], cases, strict=True):
         wanted = clip_plainly(clip, case)
         assert whole_norm(found.buckets) <= MAX_NORM
@@ -110,7 +110,7 @@ def test_never_above_the_limit_and_as_defined(world_size, replicate, scope, prec
 @pytest.mark.parametrize(("world_size", "replicate"), [(1, 1), (2, 1)])
 def test_below_the_limit_no_bit_changes(world_size, replicate, scope) -> None:
     cases = [random_case(seed, world_size) for seed in range(5)]
-    arguments = (replicate, "fp32")
+    arguments = ({"replicate": replicate}, "fp32")
     plain, clipped = (
         run_ranks(world_size, clip_on_ranks, *arguments, clip, cases)[0]
         for clip in ({"method": "none"}, bucketwise(scope, max_norm=1e30))
@@ -129,25 +129,25 @@ def test_what_is_not_finite_is_seen_by_all_ranks(world_size, scope) -> None:
             parts = random_case(0, world_size).parts
             parts[-1][0][bucket].flat[-1] = bad
             cases.append(Case(parts, [1.0, 0.0][:world_size]))
-    for found in run_ranks(world_size, clip_on_ranks, 1, "fp32", bucketwise(scope), cases):
+    for found in run_ranks(world_size, clip_on_ranks, {}, "fp32", bucketwise(scope), cases):
         assert not any(math.isfinite(clipped.norm) for clipped in found)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_squares_that_do_not_fit_into_fp32_are_clipped(scope) -> None:
     cases = [Case([[[bucket * 0 + 1e30 for bucket in random_case(0, 1).parts[0][0]]]], [1.0])]
-    found = run_ranks(1, clip_on_ranks, 1, "fp32", bucketwise(scope), cases)[0][0]
+    found = run_ranks(1, clip_on_ranks, {}, "fp32", bucketwise(scope), cases)[0][0]
     assert whole_norm(found.buckets) == pytest.approx(MAX_NORM, rel=1e-5)
     assert math.isfinite(found.norm)
 
 
 def test_copies_on_one_worker_each() -> None:
     clip, cases = bucketwise("reduced"), [random_case(1, 2)]
-    found = run_fresh_ranks(2, clip_on_ranks, 2, "fp32", clip, cases)[0][0]
+    found = run_fresh_ranks(2, clip_on_ranks, {"replicate": 2}, "fp32", clip, cases)[0][0]
     assert found.norm == pytest.approx(clip_plainly(clip, cases[0]).norm, rel=1e-5)
     assert whole_norm(found.buckets) <= MAX_NORM
     with pytest.raises(ValueError, match="at least two workers per copy"):
-        run_fresh_ranks(2, clip_on_ranks, 2, "fp32", bucketwise("local"), cases)
+        run_fresh_ranks(2, clip_on_ranks, {"replicate": 2}, "fp32", bucketwise("local"), cases)
 
 
 @pytest.fixture(scope="module")

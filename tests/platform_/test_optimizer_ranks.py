@@ -43,15 +43,15 @@ def assert_equal(found: Arrays, wanted: Arrays, tolerance: float) -> None:
 
 @each
 def test_equal_at_one_two_and_three_ranks(name: str) -> None:
-    alone = run_ranks(1, trained, OPTIMIZERS[name], 1)[0]
+    alone = run_ranks(1, trained, OPTIMIZERS[name], {})[0]
     for size in (2, 3):
-        for found in run_ranks(size, trained, OPTIMIZERS[name], 1):
+        for found in run_ranks(size, trained, OPTIMIZERS[name], {}):
             assert_equal(found, alone, TOLERANCES[name])
 
 
 def test_equal_where_shards_are_replicated() -> None:
-    alone = run_ranks(1, all_trained, OPTIMIZERS, 1)[0]
-    for found in run_fresh_ranks(4, all_trained, OPTIMIZERS, 2):
+    alone = run_ranks(1, all_trained, OPTIMIZERS, {})[0]
+    for found in run_fresh_ranks(4, all_trained, OPTIMIZERS, {"replicate": 2}):
         for name in OPTIMIZERS:
             assert_equal(found[name], alone[name], TOLERANCES[name])
 
@@ -69,10 +69,10 @@ def test_collectives_do_not_grow_with_the_number_of_tensors(
 @each
 def test_a_checkpoint_goes_on_at_another_size(name: str, tmp_path: Path) -> None:
     url = str(tmp_path / "checkpoints")
-    saved, later = run_ranks(2, saved_and_gone_on, OPTIMIZERS[name], url)[0]
+    saved, later = run_ranks(2, saved_and_gone_on, OPTIMIZERS[name], {}, url)[0]
     assert any(".momentum_buffer" in key for key in saved) == (name == "muon")
     for size in (1, 2, 3):
-        restored, found = run_ranks(size, restored_and_gone_on, OPTIMIZERS[name], url)[0]
+        restored, found = run_ranks(size, restored_and_gone_on, OPTIMIZERS[name], {}, url)[0]
         assert_equal(restored, saved, 0.0)
         assert_equal(found, later, TOLERANCES[name])
 

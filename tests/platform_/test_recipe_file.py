@@ -208,6 +208,8 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ),
         ("workers.min=9", "min (9) is larger than max (1)"),
         ("parallel.replicate=2", "parallel.replicate: 2: expected at most workers.max (1)"),
+        ("parallel.replicate=0", "replicate: 0: expected a whole number above 0 or 'all'"),
+        ("parallel.prefetch=0", "parallel.prefetch: 0: expected a whole number above 0 or null"),
         ("tracking.uri=3", "command line: tracking.uri: 3: expected text or null"),
     ],
 )

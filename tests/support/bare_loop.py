@@ -36,7 +36,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        virtual_ranks=recipe.parallel.virtual_ranks,
+        parallel=recipe.parallel,
     )
     loop = Loop(
         workload=workload,

@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from elastrata.training.bucket_clip import bucket_limits
 from elastrata.training.clip import ClipConfig, build_clip
-from elastrata.training.parallel import data_mesh, parallelize, synchronize_gradients
+from elastrata.training.parallel import (
+    ParallelConfig,
+    data_mesh,
+    parallelize,
+    synchronize_gradients,
+)
 
 SHAPES = ((5, 3), (7, 4), (11,))
 """Of the weights of the root bucket and of two blocks; 2, 3 and 4 ranks divide none of them."""
@@ -86,14 +91,14 @@ def random_case(seed: int, num_ranks: int, micro_batches: int = 2) -> Case:
 def clip_on_ranks(
     rank: int,
     world_size: int,
-    replicate: int,
+    parallel: dict[str, Any],
     precision: Any,
     clip: dict[str, Any],
     cases: Sequence[Case],
 ) -> list[Clipped]:
     """What is left of the gradient of each case, the same on every rank."""
-    model = _Tower()
-    mesh = data_mesh("cpu", world_size, replicate)
+    model, layout = _Tower(), ParallelConfig.model_validate(parallel)
+    mesh = data_mesh("cpu", world_size, layout.replicate)
     parallelize(
         model,
         list(model.blocks),
@@ -101,6 +106,7 @@ def clip_on_ranks(
         precision=precision,
         activation_checkpointing="none",
         compile=False,
+        parallel=layout,
     )
     return list(_clipped(model, ClipConfig.model_validate(clip), rank, cases))
 

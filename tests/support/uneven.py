@@ -17,12 +17,13 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.training.optimizer import OptimizerConfig, build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import ParallelConfig, data_mesh, parallelize
 from elastrata_pipelines.storage import Storage
 
 ROWS, VOCABULARY, WIDTH = 12, 11, 5
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 Arrays = dict[str, np.ndarray]
+Section = dict[str, Any]
 
 
 class Uneven(nn.Module):
@@ -47,20 +48,21 @@ class Uneven(nn.Module):
 
 
 class Training:
-    """The model, sharded, with an optimizer from a recipe's section."""
+    """The model, sharded, with an optimizer, from a recipe's sections."""
 
-    def __init__(self, optimizer: dict[str, Any], replicate: int = 1) -> None:
+    def __init__(self, optimizer: Section, parallel: Section) -> None:
         torch.manual_seed(1)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.model = Uneven()
-        blocks = list(self.model.blocks)
+        blocks, layout = list(self.model.blocks), ParallelConfig.model_validate(parallel)
         parallelize(
             self.model,
             blocks,
-            data_mesh("cpu", self.size, replicate),
+            data_mesh("cpu", self.size, layout.replicate),
             precision="fp32",
             activation_checkpointing="none",
             compile=False,
+            parallel=layout,
         )
         config = TypeAdapter(OptimizerConfig).validate_python(optimizer)
         self.optimizer = build_optimizer(config, self.model, blocks)
@@ -87,21 +89,21 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def trained(rank: int, world_size: int, optimizer: dict[str, Any], replicate: int) -> Arrays:
-    training = Training(optimizer, replicate)
+def trained(rank: int, world_size: int, optimizer: Section, parallel: Section) -> Arrays:
+    training = Training(optimizer, parallel)
     training.steps(0, 6)
     return training.full()
 
 
 def all_trained(
-    rank: int, world_size: int, optimizers: dict[str, dict[str, Any]], replicate: int
+    rank: int, world_size: int, optimizers: dict[str, Section], parallel: Section
 ) -> dict[str, Arrays]:
-    return {name: trained(rank, world_size, o, replicate) for name, o in optimizers.items()}
+    return {name: trained(rank, world_size, o, parallel) for name, o in optimizers.items()}
 
 
-def collectives_of_a_step(rank: int, world_size: int, optimizer: dict[str, Any]) -> dict[str, int]:
+def collectives_of_a_step(rank: int, world_size: int, optimizer: Section) -> dict[str, int]:
     """How many of each kind the optimizer makes itself."""
-    training = Training(optimizer)
+    training = Training(optimizer, {})
     ids = torch.arange(ROWS) % VOCABULARY
     training.model(ids).sum().backward()
     wrapped = {name: patch.object(dist, name, wraps=getattr(dist, name)) for name in COLLECTIVES}
@@ -112,9 +114,11 @@ def collectives_of_a_step(rank: int, world_size: int, optimizer: dict[str, Any])
     return {name: spy.call_count for name, spy in seen.items() if spy.call_count}
 
 
-def saved_and_gone_on(rank: int, size: int, optimizer: dict[str, Any], url: str) -> list[Arrays]:
+def saved_and_gone_on(
+    rank: int, size: int, optimizer: Section, parallel: Section, url: str
+) -> list[Arrays]:
     """The state that was saved, and that three steps later."""
-    training = Training(optimizer)
+    training = Training(optimizer, parallel)
     training.steps(0, 3)
     saving = DurableSaver(Storage(url), keep_last=1, keep_best=False, warn=pytest.fail)
     saving.save(training_state(training.model, training.optimizer), step=3, samples=3, tokens=3)
@@ -124,9 +128,11 @@ def saved_and_gone_on(rank: int, size: int, optimizer: dict[str, Any], url: str)
     return [before, training.full()]
 
 
-def restored_and_gone_on(rank: int, size: int, optimizer: dict[str, Any], url: str) -> list[Arrays]:
+def restored_and_gone_on(
+    rank: int, size: int, optimizer: Section, parallel: Section, url: str
+) -> list[Arrays]:
     """The state that was restored, and that three steps later."""
-    training = Training(optimizer)
+    training = Training(optimizer, parallel)
     storage = Storage(url)
     (commit,) = commits(storage)
     restore(storage, commit, training.model, training.optimizer)

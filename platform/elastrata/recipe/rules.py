@@ -22,6 +22,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_target(recipe),
         *_replicas(recipe),
         *_virtual_ranks(recipe),
+        *_reduction(recipe),
         *_clip(recipe),
     ]
 
@@ -121,7 +122,7 @@ def _sizes(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
 
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
     replicate = recipe.parallel.replicate
-    if replicate > recipe.workers.max:
+    if replicate != "all" and replicate > recipe.workers.max:
         yield (
             ("parallel", "replicate"),
             f"parallel.replicate: {replicate}: expected at most workers.max ({recipe.workers.max})",
@@ -145,10 +146,10 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
             "workers.threads: None: parallel.virtual_ranks needs a number, such as 1, as sums "
             "depend on it",
         )
-    if recipe.parallel.replicate > 1:
+    if recipe.parallel.replicate != 1:
         yield (
             ("parallel", "replicate"),
-            f"parallel.replicate: {recipe.parallel.replicate}: expected 1 where "
+            f"parallel.replicate: {recipe.parallel.replicate!r}: expected 1 where "
             "parallel.virtual_ranks is set, as copies would add up in another order",
         )
     optimizer = recipe.optimizer
@@ -172,6 +173,23 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _reduction(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.parallel
+    named = []
+    if parallel.reduce_dtype != "fp32":
+        named.append(("reduce_dtype", repr(parallel.reduce_dtype), "fp32"))
+    if parallel.overlap_on_cpu:
+        named.append(("overlap_on_cpu", "True", "false"))
+    for name, value, wanted in named:
+        given = f"parallel.{name}: {value}: expected {wanted} where"
+        if parallel.virtual_ranks is not None:
+            reason = "parallel.virtual_ranks is set, which adds up in an order and in fp32"
+            yield ("parallel", name), f"{given} {reason}"
+        if recipe.clip.method == "bucketwise":
+            reason = "clip.method is bucketwise, which sees every bucket before or after its sum"
+            yield ("parallel", name), f"{given} {reason}"
+
+
 def _clip(recipe: Recipe) -> Iterator[Problem]:
     if recipe.clip.scope != "local":
         return
@@ -181,7 +199,13 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
     replicate, workers = recipe.parallel.replicate, recipe.workers
-    if replicate > 1 and workers.min <= replicate <= workers.max:
+    if replicate == "all":
+        yield (
+            ("clip", "scope"),
+            "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
+            "model on one worker is never clipped before its sum",
+        )
+    elif replicate > 1 and workers.min <= replicate <= workers.max:
         yield (
             ("clip", "scope"),
             f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "

@@ -15,18 +15,34 @@ from torch.utils.checkpoint import checkpoint
 
 from elastrata.recipe.config import Config
 from elastrata.training.ordered_reduction import OrderedReduceScatter
+from elastrata.training.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
 from elastrata_pipelines.virtual_ranks import num_rounds
 
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What parameters are applied in."""
+_KEEPS_PARAMETERS = "_keeps_parameters"
+"""On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
 
 
 class ParallelConfig(Config):
-    """How the workers divide the model among them."""
+    """How the workers divide the model among them, and what they send each other."""
 
-    replicate: PositiveInt = 1
-    """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP."""
+    replicate: PositiveInt | Literal["all"] = 1
+    """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
+    whole copy on every worker, which sends gradients and no parameters."""
+    reshard_after_forward: bool = True
+    """Drop a block's gathered parameters after its forward pass and gather them again for its
+    backward pass. false: gather once a step and keep them over all its micro-batches, in memory
+    for one more copy of the model."""
+    reduce_dtype: Precision = "fp32"
+    """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
+    are added up over micro-batches, clipped and applied in fp32."""
+    prefetch: PositiveInt | None = None
+    """Gather the parameters of so many blocks ahead. Default: FSDP2's way, one."""
+    overlap_on_cpu: bool = False
+    """On CPUs, too, gather parameters and sum gradients while the model is computed. FSDP2 waits
+    there for each message; on GPUs it never does."""
     virtual_ranks: PositiveInt | None = None
     """Divides every global batch into so many parts, whatever the number of workers, and adds up
     their gradients in the order of the parts: losses are then equal to the bit at any number of
@@ -35,14 +51,15 @@ class ParallelConfig(Config):
     AdamW with `optimizer.fused: false`."""
 
 
-def data_mesh(device_type: str, world_size: int, replicate: int) -> DeviceMesh:
+def data_mesh(device_type: str, world_size: int, replicate: int | Literal["all"]) -> DeviceMesh:
     """The mesh of the data axis: [shard], or [replicate, shard] for HSDP.
 
     Where `replicate` does not divide the world size, as it may be for a while after a shrink, the
     model is sharded over all workers.
     """
-    if replicate > 1 and world_size % replicate == 0:
-        shape = (replicate, world_size // replicate)
+    copies = world_size if replicate == "all" else replicate
+    if copies > 1 and world_size % copies == 0:
+        shape = (copies, world_size // copies)
         return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
 
@@ -55,7 +72,7 @@ def parallelize(
     precision: Precision,
     activation_checkpointing: Literal["none", "full"],
     compile: bool,
-    virtual_ranks: int | None = None,
+    parallel: ParallelConfig,
 ) -> nn.Module:
     """Checkpointing, then compilation, then FSDP2 on every block and on what is left.
 
@@ -70,20 +87,54 @@ def parallelize(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    overlap = parallel.overlap_on_cpu and mesh.device_type == "cpu"
+    reduction = _reduction(mesh, parallel.reduce_dtype, overlap)
+    shards = mesh["shard"] if reduction else mesh  # ours sums over copies itself
+    reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
+    for module in (*blocks, model):
+        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+    setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if virtual_ranks and mesh.size() > 1:
-                rounds = num_rounds(virtual_ranks, mesh.size())
+            if parallel.virtual_ranks and mesh.size() > 1:
+                rounds = num_rounds(parallel.virtual_ranks, mesh.size())
                 module.set_custom_reduce_scatter(OrderedReduceScatter(rounds))
+            elif reduction:
+                reduction.attach(module)
+            if overlap:
+                module.set_custom_all_gather(BackgroundAllGather())
+    if parallel.prefetch or overlap:
+        _prefetch(model, blocks, parallel.prefetch or 1)
     return model
 
 
+def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:
+    """None where FSDP2's own will do."""
+    if dtype == "fp32" and not overlap:
+        return None
+    then = DuringBackward() if overlap else at_once
+    copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
+    return Reduction(DTYPES[dtype], then, copies)
+
+
+def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Both passes begin with what is left of the model beside its blocks."""
+    forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
+    backward = [forward[0], *reversed(forward[1:])]
+    for place in range(len(forward)):
+        following = slice(place + 1, place + 1 + ahead)
+        forward[place].set_modules_to_forward_prefetch(forward[following])
+        backward[place].set_modules_to_backward_prefetch(backward[following])
+
+
 def synchronize_gradients(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks or adds them up locally."""
+    """Whether the next backward pass reduces gradients over ranks or adds them up locally.
+
+    In the latter case a model that keeps its parameters does so until the one after it.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+        if getattr(model, _KEEPS_PARAMETERS, False):
+            model.set_reshard_after_backward(wanted)

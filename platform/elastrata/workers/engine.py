@@ -31,7 +31,7 @@ def sharded_model(
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile and abilities(device).can_compile,
-        virtual_ranks=recipe.parallel.virtual_ranks,
+        parallel=recipe.parallel,
     )
 
 

@@ -1,0 +1,449 @@
+"""Tokens/s over a slow network, by what is sent and when.
+
+    python benchmarks/slow_network.py DATA_SET
+
+Two network namespaces, joined by a cable whose ends send at a limited rate (Linux: veth and tc's
+token bucket; needs root and Debian's iproute2). In each one gloo rank with one thread, both
+training BERT-mini on DATA_SET, which `elastrata prepare bert/wikitext-mini` wrote, through
+the engine's own step. In every round each technique takes one step; medians over the rounds.
+
+compute: the same step on a model of one's own, so that nothing is sent.
+communication: the messages of one step, again, one after the other, without computation.
+hidden: the share of the communication that the step does not take longer for,
+1 - (step - compute) / communication; null where the communication is too short to tell.
+sent: what one end really sent in a step, by the device's own count.
+
+errors: how far bf16 sums are from fp32, over 100 steps.
+
+Writes results/slow_network.json and .png after every part; the parts that are not measured again
+stay in it as they were. The part 100M takes nine minutes, each other one about one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from clipping import steps_of
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.training.clip import Clip, build_clip
+from elastrata.training.optimizer import build_optimizer
+from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.step import reduce_sums, train_step
+
+RANKS = 2
+RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}
+"""In megabits per second; 0: no limit."""
+ERRORS = "errors"
+RESULT = RESULTS / "slow_network.json"
+ADDRESSES, PORT = ("10.77.77.1", "10.77.77.2"), 29511
+PATIENCE = timedelta(seconds=120)
+MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
+PROBE_BYTES = 8 * 2**20
+SHORTEST_TO_TELL = 0.2
+"""Communication shorter than this share of the computation is lost in its noise."""
+LOSS_STEPS, LOSS_BATCH = 100, 8
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What differs between the runs."""
+
+    parallel: Mapping[str, Any]
+    micro_batches: int = 4
+    """In a step, on every rank."""
+    precision: str = "fp32"
+    sum_every: bool = False
+    """Sums gradients after every micro-batch, not once a step."""
+    alone: bool = False
+    """Each rank trains a model of its own and sends nothing."""
+
+
+KEPT = {"reshard_after_forward": False}
+COPIES = {"replicate": "all"}
+BF16 = {"reduce_dtype": "bf16"}
+OVERLAP = {"overlap_on_cpu": True}
+TECHNIQUES = {
+    "FSDP, sums every micro-batch": Technique({}, sum_every=True),
+    "FSDP": Technique({}),
+    "FSDP, overlap": Technique(OVERLAP),
+    "FSDP, kept": Technique(KEPT),
+    "FSDP, kept, bf16 sums": Technique({**KEPT, **BF16}),
+    "FSDP, kept, bf16 sums and gathers": Technique({**KEPT, **BF16}, precision="bf16"),
+    "FSDP, kept, bf16 sums, overlap": Technique({**KEPT, **BF16, **OVERLAP}),
+    "copies": Technique(COPIES),
+    "copies, bf16 sums": Technique({**COPIES, **BF16}),
+    "copies, bf16 sums, overlap": Technique({**COPIES, **BF16, **OVERLAP}),
+    "copies, bf16 sums, overlap, 8 micro-batches": Technique(
+        {**COPIES, **BF16, **OVERLAP}, micro_batches=8
+    ),
+}
+
+
+@contextmanager
+def network(megabits: int) -> Iterator[list[str]]:
+    """The names of two namespaces, joined by a cable that carries so much each way."""
+    names = [f"elastrata-{os.getpid()}-{end}" for end in range(RANKS)]
+    devices = [device_of(name) for name in names]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        end, other = [("name", d, "netns", n) for d, n in zip(devices, names, strict=True)]
+        ip("link", "add", *end, "type", "veth", "peer", *other)
+        for name, device, address in zip(names, devices, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/30", "dev", device)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", device, "up")
+            if megabits:
+                burst = max(2**17, megabits * 1_000_000 // 8 // 250)
+                limit = f"tbf rate {megabits}mbit burst {burst} latency 50ms"
+                tc = f"tc qdisc add dev {device} root {limit}"
+                ip("netns", "exec", name, *tc.split())
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def device_of(namespace: str) -> str:
+    return "el" + namespace.removeprefix("elastrata-")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Training:
+    """Step after step with one technique."""
+
+    def __init__(self, technique: Technique, rank: int, overrides: Sequence[str]) -> None:
+        recipe = load_recipe(
+            "bert/wikitext-mini",
+            [
+                f"batch_size={4 * RANKS * technique.micro_batches}",
+                "micro_batch_tokens=512",
+                f"precision={technique.precision}",
+                f"parallel={json.dumps(technique.parallel)}",
+                *overrides,
+            ],
+        )
+        self._manifest = training_data(recipe).train.manifest
+        self._workload, self._technique, self._seed = recipe.workload, technique, recipe.seed
+        torch.manual_seed(recipe.seed)
+        self.model = self._workload.build_model(self._manifest.vocabulary, self._manifest.seq_len)
+        whole = data_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
+        parallelize(
+            self.model,
+            self._workload.blocks(self.model),
+            whole["shard"] if technique.alone else whole,
+            precision=recipe.precision,
+            activation_checkpointing="none",
+            compile=False,
+            parallel=recipe.parallel,
+        )
+        blocks = self._workload.blocks(self.model)
+        self._optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
+        self.clip: Clip = build_clip(recipe.clip, self.model)
+        self._steps = steps_of(recipe, rank, RANKS)
+
+    def step(self) -> dict[str, float]:
+        """Seconds of one step, tokens of both ranks in it, and the loss."""
+        part = next(self._steps)
+        vocabulary = self._manifest.vocabulary
+        batches = [
+            self._workload.collate(rows, vocabulary, self._seed) for rows in part.micro_batches
+        ]
+        weight = sum(batch.weights["mlm"] for batch in batches)
+        sums = reduce_sums({"mlm": weight, "tokens": len(part.rows.tokens)}, torch.device("cpu"))
+        dist.barrier()
+        started = time.perf_counter()
+        result = train_step(
+            self.model,
+            self._optimizer,
+            self._workload,
+            batches,
+            weights={"mlm": sums["mlm"]},
+            clip=self.clip,
+            rounds=len(batches) if self._technique.sum_every else 1,
+        )
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "tokens": sums["tokens"], "loss": result.loss.total}
+
+
+@contextmanager
+def recorded(messages: list[Callable[[], Any]]) -> Iterator[None]:
+    """Adds, for every message that is sent meanwhile, one that sends zeros in its place."""
+
+    def recording(message: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            blank = [torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args]
+            named = {
+                key: torch.zeros_like(value) if isinstance(value, Tensor) else value
+                for key, value in kwargs.items()
+            }
+            messages.append(lambda: message(*blank, **{**named, "async_op": False}))
+            return message(*args, **kwargs)
+
+        return record
+
+    with ExitStack() as stack:
+        for name in MESSAGES:
+            stack.enter_context(patch.object(dist, name, recording(getattr(dist, name))))
+        yield
+
+
+def seconds_to_send(messages: Sequence[Callable[[], Any]], times: int) -> float:
+    """Median seconds of these messages, one after the other."""
+    seconds = []
+    for _ in range(times):
+        dist.barrier()
+        started = time.perf_counter()
+        for message in messages:
+            message()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def sent_bytes(device: str) -> int:
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+
+
+def measured_megabits() -> float:
+    """Per second, one way: there and back, one after the other."""
+    payload = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    there_and_back = [partial(dist.broadcast, payload, src=rank) for rank in range(RANKS)]
+    seconds = seconds_to_send(there_and_back, 5)
+    return round(RANKS * PROBE_BYTES * 8 / seconds / 1e6, 1)
+
+
+def measure_rate(
+    rank: int, device: str, overrides: Sequence[str], names: Sequence[str], rounds: int
+) -> dict[str, Any]:
+    """Every technique over the network as it is."""
+    chosen = {name: TECHNIQUES[name] for name in names}
+    baselines = {
+        (t.micro_batches, t.precision): Training(
+            Technique({}, t.micro_batches, t.precision, alone=True), rank, overrides
+        )
+        for t in chosen.values()
+    }
+    trainings = {name: Training(t, rank, overrides) for name, t in chosen.items()}
+    messages: dict[str, list[Callable[[], Any]]] = {name: [] for name in trainings}
+    for name, training in trainings.items():
+        with recorded(messages[name]):
+            training.step()
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in trainings}
+    sent: dict[str, list[int]] = {name: [] for name in trainings}
+    alone: dict[tuple[int, str], list[float]] = {key: [] for key in baselines}
+    for _ in range(rounds + 1):  # the first to warm up
+        for key, baseline in baselines.items():
+            alone[key].append(baseline.step()["seconds"])
+        for name, training in trainings.items():
+            before = sent_bytes(device)
+            steps[name].append(training.step())
+            sent[name].append(sent_bytes(device) - before)
+    found = {}
+    for name, technique in chosen.items():
+        compute = statistics.median(alone[technique.micro_batches, technique.precision][1:])
+        seconds = statistics.median(step["seconds"] for step in steps[name][1:])
+        alone_seconds = seconds_to_send(messages[name], 3)
+        tellable = alone_seconds > SHORTEST_TO_TELL * compute
+        found[name] = {
+            "tokens_per_second": round(
+                statistics.median(step["tokens"] / step["seconds"] for step in steps[name][1:]), 1
+            ),
+            "seconds": round(seconds, 4),
+            "seconds_of_steps": [round(step["seconds"], 4) for step in steps[name][1:]],
+            "compute_seconds": round(compute, 4),
+            "communication_seconds": round(alone_seconds, 4),
+            "hidden": round(1 - (seconds - compute) / alone_seconds, 3) if tellable else None,
+            "sent_megabytes": round(statistics.median(sent[name][1:]) / 1e6, 2),
+            "messages": len(messages[name]),
+        }
+    return {"measured_megabits_per_second": measured_megabits(), "techniques": found}
+
+
+class Watched:
+    """A clip that keeps the gradient it was given, and leaves it as it is."""
+
+    def __init__(self, training: Training) -> None:
+        self._parameters = list(training.model.parameters())
+        self._clip = training.clip
+        self.gradient = torch.zeros(0)
+
+    def before_backward(self, share: float) -> None:
+        self._clip.before_backward(share)
+
+    def after_backward(self) -> Tensor:
+        gradients = [p.grad for p in self._parameters if isinstance(p.grad, DTensor)]
+        self.gradient = torch.cat([g.full_tensor().flatten().clone() for g in gradients])
+        return self._clip.after_backward()
+
+
+def measure_errors(
+    rank: int, device: str, overrides: Sequence[str], names: Sequence[str], rounds: int
+) -> dict[str, Any]:
+    """bf16 sums beside fp32: the first step's gradient, and the losses."""
+    ways = {"fp32": {}, "sharded": BF16, "copies": {**BF16, **COPIES}}
+    gradients, losses = {}, {}
+    for name, parallel in ways.items():
+        small = [f"batch_size={LOSS_BATCH}", *overrides]
+        training = Training(Technique(parallel), rank, small)
+        plain = training.clip
+        training.clip = watched = Watched(training)
+        losses[name] = [training.step()["loss"]]
+        gradients[name], training.clip = watched.gradient, plain
+        losses[name] += [training.step()["loss"] for _ in range(LOSS_STEPS - 1)]
+    exact = gradients["fp32"]
+    return {
+        name: {
+            "relative_error_of_the_gradient": float(
+                (gradients[name] - exact).norm() / exact.norm()
+            ),
+            "largest_relative_difference_of_a_loss": max(
+                abs(a - b) / b for a, b in zip(losses[name], losses["fp32"], strict=True)
+            ),
+            "mean_of_the_last_10_losses": round(statistics.fmean(losses[name][-10:]), 4),
+        }
+        for name in ways
+    }
+
+
+MEASUREMENTS = {"rate": measure_rate, "errors": measure_errors}
+
+
+def on_rank(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{ADDRESSES[0]}:{PORT}",
+        rank=arguments.rank,
+        world_size=RANKS,
+        timeout=PATIENCE,
+    )
+    overrides = [f"data.path={arguments.data_set}", *arguments.overrides]
+    measure = MEASUREMENTS[arguments.measurement]
+    device = os.environ["GLOO_SOCKET_IFNAME"]
+    found = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
+    if arguments.rank == 0:
+        Path(arguments.found).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 found over a cable of that rate."""
+    with tempfile.TemporaryDirectory() as folder, network(megabits) as names:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, __file__, arguments.data_set, *arguments.overrides]
+        command += ["--measurement", measurement, "--found", str(found)]
+        command += ["--rounds", str(arguments.rounds), "--techniques", *arguments.techniques]
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command, "--rank", str(rank)],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": device_of(name)},
+            )
+            for rank, name in enumerate(names)
+        ]
+        try:
+            codes = [process.wait() for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"a rank ended with {codes}")
+        result: dict[str, Any] = json.loads(found.read_text())
+        return result
+
+
+def draw(rates: Mapping[str, Any], path: Path) -> None:
+    """A group of bars for every rate: tokens/s over those of the computation alone."""
+    figure = Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = [
+        name
+        for name, technique in TECHNIQUES.items()
+        if technique.micro_batches == 4
+        and all(name in rate["techniques"] for rate in rates.values())
+    ]
+    width = 0.85 / len(names)
+    for order, name in enumerate(names):
+        found = [rate["techniques"][name] for rate in rates.values()]
+        shares = [one["compute_seconds"] / one["seconds"] for one in found]
+        places = [place + (order - len(names) / 2) * width for place in range(len(rates))]
+        axes.bar(places, shares, width, label=name)
+    axes.set_xticks(range(len(rates)), list(rates))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("speed beside no communication")
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
+    figure.savefig(path)
+
+
+def write(part: str, found: dict[str, Any]) -> None:
+    """Puts a part beside those that were measured before."""
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    measured_rates = {**known.get("rates", {}), **({part: found} if part in RATES else {})}
+    errors = found if part == ERRORS else known.get(ERRORS)
+    figures = {
+        "ranks": RANKS,
+        "rates": {name: measured_rates[name] for name in RATES if name in measured_rates},
+        **({ERRORS: errors} if errors else {}),
+    }
+    draw(figures["rates"], RESULT.with_suffix(".png"))
+    write_result(RESULT.stem, figures, ("elastrata", "torch"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data_set")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", nargs="*", choices=[*RATES, ERRORS], default=[*RATES, ERRORS])
+    parser.add_argument("--techniques", nargs="*", choices=TECHNIQUES, default=[*TECHNIQUES])
+    parser.add_argument("--only-print", action="store_true", help="write no result")
+    parser.add_argument("--measurement", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--found", help=argparse.SUPPRESS)
+    arguments = parser.parse_intermixed_args()
+    if arguments.measurement:
+        on_rank(arguments)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go, too
+    arguments.data_set = str(Path(arguments.data_set).resolve())
+    for part in arguments.parts:
+        kind = "rate" if part in RATES else "errors"
+        found = measured(kind, RATES.get(part, 0), arguments)
+        if arguments.only_print:
+            print(json.dumps(found))
+        else:
+            write(part, found)
+
+
+if __name__ == "__main__":
+    main()
