@@ -2,9 +2,11 @@
 
     python benchmarks/gpu_bert.py wikipedia_lengths_512.json
 
-Not run on a GPU yet: there was none. What was run is every line of it but those for CUDA, by
+Not run on a GPU yet: there was none. To try all of it but what CUDA does, with a tiny model:
 
     python benchmarks/gpu_bert.py wikipedia_lengths_512.json --device cpu --tiny
+
+Of that the parts were run one by one, not yet the whole.
 
 The file holds a histogram of lengths, see `--lengths` in docs/commands.md. No data set is needed,
 nor Ray, nor MLflow. Every case has a process of its own. `--parts` runs some only, into a file of

@@ -91,6 +91,6 @@ def test_a_run_goes_on_with_another_kernel(tmp_path: Path) -> None:
         values = tiny_recipe(tmp_path, tmp_path)
         return Recipe.model_validate({**values, "workload": {**values["workload"], **keys}})
 
-    run, identity = Storage(str(tmp_path)), RunIdentity(name="run", data="", data_fingerprint="f")
+    run, identity = Storage(str(tmp_path)), RunIdentity(name="run", data=())
     write_identity(run, identity, recipe(attention="varlen"))
     check_same_run(run, identity, recipe(attention="dense"), "f")

@@ -15,6 +15,7 @@ _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 PEAK_BF16_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 data sheet, dense
     "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, dense
+    "H100 NVL": 835e12,  # NVIDIA H100 data sheet, dense
     "H100": 989e12,  # NVIDIA H100 SXM data sheet, dense
     "H200": 989e12,  # NVIDIA H200 data sheet, dense
 }
