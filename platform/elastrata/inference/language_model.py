@@ -65,7 +65,9 @@ def _load(folder: Path, place: str) -> LanguageModel:
     config: Any = AutoConfig.from_pretrained(folder)
     kind = (config.architectures or [config.model_type])[0]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise UserError(f"{place}: a {kind}: expected a model that predicts the next token, as gpt")
+        raise UserError(
+            f"{place}: a {kind}: expected one that predicts the next token, as gpt does"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{place}: has no tokenizer (tokenizer.json is missing)")
     tokenizer = load_tokenizer(str(folder))
