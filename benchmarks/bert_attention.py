@@ -27,8 +27,9 @@ from torch.nn.utils.rnn import pad_sequence
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
-from elastrata_workloads.bert.attention import attention
-from elastrata_workloads.bert.batch import BertBatch, Segments
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.segments import Segments
 
 Form = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 

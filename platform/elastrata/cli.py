@@ -16,6 +16,7 @@ from elastrata.commands.audit import audit
 from elastrata.commands.bench import bench
 from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
+from elastrata.commands.generate import generate
 from elastrata.commands.inspect import inspect
 from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
@@ -27,6 +28,8 @@ from elastrata_pipelines.errors import UserError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
+_COMMANDS = (quickstart, prepare, inspect, train, status, audit, export, generate, doctor, schema)
+
 app = typer.Typer(
     name="elastrata",
     help="Elastic pre-training of transformer language models on Ray.",
@@ -34,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _command in (quickstart, prepare, inspect, train, status, audit, export, doctor, schema):
+for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(bench)
 

@@ -57,6 +57,8 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["inspect", "nowhere"], "no data set here (manifest.json is missing)"),
         (["export", "nowhere", "--out", "x"], "no run here"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: neither a run"),
+        (["generate", "nowhere"], "expected --prompt TEXT to continue, or --file PATH"),
         (["bench", "setp"], "No such command 'setp'. Did you mean 'step'?"),
         (["bench", "step", "bert/tiny", "--lengths", "ful"], "--lengths: ful: expected data, full"),
         (["bench", "step", "bert/tiny", "--lengths", "data"], "no data set here"),

@@ -93,6 +93,15 @@ class TokenizerFiles:
         frame = tuple(framed[:at]), tuple(framed[begin : begin + middle])
         return PairFrame(*frame, tuple(framed[begin + middle + len(second) :]))
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        return self._ids(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        text: str = self._parsed.decode(list(ids), skip_special_tokens=True)
+        return text
+
     def _ids(self, *texts: str, special: bool = False) -> list[int]:
         ids: list[int] = self._parsed.encode(*texts, add_special_tokens=special).ids
         return ids

@@ -24,7 +24,7 @@ def show_model(console: Console, name: str, recipe: Recipe, found: ModelInspecti
 def _show_groups(console: Console, found: ModelInspection) -> None:
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2), header_style="bold")
+    table = Table(box=None, padding=(0, 1), header_style="bold")
     for heading in ("parameters", "updated by", "weight decay"):
         table.add_column(heading)
     for heading in ("tensors", "numbers"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastrata_workloads.bert.dropout import HiddenDropout, token_feature_hash
+from elastrata_workloads.unpadded.dropout import HiddenDropout, token_feature_hash
 
 KEYS = torch.randint(-(2**63), 2**63 - 1, (4000,))
 

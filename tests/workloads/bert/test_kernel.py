@@ -8,10 +8,10 @@ from torch import Tensor
 
 from elastrata.training.device import Abilities
 from elastrata_workloads.bert import Bert
-from elastrata_workloads.bert import attention as attention_module
-from elastrata_workloads.bert.attention import attention
-from elastrata_workloads.bert.batch import Segments
-from elastrata_workloads.bert.kernel import has_varlen
+from elastrata_workloads.unpadded import attention as attention_module
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.kernel import has_varlen
+from elastrata_workloads.unpadded.segments import Segments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INSTEAD = "; dense instead, one call per run of samples of equal length"
@@ -67,7 +67,7 @@ def test_the_recipe_chooses_the_kernel(make_bert, make_rows, vocabulary, monkeyp
     """On a device that would have it: dense never calls it, the others do."""
     called = []
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         called.append(query)
         return value
 

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastrata_workloads.bert.attention import attention
-from elastrata_workloads.bert.batch import BertBatch, Segments
-from elastrata_workloads.bert.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.segments import Segments
 
 
 class BertModel(nn.Module):

@@ -15,10 +15,9 @@ from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.sample_rng import SampleRng
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import Ints, MaskingRule, choose, replace, tables
+from elastrata_workloads.unpadded.batch import FILLER_TOKENS
 
 _DROPOUT = 3
-_FILLER_TOKENS = 2
-"""Not 1: torch.compile would compile every block once more for a dimension of size 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +68,17 @@ class Objective:
 
     def _filler(self, pad_id: int) -> BertBatch:
         """The micro-batch without samples."""
-        zeros = torch.zeros(_FILLER_TOKENS, dtype=torch.int64)
+        zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
         nothing = zeros[:0]
         pairs = nothing if self.next_sentence else None
         return BertBatch(
             weights={"mlm": 0.0, "nsp": 0.0} if self.next_sentence else {"mlm": 0.0},
-            num_positions=_FILLER_TOKENS,
+            num_positions=FILLER_TOKENS,
             input_ids=torch.full_like(zeros, pad_id),
-            positions=torch.arange(_FILLER_TOKENS),
+            positions=torch.arange(FILLER_TOKENS),
             token_types=zeros if self.next_sentence else None,
-            offsets=torch.tensor([0, _FILLER_TOKENS], dtype=torch.int32),
-            segment_lengths=(_FILLER_TOKENS,),
+            offsets=torch.tensor([0, FILLER_TOKENS], dtype=torch.int32),
+            segment_lengths=(FILLER_TOKENS,),
             predicted=nothing,
             targets=nothing,
             sample_starts=pairs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata_workloads.bert.kernel import Kernel
+from elastrata_workloads.unpadded.kernel import Kernel
 
 
 @dataclass(frozen=True, kw_only=True)

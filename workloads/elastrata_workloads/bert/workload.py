@@ -17,10 +17,11 @@ from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
-from elastrata_workloads.bert.kernel import Kernel, has_varlen
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.kernel import Kernel, substitution
+from elastrata_workloads.unpadded.sizes import check_divides
 
 if TYPE_CHECKING:
     from elastrata_workloads.bert.model import BertModel
@@ -69,13 +70,7 @@ class Bert(Workload):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Bert:
-        if self.hidden_size % self.num_heads:
-            fitting = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
-            closest = min(fitting, key=lambda n: abs(n - self.num_heads))
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}); "
-                f"the nearest that does is {closest}"
-            )
+        check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
         return self
 
     def problems(self, manifest: Manifest) -> list[str]:
@@ -102,14 +97,7 @@ class Bert(Workload):
 
     def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
-        if self.attention != "varlen" or has_varlen(abilities.capability, dtype):
-            return []
-        lacks = has_varlen(abilities.capability, torch.bfloat16)
-        where = "fp32" if lacks else abilities.device
-        return [
-            f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
-            "run of samples of equal length"
-        ]
+        return substitution(self.attention, abilities, dtype)
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""

@@ -1,0 +1,82 @@
+"""A trained language model with its tokenizer, from a run or from an exported folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from elastrata.checkpoints.export import export
+from elastrata.runs.folder import RUN_FILE
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.packing import Frame
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A model that gives every next token a probability."""
+
+    network: Any
+    """A causal language model of transformers, in fp32."""
+    tokenizer: TokenizerFiles
+    frame: Frame
+    """What stood around a text in training."""
+    max_positions: int
+    """Most tokens that it sees at once."""
+    device: torch.device
+
+
+def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageModel:
+    """Loads a model onto the GPU, where there is one.
+
+    Args:
+        place: folder or URL of a run, or an exported folder.
+        checkpoint: of a run: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Raises:
+        UserError: there is no such model or checkpoint, or it predicts no next tokens.
+    """
+    if Storage(place).exists(RUN_FILE):
+        with TemporaryDirectory() as scratch:
+            return _load(export(place, Path(scratch) / "model", checkpoint=checkpoint), place)
+    if not (Path(place) / "config.json").is_file():
+        raise UserError(
+            f"{place}: neither a run ({RUN_FILE} is missing) nor an exported model (config.json is "
+            "missing)"
+        )
+    if checkpoint != "newest":
+        raise UserError(f"--checkpoint: {checkpoint}: {place} is an exported model and has but one")
+    return _load(Path(place), place)
+
+
+def _load(folder: Path, place: str) -> LanguageModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging
+
+    quiet: Any = logging  # transformers does not annotate these two
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    config: Any = AutoConfig.from_pretrained(folder)
+    kind = (config.architectures or [config.model_type])[0]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise UserError(
+            f"{place}: a {kind}: expected one that predicts the next token, as gpt does"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{place}: has no tokenizer (tokenizer.json is missing)")
+    tokenizer = load_tokenizer(str(folder))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    return LanguageModel(
+        network=network.to(device).eval(),
+        tokenizer=tokenizer,
+        frame=tokenizer.frame(),
+        max_positions=config.max_position_embeddings,
+        device=device,
+    )

@@ -1,0 +1,145 @@
+"""Exported folders in the hands of transformers, and folders of transformers in ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Vocabulary
+from elastrata_workloads.gpt.load import from_transformers
+
+# fp32 sums taken in another order: a few units in the last place of logits of size about 1.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"bos_token_id": 0, "eos_token_id": 0, "n_positions": 64, **SIZES}
+LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2, **SIZES}
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path, vocabulary) -> Path:
+    words = ["<end>", *(f"w{i}" for i in range(1, vocabulary.size))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("style", "changes"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"embedding_multiple": 64}),
+        ("gpt2", {"bias": False, "tied_embeddings": False, "embedding_multiple": 64}),
+        ("llama", {"embedding_multiple": 64}),
+        ("llama", {"tied_embeddings": True, "bias": True, "rotary_base": 500.0}),
+    ],
+)
+def test_export_loads_whole_and_gives_equal_logits(
+    make_gpt, make_rows, vocabulary, tokenizer_folder, tmp_path, style, changes
+) -> None:
+    gpt = make_gpt(style, **changes)
+    model = gpt.build_model(vocabulary, 64)
+    gpt.export(model.state_dict(), vocabulary, 64, tokenizer_folder, tmp_path / "model")
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert loaded.config.eos_token_id == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("w3 w4")["input_ids"] == [3, 4]
+
+    batch = gpt.collate(make_rows([64]), vocabulary, seed=0)
+    theirs = loaded.eval()(batch.input_ids[None]).logits[0, batch.predicted]
+    torch.testing.assert_close(model.eval()(batch), theirs, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2, n_inner=40, tie_word_embeddings=False)),
+        lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+        lambda: LlamaForCausalLM(
+            LlamaConfig(
+                **LLAMA,
+                attention_bias=True,
+                mlp_bias=True,
+                tie_word_embeddings=True,
+                rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            )
+        ),
+    ],
+    ids=["gpt2", "gpt2 untied", "llama", "llama with biases"],
+)
+def test_import_gives_equal_logits_and_exports_the_same(
+    make_rows, vocabulary, tmp_path, other
+) -> None:
+    theirs = other().eval()
+    with torch.no_grad():  # biases and norms as they are after training
+        for parameter in theirs.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "theirs")
+    gpt, state = from_transformers(tmp_path / "theirs")
+    model = gpt.build_model(vocabulary, 64)
+    model.load_state_dict(state)
+    batch = gpt.collate(make_rows([64]), vocabulary, seed=0)
+    expected = theirs(batch.input_ids[None]).logits[0, batch.predicted]
+    torch.testing.assert_close(model.eval()(batch), expected, **CLOSE)
+
+    gpt.export(model.state_dict(), vocabulary, 64, None, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(again.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (GPT2Config(**GPT2, activation_function="relu"), "has no activation_function relu"),
+        (GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse"),
+        (LlamaConfig(**LLAMA, attention_bias=True), "has no attention_bias unlike mlp_bias"),
+        (LlamaConfig(**LLAMA, head_dim=16), "has no head_dim 16"),
+        (
+            LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "factor": 2.0}),
+            "has no rope_type linear",
+        ),
+    ],
+)
+def test_models_with_other_parts_are_refused(tmp_path, config, line) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=line):
+        from_transformers(tmp_path)
+
+
+def test_another_kind_of_model_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="a bert: expected gpt2 or llama"):
+        from_transformers(tmp_path)
+
+
+def test_what_transformers_does_not_have_is_not_exported(make_gpt, tmp_path) -> None:
+    gpt = make_gpt("mixed")
+    vocabulary = Vocabulary(size=97, pad_id=0, mask_id=None, special_ids=(), continuation_ids=())
+    with pytest.raises(UserError) as caught:
+        gpt.export({}, vocabulary, 64, None, tmp_path / "model")
+    assert str(caught.value) == (
+        "workload: transformers has no such model: GPT-2 is without norm: rms, num_kv_heads; "
+        "Llama without positions: learned, activation: gelu"
+    )
+    assert not (tmp_path / "model").exists()

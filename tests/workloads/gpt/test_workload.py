@@ -1,0 +1,116 @@
+"""What the engine and its users are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from elastrata.training.device import Abilities
+from elastrata.training.evaluate import evaluate, evaluation_metrics
+from elastrata.training.workload import workload_class
+from elastrata_pipelines.format import Manifest
+from elastrata_workloads.gpt import Gpt
+
+
+@pytest.fixture
+def manifest(vocabulary) -> Manifest:
+    return Manifest(
+        samples=1,
+        tokens=2,
+        stripes=1,
+        stripe_size=1,
+        seq_len=1024,
+        seed=0,
+        packing="concat",
+        pairs=False,
+        token_dtype="uint16",
+        length_histogram=(0, 0, 1),
+        vocabulary=vocabulary,
+        tokenizer_fingerprint="",
+        sources=(),
+        files=(),
+    )
+
+
+def test_the_entry_point_is_gpt() -> None:
+    assert workload_class("gpt") is Gpt
+
+
+def test_the_defaults_are_gpt2_of_124_million(manifest) -> None:
+    gpt = Gpt(name="gpt")
+    assert gpt.problems(manifest) == []
+    shape = gpt.shape(50257)
+    assert (shape.num_kv_heads, shape.intermediate_size, shape.head_size) == (12, 3072, 64)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "published"), [(4096, 11008), (5120, 13824), (6656, 17920), (8192, 22016)]
+)
+def test_the_usual_width_of_a_gated_feed_forward_is_llamas(hidden_size, published) -> None:
+    gpt = Gpt(hidden_size=hidden_size, num_heads=64, activation="swiglu")
+    assert gpt.shape(9).intermediate_size == published
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"hidden_size": 128, "num_heads": 3},
+            "num_heads (3) must divide hidden_size (128); the nearest that does is 2",
+        ),
+        (
+            {"hidden_size": 128, "num_heads": 8, "num_kv_heads": 3},
+            "num_kv_heads (3) must divide num_heads (8); the nearest that does is 2",
+        ),
+        (
+            {"hidden_size": 36, "num_heads": 12, "positions": "rotary"},
+            "hidden_size / num_heads (3) must be even with positions: rotary",
+        ),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"positions": "sinusoidal"}, "'learned' or 'rotary'"),
+        ({"activation": "relu"}, "'gelu' or 'swiglu'"),
+        ({"norm": "batch"}, "'layer' or 'rms'"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"hiden_size": 8}, "hiden_size"),
+    ],
+)
+def test_impossible_values_are_refused(values, message) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Gpt(**values)
+    assert message in str(caught.value)
+    assert caught.value.error_count() == 1
+
+
+def test_unfit_data_sets_are_refused_in_one_line(manifest) -> None:
+    longer = Manifest(**{**vars(manifest), "seq_len": 1025})
+    (line,) = Gpt().problems(longer)
+    assert "workload.max_positions: 1024, but this data set has samples of up to 1025" in line
+    pairs = Manifest(**{**vars(manifest), "pairs": True})
+    (line,) = Gpt().problems(pairs)
+    assert "prepare it without pairs" in line
+
+
+def test_a_kernel_that_is_not_there_is_told() -> None:
+    cpu = Abilities(device="this CPU", capability=None, has_bf16=True, missing_compiler=None)
+    (line,) = Gpt(attention="varlen").substitutions(cpu, torch.bfloat16)
+    assert line.startswith("workload.attention: varlen: there is none for this CPU")
+    assert Gpt().substitutions(cpu, torch.bfloat16) == []
+
+
+def test_an_evaluation_reports_what_the_recipe_may_name(make_gpt, make_rows, vocabulary) -> None:
+    gpt = make_gpt()
+    model = gpt.build_model(vocabulary, 64)
+    found = evaluate(model, gpt, [make_rows([9, 12, 30])], vocabulary, torch.device("cpu"))
+    reported = [f"eval/{term}_loss" for term in found.terms]
+    reported += [f"eval/{name}" for name in found.metrics]
+    assert sorted(evaluation_metrics(gpt)) == sorted(["eval/loss", *reported])
+
+
+def test_reading_a_recipe_imports_neither_transformers_nor_torchs_compiler() -> None:
+    code = "import sys, elastrata_workloads.gpt; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "torch._dynamo"} & set(run.stdout.split())

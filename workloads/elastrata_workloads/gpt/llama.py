@@ -1,0 +1,119 @@
+"""Llama as transformers has it: its configuration and its weights, to and from ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from elastrata_workloads.gpt.shape import GptShape
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+_OUTSIDE = {
+    "embeddings.tokens": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+"""Names within a block: ours and theirs."""
+
+
+def differences(shape: GptShape) -> list[str]:
+    """What a shape has that Llama cannot have, as recipe keys; empty: it is a Llama."""
+    found = {
+        "positions: learned": shape.positions != "rotary",
+        "activation: gelu": shape.activation != "swiglu",
+        "norm: layer": shape.norm != "rms",
+    }
+    return [key for key, differs in found.items() if differs]
+
+
+def to_config(shape: GptShape) -> dict[str, Any]:
+    """The arguments of transformers' LlamaConfig."""
+    return {
+        "vocab_size": shape.num_ids,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
+        "attention_bias": shape.bias,
+        "mlp_bias": shape.bias,
+        "initializer_range": shape.initializer_range,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+
+
+def from_config(config: Any) -> dict[str, Any]:
+    """The settings of the workload `gpt` for a LlamaConfig."""
+    return {
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_positions": config.max_position_embeddings,
+        "positions": "rotary",
+        "rotary_base": config.rope_parameters["rope_theta"],
+        "activation": "swiglu",
+        "norm": "rms",
+        "norm_eps": config.rms_norm_eps,
+        "bias": config.attention_bias,
+        "tied_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+    }
+
+
+def unsupported(config: Any) -> list[str]:
+    """What a LlamaConfig asks for that our model does not have; empty: it has all."""
+    rope_type = config.rope_parameters["rope_type"]
+    found = {
+        f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
+        f"rope_type {rope_type}": rope_type != "default",
+        f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
+        != config.hidden_size,
+        "attention_bias unlike mlp_bias": config.attention_bias != config.mlp_bias,
+    }
+    return [key for key, differs in found.items() if differs]
+
+
+def to_weights(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their state dict from ours: other names for the same tensors."""
+    names = _names(shape)
+    return {names[name]: value for name, value in state.items()}
+
+
+def from_weights(shape: GptShape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict from theirs."""
+    return {name: weights[there] for name, there in _names(shape).items() if there in weights}
+
+
+def _names(shape: GptShape) -> dict[str, str]:
+    """Their name of every parameter that a Llama can have, by ours."""
+    modules = dict(_OUTSIDE)
+    if shape.tied_embeddings:
+        del modules["head"]
+    for layer in range(shape.num_layers):
+        for name, their_name in _BLOCK.items():
+            modules[f"blocks.{layer}.{name}"] = f"model.layers.{layer}.{their_name}"
+    return {
+        f"{name}.{part}": f"{their_name}.{part}"
+        for name, their_name in modules.items()
+        for part in ("weight", "bias")
+    }

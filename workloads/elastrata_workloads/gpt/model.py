@@ -1,0 +1,186 @@
+"""GPT (Radford et al. 2019) and Llama (Touvron et al. 2023) on samples laid end to end.
+
+One decoder, composed of parts: learned or rotary positions, a feed-forward with GELU or SwiGLU,
+LayerNorm or RMSNorm before each half of a block, as many or fewer heads for key and value, a head
+of its own or the token embedding.
+
+Shapes: T tokens of the micro-batch, P predicted tokens, H heads, K heads of key and value,
+D = E / H, E hidden size, F feed-forward size, V ids.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastrata_workloads.gpt.batch import GptBatch
+from elastrata_workloads.gpt.rotary import rotated
+from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.segments import Segments
+
+
+class GptModel(nn.Module):
+    """Embeddings, blocks, norm and head."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embeddings = Embeddings(shape)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = norm(shape)
+        self.head = (
+            None
+            if shape.tied_embeddings
+            else nn.Linear(shape.hidden_size, shape.num_embeddings, bias=False)
+        )
+        self.initialize()
+
+    def forward(self, batch: GptBatch) -> Tensor:
+        """Logits of the predicted tokens, in fp32, shape [P, V]."""
+        hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
+        segments = batch.segments
+        for index, block in enumerate(self.blocks):
+            keys = layer_keys(batch.dropout_keys, index)
+            hidden = block(hidden, segments, batch.positions, keys)
+        hidden = self.norm(hidden.index_select(0, batch.predicted))
+        if self.head is None:
+            logits = F.linear(hidden, self.embeddings.tokens.weight)
+        else:
+            logits = self.head(hidden)
+        if self.shape.num_ids == self.shape.num_embeddings:
+            return logits.float()
+        # A copy even of fp32: FSDP2's backward hooks are lost on views.
+        return logits[:, : self.shape.num_ids].to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draws all parameters anew from torch's current generator.
+
+        As GPT-2 (Radford et al. 2019, section 2.3): the projections that add to the residual
+        stream, two in each of L blocks, are smaller by sqrt(2 L).
+        """
+        deviation = self.shape.initializer_range
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, deviation)
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.weight.fill_(1.0)
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                module.bias.zero_()
+        for module in self.modules():
+            if isinstance(module, Block):
+                for projection in (module.attention.output, module.feed_forward.down):
+                    projection.weight.normal_(0.0, deviation / math.sqrt(2 * self.shape.num_layers))
+
+
+class Embeddings(nn.Module):
+    """Token embeddings, with learned positions added where the model has them."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        learned = shape.positions == "learned"
+        self.tokens = nn.Embedding(shape.num_embeddings, shape.hidden_size)
+        self.positions = nn.Embedding(shape.max_positions, shape.hidden_size) if learned else None
+        self.dropout = HiddenDropout(shape.dropout, site=0)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        """Shape [T, E] from ids and positions of shape [T]."""
+        hidden: Tensor = self.tokens(input_ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(positions)
+        out: Tensor = self.dropout(hidden, dropout_keys)
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each with a norm before it and a residual connection."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.attention_norm = norm(shape)
+        self.attention = Attention(shape)
+        self.attention_dropout = HiddenDropout(shape.dropout, site=1)
+        self.feed_forward_norm = norm(shape)
+        gated = shape.activation == "swiglu"
+        self.feed_forward = GatedFeedForward(shape) if gated else FeedForward(shape)
+        self.feed_forward_dropout = HiddenDropout(shape.dropout, site=2)
+
+    def forward(
+        self, hidden: Tensor, segments: Segments, positions: Tensor, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """Shape [T, E] to [T, E]; positions of shape [T]."""
+        attended = self.attention(self.attention_norm(hidden), segments, positions)
+        hidden = hidden + self.attention_dropout(attended, dropout_keys)
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        out: Tensor = hidden + self.feed_forward_dropout(fed, dropout_keys)
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention with its projections."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        kv_size = shape.num_kv_heads * shape.head_size
+        self.head_size = shape.head_size
+        self.kernel = shape.attention
+        self.rotary_base = shape.rotary_base if shape.positions == "rotary" else None
+        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.key = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
+        self.value = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
+        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, hidden: Tensor, segments: Segments, positions: Tensor) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        # -1: under tensor parallelism a rank holds some of the heads only.
+        heads = (-1, self.head_size)
+        query = self.query(hidden).unflatten(-1, heads)
+        key = self.key(hidden).unflatten(-1, heads)
+        value = self.value(hidden).unflatten(-1, heads)
+        if self.rotary_base is not None:
+            query = rotated(query, positions, self.rotary_base)
+            key = rotated(key, positions, self.rotary_base)
+        attended = attention(query, key, value, segments, self.kernel, causal=True)
+        out: Tensor = self.output(attended.flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """GPT-2's: GELU, by its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.bias)
+        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        out: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return out
+
+
+class GatedFeedForward(nn.Module):
+    """Llama's: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.bias)
+        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shape [T, E] to [T, E]."""
+        out: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return out
+
+
+def norm(shape: GptShape) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm over the hidden features. RMSNorm (Zhang and Sennrich 2019) never has a bias."""
+    if shape.norm == "rms":
+        return nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+    return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps, bias=shape.bias)

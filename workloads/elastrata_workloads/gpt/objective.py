@@ -1,0 +1,78 @@
+"""GPT's objective: the next token of every token but the last of its segment."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastrata.training.workload import Loss, Metric
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.sample_rng import SampleRng
+from elastrata_workloads.gpt.batch import GptBatch
+from elastrata_workloads.unpadded.batch import FILLER_TOKENS
+
+_DROPOUT = 1
+
+
+def collate(rows: Rows, *, pad_id: int, seed: int, dropout: bool) -> GptBatch:
+    """The micro-batch of these samples.
+
+    Positions start anew in every document of a packed sample, and no document's last token predicts
+    the first of the next.
+
+    Args:
+        rows: the samples.
+        pad_id: what the batch without samples is filled with.
+        seed: the run's.
+        dropout: whether the batch carries dropout keys.
+    """
+    if not len(rows):
+        return _filler(pad_id, dropout)
+    starts, lengths = rows.segment_starts, rows.segment_lengths
+    tokens = rows.tokens.astype(np.int64)
+    places = np.arange(len(tokens))
+    predicted = np.delete(places, starts + lengths - 1)
+    keys = SampleRng(seed, rows).hashes(_DROPOUT).view(np.int64) if dropout else None
+    return GptBatch(
+        weights={"lm": float(len(predicted))},
+        num_positions=len(tokens),
+        input_ids=torch.from_numpy(tokens),
+        positions=torch.from_numpy(places - np.repeat(starts, lengths)),
+        offsets=torch.from_numpy(np.append(starts, len(tokens)).astype(np.int32)),
+        segment_lengths=tuple(lengths.tolist()),
+        predicted=torch.from_numpy(predicted),
+        targets=torch.from_numpy(tokens[predicted + 1]),
+        dropout_keys=None if keys is None else torch.from_numpy(keys),
+    )
+
+
+def _filler(pad_id: int, dropout: bool) -> GptBatch:
+    """The micro-batch without samples."""
+    zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
+    return GptBatch(
+        weights={"lm": 0.0},
+        num_positions=FILLER_TOKENS,
+        input_ids=torch.full_like(zeros, pad_id),
+        positions=torch.arange(FILLER_TOKENS),
+        offsets=torch.tensor([0, FILLER_TOKENS], dtype=torch.int32),
+        segment_lengths=(FILLER_TOKENS,),
+        predicted=zeros[:0],
+        targets=zeros[:0],
+        dropout_keys=zeros if dropout else None,
+    )
+
+
+def loss(logits: Tensor, batch: GptBatch) -> Loss:
+    """Cross-entropy sum, and the number of right answers.
+
+    Args:
+        logits: shape [P, V], fp32 whatever the model computes in.
+        batch: what `logits` were computed from.
+    """
+    right = (logits.detach().argmax(dim=-1) == batch.targets).sum().float()
+    return Loss(
+        {"lm": F.cross_entropy(logits, batch.targets, reduction="sum")},
+        {"lm_accuracy": Metric(right, per="lm")},
+    )

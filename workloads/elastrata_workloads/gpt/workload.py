@@ -1,0 +1,201 @@
+"""GPT as the engine and its recipes know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from elastrata.training.device import Abilities
+from elastrata.training.workload import Batch, Loss, Workload
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.rows import Rows
+from elastrata_workloads.gpt import cost
+from elastrata_workloads.gpt.batch import GptBatch
+from elastrata_workloads.gpt.objective import collate, loss
+from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
+from elastrata_workloads.unpadded.kernel import Kernel, substitution
+from elastrata_workloads.unpadded.sizes import check_divides
+
+if TYPE_CHECKING:
+    from elastrata_workloads.gpt.model import GptModel
+
+_GATED_MULTIPLE = 256
+
+
+class Gpt(Workload):
+    """Decoder with next-token pre-training, in the style of GPT-2 (Radford et al. 2019), of Llama
+    (Touvron et al. 2023), or between them.
+
+    The defaults are GPT-2 of 124 million parameters. Llama's style is `positions: rotary`,
+    `activation: swiglu`, `norm: rms`, `bias: false` and `tied_embeddings: false`.
+    """
+
+    name: Literal["gpt"] = "gpt"
+    """This workload."""
+    hidden_size: PositiveInt = 768
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 12
+    """Number of transformer blocks."""
+    num_heads: PositiveInt = 12
+    """Attention heads per block; must divide `hidden_size`."""
+    num_kv_heads: PositiveInt | None = None
+    """Heads of key and value, each shared by several of the query (grouped-query attention); must
+    divide `num_heads`. Default: as many as `num_heads`."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the feed-forward; default: 4 times `hidden_size`, with swiglu 8/3 times, rounded up
+    to a multiple of 256, as Llama's."""
+    max_positions: PositiveInt = 1024
+    """Longest sample the model can take, in tokens; with learned positions the rows of the position
+    table."""
+    positions: Positions = "learned"
+    """learned: a table that is added to the embeddings. rotary: queries and keys are turned."""
+    rotary_base: PositiveFloat = 10_000.0
+    """rotary only: base of the wave lengths; larger for longer samples."""
+    activation: Activation = "gelu"
+    """gelu: a feed-forward of two matrices, with GPT-2's tanh approximation. swiglu: of three."""
+    norm: Norm = "layer"
+    """layer: LayerNorm. rms: RMSNorm."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to variances, or mean squares, before the square root."""
+    bias: bool = True
+    """Whether projections and LayerNorms have biases; RMSNorm has none."""
+    tied_embeddings: bool = True
+    """Whether the head is the token embedding."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of zeroing a hidden activation (embeddings and residual branches; never
+    attention weights). 0 by default: one pass over much text does not overfit."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; projections to the residual stream have that over
+    the square root of 2 `num_layers`."""
+    embedding_multiple: PositiveInt = 1
+    """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
+    common). The added rows are no ids: they take no part in the loss and are not exported."""
+    attention: Kernel = "auto"
+    """Both without padding. varlen: one call for all samples, in bf16 on GPUs of compute
+    capability 8.0 and above. dense: one call per run of samples of equal length, anywhere. auto:
+    varlen where it can be had."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Gpt:
+        check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+        if self.num_kv_heads is not None:
+            check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        head_size = self.hidden_size // self.num_heads
+        if self.positions == "rotary" and head_size % 2:
+            raise ValueError(
+                f"hidden_size / num_heads ({head_size}) must be even with positions: rotary, which "
+                "turns features in pairs"
+            )
+        return self
+
+    def problems(self, manifest: Manifest) -> list[str]:
+        """One line per reason why GPT cannot train on that data set; empty if it can."""
+        found = []
+        if manifest.pairs:
+            found.append(
+                "workload: gpt predicts running text; this data set has sentence pairs, half of "
+                "them random: prepare it without pairs"
+            )
+        if manifest.seq_len > self.max_positions:
+            found.append(
+                f"workload.max_positions: {self.max_positions}, but this data set has samples "
+                f"of up to {manifest.seq_len} tokens"
+            )
+        return found
+
+    def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+        """A line where `attention` asks for a kernel that is not there."""
+        return substitution(self.attention, abilities, dtype)
+
+    def build_model(self, vocabulary: Vocabulary, seq_len: int) -> GptModel:
+        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        from elastrata_workloads.gpt.model import GptModel
+
+        return GptModel(self.shape(vocabulary.size))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The transformer blocks, first to last."""
+        from elastrata_workloads.gpt import parallel
+
+        return parallel.blocks(model)
+
+    def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> GptBatch:
+        """A micro-batch; what dropout drops depends on seed, epoch and sample alone."""
+        return collate(rows, pad_id=vocabulary.pad_id, seed=seed, dropout=self.dropout > 0)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The sum over predictions, `lm`: every token but the last of each document."""
+        if not isinstance(batch, GptBatch):
+            raise TypeError(f"expected a GptBatch, got {type(batch).__name__}")
+        return loss(model(batch), batch)
+
+    def metrics(self) -> list[str]:
+        """Loss and accuracy of the next tokens."""
+        return ["lm_loss", "lm_accuracy"]
+
+    def work(self, vocabulary: Vocabulary) -> WorkModel:
+        """Cost of a sample by its length: FLOPs of the forward pass, attention causal-halved."""
+        return cost.work(self.shape(vocabulary.size))
+
+    def flops(
+        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
+    ) -> int:
+        """FLOPs of forward and backward for samples of these lengths, attention causal-halved.
+
+        Documents packed into one sample attend to themselves only: give their lengths instead.
+        """
+        return cost.training_flops(self.shape(vocabulary.size), lengths, int(weights["lm"]))
+
+    def export(
+        self,
+        state: Mapping[str, Tensor],
+        vocabulary: Vocabulary,
+        seq_len: int,
+        tokenizer: Path | None,
+        path: Path,
+    ) -> None:
+        """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+
+        Raises:
+            UserError: the model is neither in GPT-2's style nor in Llama's.
+        """
+        # Imported here: training does without safetensors.
+        from elastrata_workloads.gpt.export import export
+
+        export(self.shape(vocabulary.size), state, tokenizer, path)
+
+    def shape(self, num_ids: int) -> GptShape:
+        """The model's shape with a vocabulary of so many ids."""
+        return GptShape(
+            num_ids=num_ids,
+            num_embeddings=num_ids + -num_ids % self.embedding_multiple,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            intermediate_size=self.intermediate_size or self._usual_intermediate_size(),
+            max_positions=self.max_positions,
+            positions=self.positions,
+            rotary_base=self.rotary_base,
+            activation=self.activation,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
+            bias=self.bias,
+            tied_embeddings=self.tied_embeddings,
+            dropout=self.dropout,
+            initializer_range=self.initializer_range,
+            attention=self.attention,
+        )
+
+    def _usual_intermediate_size(self) -> int:
+        if self.activation == "gelu":
+            return 4 * self.hidden_size
+        size = 8 * self.hidden_size // 3
+        return size + -size % _GATED_MULTIPLE

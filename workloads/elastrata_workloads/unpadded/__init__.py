@@ -1,0 +1,1 @@
+"""What models share that run on samples laid end to end, without padding."""

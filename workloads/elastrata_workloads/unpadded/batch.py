@@ -1,0 +1,44 @@
+"""A micro-batch without padding: samples end to end, and what is to be predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from elastrata.training.workload import Batch
+from elastrata_workloads.unpadded.segments import Segments
+
+FILLER_TOKENS = 2
+"""Of the micro-batch without samples. Not 1: torch.compile would compile every block once more for
+a dimension of size 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpaddedBatch(Batch):
+    """N samples of T tokens in G segments, with P tokens to predict.
+
+    A micro-batch without samples holds one segment of padding tokens with nothing to predict: the
+    model runs as ever, so that collectives match, and all sums and gradients are zero.
+    """
+
+    input_ids: Tensor
+    """Shape [T], int64: what the model sees."""
+    positions: Tensor
+    """Shape [T], int64: place of each token in its segment."""
+    offsets: Tensor
+    """Shape [G + 1], int32: starts of the segments, then T."""
+    segment_lengths: tuple[int, ...]
+    """G lengths."""
+    predicted: Tensor
+    """Shape [P], int64: indices into the T tokens, ascending: where the model predicts."""
+    targets: Tensor
+    """Shape [P], int64: what it is to predict there."""
+    dropout_keys: Tensor | None
+    """With dropout only, shape [T], int64: a hash of (seed, epoch, sample, token)."""
+
+    @property
+    def segments(self) -> Segments:
+        """What attention needs to know."""
+        longest = max(self.segment_lengths)
+        return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())

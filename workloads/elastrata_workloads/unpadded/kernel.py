@@ -1,0 +1,42 @@
+"""The kernel of attention: which ones a recipe may ask for, and where there is which."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from elastrata.training.device import Abilities
+
+Kernel = Literal["auto", "varlen", "dense"]
+
+_LEAST_CAPABILITY = (8, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
+    """Whether flash attention takes tensors of that type on such a device.
+
+    Args:
+        capability: compute capability of the GPU; None: no GPU.
+        dtype: of query, key and value.
+    """
+    return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
+
+
+def substitution(kernel: Kernel, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+    """A line where a recipe's `workload.attention` asks for a kernel that is not there.
+
+    Args:
+        kernel: that it asks for.
+        abilities: of the machine.
+        dtype: of query, key and value.
+    """
+    if kernel != "varlen" or has_varlen(abilities.capability, dtype):
+        return []
+    lacks = has_varlen(abilities.capability, torch.bfloat16)
+    where = "fp32" if lacks else abilities.device
+    return [
+        f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
+        "run of samples of equal length"
+    ]
