@@ -1,7 +1,4 @@
-"""A random history of faults, on a cluster of several nodes on this machine.
-
-    make chaos
-    python tests/faults/chaos.py --seed 3 --faults 12
+"""A run with a random history of faults, on a cluster of several nodes on this machine.
 
 Trains a small model, kills and hangs workers, kills Ray Train's controller, kills, drains and adds
 nodes, in an order drawn from the seed, some while the run still recovers from the one before. Then
@@ -11,24 +8,18 @@ nothing may be left behind.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.chaos import KINDS, Chaos
 from support.command import run, wait_until
@@ -171,22 +162,3 @@ def problems(report: Report, tolerance: float) -> list[str]:
     if any(lost > HOT_STEPS for lost in report.rolled_back):
         found.append(f"steps done again: {report.rolled_back}, expected at most {HOT_STEPS} each")
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 10_000)
-    parser.add_argument("--faults", type=int, default=10)
-    parser.add_argument("--tolerance", type=float, default=1e-4)
-    arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = rehearse(folder, seed=arguments.seed, faults=arguments.faults)
-    print(json.dumps({**asdict(report), "faults": len(report.faults)}, indent=1))
-    if found := problems(report, arguments.tolerance):
-        sys.exit("\n".join([*found, f"logs: {folder}"]))
-    shutil.rmtree(folder)
-    print(f"the run did not notice {len(report.faults)} faults")
-
-
-if __name__ == "__main__":
-    main()
