@@ -72,7 +72,7 @@ ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": d
 """What follows each trial, so that the next one finds the same cluster; not counted."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
 UNCOUNTED = "driver killed"
-"""How many steps are done again then nobody knows: the history's last lines die with the workers."""
+"""How many steps are then done again nobody knows: the last lines of the history die, too."""
 
 
 def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
