@@ -303,7 +303,7 @@ def rounded(value: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wikitext", type=Path, help="folder with train.txt")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = prepare_corpus(arguments.wikitext, Path(scratch) / "data")
