@@ -214,5 +214,5 @@ def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
     short, long = (Manifest.read(Storage(one["path"])) for one in made)
     assert short.tokenizer_fingerprint == long.tokenizer_fingerprint
     assert (short.seq_len, long.seq_len) == (32, 64)
-    shown = run_json("inspect", recipe, "--phase", 1, cwd=tmp_path)
+    shown = run_json("inspect", recipe, "--phase", 1, "--batch", 16, cwd=tmp_path)
     assert shown["fingerprint"] == long.fingerprint
