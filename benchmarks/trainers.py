@@ -14,7 +14,8 @@ the torch of everybody else, and trains.
 
 All train BERT-mini from the same weights, on the same samples: WikiText's articles and the files of
 this Python's standard library, up to 512 tokens, at their natural lengths, a WordPiece of 8,192
-words. Equal batch size, fused AdamW, schedule, clipping and share of masked tokens; fp32, one
+words. Nearly all of these are cut at 512; `--documents paragraph` takes their paragraphs, most of
+them short. Equal batch size, fused AdamW, schedule, clipping and share of masked tokens; fp32, one
 thread, Ray's niceness. The rivals' batches are drawn at random and padded to the longest of their
 samples, and they call PyTorch's fused attention. Elastrata runs as `elastrata train`, with its data
 pipeline, history and MLflow on the clock, and once more with two workers.
@@ -23,6 +24,7 @@ Every trainer is measured in processes of its own, turn by turn: real tokens ove
 between the ends of the same steps, start and warm-up left out. Ratios are medians over rounds.
 
 `--scratch DIR` keeps data and rounds for the next time; a later call adds its rounds to them.
+Writes `results/trainers.json`, or `trainers-paragraphs.json`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import torch
 from data_loading import write_arrays
 from engine import NICENESS
 from report import versions_in, write_result
-from training_text import VOCABULARY, prepare, sources
+from training_text import VOCABULARY, Documents, prepare, sources
 from wikitext import command
 
 from elastrata.launch.preflight import training_data
@@ -53,7 +55,7 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 from elastrata_workloads.bert import Bert, cost
 
-STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 13, 2, 16, 3
+STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 8, 2, 16, 3
 RIVALS = {
     "Hugging Face Trainer": ("huggingface", "default"),
     "Hugging Face Trainer, grouped by length": ("huggingface", "grouped by length"),
@@ -61,6 +63,8 @@ RIVALS = {
     "Composer": ("composer_trainer", "default"),
 }
 """By name: a file of rival_trainers/ and one of its variants."""
+RESULT = {"whole": "trainers", "paragraph": "trainers-paragraphs"}
+"""By what a document is."""
 OURS = {"Elastrata, 1 worker": 1, "Elastrata, 2 workers": 2}
 ONE, TWO = OURS
 DEFAULT = next(iter(RIVALS))
@@ -163,7 +167,7 @@ def padded_flops(recipe: Recipe, length: int) -> int:
     return cost.training_flops(shape, [length] * BATCH_SIZE, BATCH_SIZE * length)
 
 
-def prepare_all(wikitext: Path, scratch: Path) -> None:
+def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
     """Writes the recipe, and what is missing of the data set, the same samples as plain arrays, and
     the untrained model."""
     data = scratch / "data"
@@ -172,7 +176,7 @@ def prepare_all(wikitext: Path, scratch: Path) -> None:
         "data": {
             "path": str(data),
             "prepare": {
-                "sources": sources(wikitext, scratch / "python", "whole"),
+                "sources": sources(wikitext, scratch / "python", documents),
                 "tokenizer": {"vocab_size": VOCABULARY},
                 "seq_len": 512,
                 "held_out": None,
@@ -278,18 +282,22 @@ def main() -> None:
     parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
     parser.add_argument("--python", type=Path, required=True, help="a Python with the rivals")
     parser.add_argument("--composer", type=Path, required=True, help="a Python with Composer")
+    parser.add_argument(
+        "--documents", choices=RESULT, default="whole", help="what a sample is cut from"
+    )
     parser.add_argument("--scratch", type=Path, help="folder for data and rounds, kept")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="to add")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = arguments.scratch or Path(temporary)
-        scratch.mkdir(exist_ok=True)
-        prepare_all(arguments.wikitext, scratch)
+        scratch = (arguments.scratch or Path(temporary)) / arguments.documents
+        scratch.mkdir(parents=True, exist_ok=True)
+        prepare_all(arguments.wikitext, scratch, arguments.documents)
         rounds = measure(Bench(scratch, arguments.python, arguments.composer), arguments.rounds)
         data = data_set(scratch)
     figures = {
         "model": "BERT-mini",
+        "documents": arguments.documents,
         "data": data,
         "samples_per_step": BATCH_SIZE,
         "one_worker_over_the_default": ratio(ONE, [DEFAULT], rounds),
@@ -299,7 +307,7 @@ def main() -> None:
         "rival_versions": versions_in(arguments.python, PACKAGES),
         "composer_versions": versions_in(arguments.composer, COMPOSER_PACKAGES),
     }
-    write_result("trainers", figures, ("elastrata", "ray", "torch"))
+    write_result(RESULT[arguments.documents], figures, ("elastrata", "ray", "torch"))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,19 @@ from wikitext import command
 
 from elastrata.launch.quickstart import collect_corpus
 
+Documents = Literal["whole", "paragraph"]
+"""Articles and files as they are, or their paragraphs."""
 VOCABULARY = 8192
 ARTICLE = r"^ = [^=].* = $"
 
 
-def sources(
-    wikitext: Path, folder: Path, documents: Literal["whole", "paragraph"]
-) -> list[dict[str, Any]]:
+def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str, Any]]:
     """The sources of both, for a recipe.
 
     Args:
         wikitext: the folder with train.txt and validation.txt.
         folder: gets a copy of the library's sources.
-        documents: articles and files whole, or their paragraphs.
+        documents: what a document is.
     """
     article = {"document_start": ARTICLE} if documents == "whole" else {"documents": "paragraph"}
     file = {"documents": "file"} if documents == "whole" else {"documents": "paragraph"}

@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rival_trainers.task import Meter, Task
 
-STRIDE = 5
-"""Of the batches of similar lengths, every so many-th is trained on: ten of the 50 that the sampler
-sorts together, as many as a measurement has."""
+STRIDE = 10
+"""Of the batches of similar lengths, every so many-th is trained on: five of the 50 that the
+sampler sorts together, as many as a measurement has."""
 
 
 class _Steps(TrainerCallback):
