@@ -4,7 +4,8 @@
     ../rivals/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
     python -m venv ../composer
     ../composer/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 \\
-        torchmetrics==1.7.4 torch_optimizer==0.3.0 mosaicml-cli==0.7.5 coolname tabulate py-cpuinfo
+        torchmetrics==1.7.4 torch_optimizer==0.3.0 mosaicml-cli==0.7.5 coolname tabulate \\
+        py-cpuinfo "importlib-metadata<9" psutil
     ../composer/bin/pip install --no-deps mosaicml==0.32.1
     python benchmarks/trainers.py ../shared/data/wikitext \\
         --python ../rivals/bin/python --composer ../composer/bin/python
@@ -18,7 +19,8 @@ words. Nearly all of these are cut at 512; `--documents paragraph` takes their p
 them short. Equal batch size, fused AdamW, schedule, clipping and share of masked tokens; fp32, one
 thread, Ray's niceness. The rivals' batches are drawn at random and padded to the longest of their
 samples, and they call PyTorch's fused attention. Elastrata runs as `elastrata train`, with its data
-pipeline, history and MLflow on the clock, and once more with two workers.
+pipeline, history and MLflow on the clock, with one worker and with two, and both again with larger
+batches.
 
 Every trainer is measured in processes of its own, turn by turn: real tokens over the seconds
 between the ends of the same steps, start and warm-up left out. Ratios are medians over rounds.
@@ -65,8 +67,14 @@ RIVALS = {
 """By name: a file of rival_trainers/ and one of its variants."""
 RESULT = {"whole": "trainers", "paragraph": "trainers-paragraphs"}
 """By what a document is."""
-OURS = {"Elastrata, 1 worker": 1, "Elastrata, 2 workers": 2}
-ONE, TWO = OURS
+OURS = {
+    "Elastrata, 1 worker": (1, BATCH_SIZE, STEPS),
+    "Elastrata, 2 workers": (2, BATCH_SIZE, STEPS),
+    "Elastrata, 1 worker, 64 samples": (1, 64, 5),
+    "Elastrata, 2 workers, 64 samples": (2, 64, 5),
+}
+"""By name: workers, samples per step, steps."""
+ONE, TWO, ONE_64, TWO_64 = OURS
 DEFAULT = next(iter(RIVALS))
 PACKAGES = ("torch", "transformers", "accelerate")
 COMPOSER_PACKAGES = ("torch", "transformers", "mosaicml")
@@ -94,13 +102,13 @@ class Bench:
     def steps(self, trainer: str, seed: int) -> list[Step]:
         """Trains once, from the beginning, and returns the steps."""
         if trainer in OURS:
-            return self.our_steps(OURS[trainer], seed)
+            return self.our_steps(*OURS[trainer], seed)
         return self.rival_steps(RIVALS[trainer], seed)
 
-    def our_steps(self, workers: int, seed: int) -> list[Step]:
+    def our_steps(self, workers: int, batch_size: int, steps: int, seed: int) -> list[Step]:
         with tempfile.TemporaryDirectory() as storage:
-            size = (f"workers.min={workers}", f"workers.max={workers}")
-            overrides = (f"storage={storage}", f"seed={seed}", *size)
+            size = (f"workers.min={workers}", f"workers.max={workers}", f"batch_size={batch_size}")
+            overrides = (f"storage={storage}", f"seed={seed}", f"steps={steps}", *size)
             command("train", str(self.recipe_path), *overrides, "--name", "run")
             entries = history.read(Storage(storage).sub("run", "history"))
         return [
@@ -184,7 +192,7 @@ def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
         },
         "steps": STEPS,
         "batch_size": BATCH_SIZE,
-        "schedule": {"warmup_steps": 5},
+        "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 1000},
         "workers": {"threads": 1, "spares": False},
     }
@@ -206,7 +214,7 @@ def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
 
 def measured(steps: Sequence[Step]) -> dict[str, float]:
     """The figures of one run, from its steps but for the warm-up and the last."""
-    counted = steps[WARM_UP : STEPS - 1]
+    counted = steps[WARM_UP:-1]
     tokens = sum(step["tokens"] for step in counted)
     seconds = counted[-1]["ended"] - steps[WARM_UP - 1]["ended"]
     return {
@@ -225,6 +233,7 @@ def measure(bench: Bench, rounds: int) -> list[dict[str, dict[str, float]]]:
         figures = {}
         for trainer in (*RIVALS, *OURS):
             figures[trainer] = measured(bench.steps(trainer, seed=len(found)))
+            figures[trainer]["load"] = os.getloadavg()[0]
             print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)
         found.append(figures)
         kept.write_text(json.dumps(found))
@@ -232,6 +241,8 @@ def measure(bench: Bench, rounds: int) -> list[dict[str, dict[str, float]]]:
 
 
 def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    rounds = [figures for figures in rounds if trainer in figures]
+
     def median(key: str) -> float:
         return statistics.median(figures[trainer][key] for figures in rounds)
 
@@ -239,6 +250,7 @@ def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str
         "trainer": trainer,
         "useful_tokens_per_second": round(median("tokens_per_second")),
         "rounds": [round(figures[trainer]["tokens_per_second"]) for figures in rounds],
+        "load_at_the_end": [round(f["load"], 2) for f in rounds if "load" in f],
         "tokens_measured": round(median("tokens")),
         "padding": round(median("padding"), 4),
         "megaflops_per_useful_token": round(median("flops_per_token") / 1e6, 2),
@@ -256,6 +268,7 @@ def ratio(
         figures[one]["tokens_per_second"]
         / max(figures[other]["tokens_per_second"] for other in others)
         for figures in rounds
+        if one in figures
     ]
     return {
         "median": round(statistics.median(ratios), 3),
@@ -303,6 +316,7 @@ def main() -> None:
         "one_worker_over_the_default": ratio(ONE, [DEFAULT], rounds),
         "one_worker_over_the_best_rival": ratio(ONE, list(RIVALS), rounds),
         "two_workers_over_one": ratio(TWO, [ONE], rounds),
+        "two_workers_over_one_64_samples": ratio(TWO_64, [ONE_64], rounds),
         "rows": [row(trainer, rounds) for trainer in (*RIVALS, *OURS)],
         "rival_versions": versions_in(arguments.python, PACKAGES),
         "composer_versions": versions_in(arguments.composer, COMPOSER_PACKAGES),
