@@ -250,7 +250,9 @@ def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str
         "trainer": trainer,
         "useful_tokens_per_second": round(median("tokens_per_second")),
         "rounds": [round(figures[trainer]["tokens_per_second"]) for figures in rounds],
-        "load_at_the_end": [round(f["load"], 2) for f in rounds if "load" in f],
+        "load_after_each_round": [
+            round(figures[trainer]["load"], 2) for figures in rounds if "load" in figures[trainer]
+        ],
         "tokens_measured": round(median("tokens")),
         "padding": round(median("padding"), 4),
         "megaflops_per_useful_token": round(median("flops_per_token") / 1e6, 2),
