@@ -21,8 +21,8 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.training.device import current_device
 from elastrata.training.step import weighted
 from elastrata.workers.engine import sharded_model
-from elastrata_workloads.bert.attention import attention
-from elastrata_workloads.bert.batch import Segments
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.segments import Segments
 
 ATTENDING = ".attention.self."
 """In the names of the parameters that make query, key and value."""

@@ -20,11 +20,12 @@ import elastrata_workloads.bert.model as bert_model
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
-from elastrata_workloads.bert.batch import BertBatch, Segments
-from elastrata_workloads.bert.kernel import Kernel
+from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.unpadded.kernel import Kernel
+from elastrata_workloads.unpadded.segments import Segments
 
 Attention = Callable[..., Tensor]
-"""As `elastrata_workloads.bert.attention`; these two know one kernel only."""
+"""As `elastrata_workloads.unpadded.attention`; these two know one kernel only."""
 
 
 @contextmanager
