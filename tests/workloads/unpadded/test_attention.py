@@ -58,4 +58,7 @@ def test_the_kernel_of_gpus_is_asked_for_the_same(
     monkeypatch.setattr(attention_module, "has_varlen", lambda capability, dtype: True)
     query, key = torch.randn(17, 4, 8), torch.randn(17, kv_heads, 8)
     attention(query, key, key, SEGMENTS, causal=causal)
-    assert asked == {"window_size": (-1, 0 if causal else -1), "enable_gqa": kv_heads != 4}
+    assert asked == {
+        "window_size": (-1, 0 if causal else -1),
+        **({"enable_gqa": True} if kv_heads != 4 else {}),
+    }

@@ -6,6 +6,7 @@ head; G: segments.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from typing import cast
 
@@ -47,9 +48,11 @@ def attention(
     if kernel == "dense" or not has_varlen(_capability(query), query.dtype):
         out: Tensor = _by_runs(query, key, value, segments, causal)
         return out
+    is_grouped = query.shape[1] != key.shape[1]
+    attend = partial(varlen_attn, enable_gqa=True) if is_grouped else varlen_attn
     return cast(
         Tensor,
-        varlen_attn(
+        attend(
             query,
             key,
             value,
@@ -58,7 +61,6 @@ def attention(
             segments.longest,
             segments.longest,
             window_size=(-1, 0 if causal else -1),
-            enable_gqa=query.shape[1] != key.shape[1],
         ),
     )
 
