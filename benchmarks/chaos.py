@@ -8,6 +8,7 @@ What `make chaos` does, its report kept in `results/chaos.json`.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from dataclasses import asdict
@@ -25,10 +26,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=20)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
-        report = rehearse(Path(scratch), seed=arguments.seed, faults=arguments.faults)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    print(f"logs: {folder}", flush=True)
+    report = rehearse(folder, seed=arguments.seed, faults=arguments.faults)
     if found := problems(report, TOLERANCE):
         sys.exit("\n".join(found))
+    shutil.rmtree(folder)
     write_result("chaos", asdict(report), ("elastrata", "ray", "torch"))
 
 
