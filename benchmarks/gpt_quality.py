@@ -1,0 +1,214 @@
+"""What a GPT has learned after a number of tokens, beside it in the Hugging Face Trainer.
+
+    python benchmarks/gpt_quality.py ../shared/data/wikitext --python ../rivals/bin/python
+
+(`benchmarks/trainers.py` says what the other Python needs.) The Llama of `gpt/quick` learns from
+WikiText and the sources of this Python's standard library, on two workers. The Trainer gets the
+same first weights, the same documents end to end in blocks of equal length, drawn at random, as is
+usual there, the same optimizer, schedule, clipping and number of tokens. Both are asked for the
+loss of the whole of WikiText's validation text, a document at a time; that our last model has the
+same loss there in transformers as here is checked.
+
+Writes `results/gpt-quality.json`, with texts that the trained model goes on with, and
+`gpt-quality.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, versions_in, write_result
+from training_text import ARTICLE, VOCABULARY, prepare
+from wikitext import command
+
+from elastrata.launch.preflight import training_data
+from elastrata.launch.quickstart import collect_corpus
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata.training.evaluate import held_out_rows
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.storage import Storage
+
+STEPS, EVERY, WARM_UP, MAX_SAMPLES = 1500, 150, 100, 2**16
+PROMPTS = ("The history of", "def __init__(self")
+TOLERANCE = 1e-5
+"""Relative, of the loss of one model computed here and by transformers: fp32 sums in another
+order."""
+Curve = list[tuple[int, float]]
+"""Tokens seen, and the validation loss then."""
+
+
+def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
+    """Writes the recipe, and its data set unless it is there."""
+    article = {"document_start": ARTICLE}
+    texts = {part: str((wikitext / f"{part}.txt").resolve()) for part in ("train", "validation")}
+    library = collect_corpus(scratch / "python").folder
+    values = {
+        "extends": "gpt/quick",
+        "data": {
+            "path": str(scratch / "data"),
+            "prepare": {
+                "sources": [
+                    {"name": "wikitext", "paths": texts["train"], **article},
+                    {"name": "python", "paths": str(library), "documents": "file"},
+                ],
+                "tokenizer": {"vocab_size": VOCABULARY},
+                "held_out": [{"name": "validation", "paths": texts["validation"], **article}],
+            },
+        },
+        "storage": str(scratch / "runs"),
+        "steps": steps,
+        "schedule": {"warmup_steps": min(WARM_UP, steps // 3)},
+        "evaluation": {"every": min(EVERY, steps), "samples": MAX_SAMPLES},
+        "checkpoint": {"every": min(EVERY, steps)},
+        "workers": {"min": 2, "max": 2, "threads": 1},
+    }
+    prepare(scratch / "recipe.yaml", values)
+    return scratch / "recipe.yaml"
+
+
+def hand_over(recipe: Recipe, scratch: Path) -> None:
+    """Writes the untrained model and the tokens, for the Trainer."""
+    data = training_data(recipe)
+    assert data.held_out is not None
+    manifest = data.train.manifest
+    torch.manual_seed(recipe.seed)
+    model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
+    recipe.workload.export(
+        model.state_dict(),
+        manifest.vocabulary,
+        manifest.seq_len,
+        Path(recipe.data.path) / "tokenizer",
+        scratch / "model",
+    )
+    tables = data.train.stripes().read(range(manifest.stripes))
+    tokens = b"".join(sample for table in tables for sample in table["tokens"].to_pylist())
+    np.save(scratch / "train.npy", np.frombuffer(tokens, manifest.token_dtype))
+    rows = held_out_rows(data.held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1)
+    np.savez(scratch / "held_out.npz", **documents(rows))
+
+
+def documents(rows: Sequence[Rows]) -> dict[str, np.ndarray]:
+    """All segments of all rows, end to end, and their lengths."""
+    return {
+        "tokens": np.concatenate([part.tokens for part in rows]),
+        "lengths": np.concatenate([part.segment_lengths for part in rows]),
+    }
+
+
+def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
+    """Trains; the curve, and the run's folder."""
+    trained = command("train", str(recipe), "--name", name)
+    entries = history.read(Storage(trained["run_dir"]).sub("history"))
+    tokens = {step["step"]: step["tokens"] for step in history.effective_steps(entries)}
+    evaluated = [entry for entry in entries if entry["kind"] == "evaluated"]
+    curve = [(tokens[entry["step"]], entry["eval/loss"]) for entry in evaluated]
+    return curve, trained["run_dir"]
+
+
+def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
+    """What the recipe says, in the Trainer's words, for so many tokens."""
+    assert recipe.data.prepare is not None
+    length, optimizer = recipe.data.prepare.seq_len, recipe.optimizer
+    return {
+        "seq_len": length,
+        "batch_size": recipe.batch_size,
+        "steps": tokens // (recipe.batch_size * length),
+        "every": recipe.evaluation.every,
+        "warmup_steps": recipe.schedule.warmup_steps,
+        "lr": optimizer.lr,
+        "betas": optimizer.betas,
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_norm": recipe.clip.max_norm,
+        "seed": recipe.seed,
+    }
+
+
+def in_transformers(python: Path, *arguments: str) -> Any:
+    """What `measure_gpt.py` prints, run with two threads, as many as there are workers."""
+    script = Path(__file__).with_name("measure_gpt.py")
+    done = subprocess.run(
+        [python, script, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def continuations(run: str) -> dict[str, str]:
+    """What the trained model makes of each prompt, likelier tokens first."""
+    options = ("--tokens", "60", "--temperature", "0.7", "--top-k", "40")
+    return {
+        prompt: command("generate", run, "--prompt", prompt, *options)["continuation"]["text"]
+        for prompt in PROMPTS
+    }
+
+
+def draw(curves: Mapping[str, Curve], path: Path) -> None:
+    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        tokens, losses = zip(*curve, strict=True)
+        axes.plot(tokens, np.exp(losses), marker="o", label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("perplexity of WikiText's validation text")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser.add_argument("--python", type=Path, required=True, help="a Python with the Trainer")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        path = write_recipe(arguments.wikitext, scratch, arguments.steps)
+        recipe = load_recipe(str(path), [])
+        hand_over(recipe, scratch)
+        ours, run = our_run(path, "run")
+        command("export", run, "--out", str(scratch / "trained"))
+        files = (str(scratch / "train.npy"), str(scratch / "held_out.npz"))
+        again = in_transformers(arguments.python, "loss", str(scratch / "trained"), files[1])
+        if not math.isclose(again, ours[-1][1], rel_tol=TOLERANCE):
+            raise RuntimeError(f"loss of the trained model: here {ours[-1][1]}, there {again}")
+        wanted = json.dumps(settings(recipe, ours[-1][0]))
+        theirs = in_transformers(
+            arguments.python, "train", str(scratch / "model"), files[1], files[0], wanted
+        )
+        texts = continuations(run)
+        manifest = training_data(recipe).train.manifest
+    curves = {"Elastrata, 2 workers": ours, "Hugging Face Trainer": theirs}
+    draw(curves, RESULTS / "gpt-quality.png")
+    figures = {
+        "data": {key: getattr(manifest, key) for key in ("samples", "tokens", "seq_len")},
+        "perplexity": {name: round(math.exp(curve[-1][1]), 2) for name, curve in curves.items()},
+        "loss_of_the_exported_model": again,
+        "curves": curves,
+        "continuations": texts,
+        "rival_versions": versions_in(arguments.python, ("torch", "transformers", "accelerate")),
+    }
+    write_result("gpt-quality", figures, ("elastrata", "ray", "torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()
