@@ -83,7 +83,8 @@ def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
 def hand_over(recipe: Recipe, scratch: Path) -> None:
     """Writes the untrained model and the tokens, for the Trainer."""
     data = training_data(recipe)
-    assert data.held_out is not None
+    (held_out,) = data.held_out
+    assert held_out is not None
     manifest = data.train.manifest
     torch.manual_seed(recipe.seed)
     model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
@@ -97,7 +98,7 @@ def hand_over(recipe: Recipe, scratch: Path) -> None:
     tables = data.train.stripes().read(range(manifest.stripes))
     tokens = b"".join(sample for table in tables for sample in table["tokens"].to_pylist())
     np.save(scratch / "train.npy", np.frombuffer(tokens, manifest.token_dtype))
-    rows = held_out_rows(data.held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1)
+    rows = held_out_rows(held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1)
     np.savez(scratch / "held_out.npz", **documents(rows))
 
 

@@ -35,7 +35,6 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
 from elastrata.training.evaluate import evaluate, held_out_rows
 from elastrata.training.optimizer import build_optimizer, set_learning_rate
-from elastrata.training.schedule import learning_rate
 from elastrata.training.step import train_step
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.payload import StepLayout, decode, encode
@@ -86,20 +85,18 @@ def train(name: str, recipe: Recipe) -> Curve:
     """One run in this process."""
     torch.set_num_threads(1)
     data = training_data(recipe)
-    assert data.held_out is not None
+    (validation,) = data.held_out
+    assert validation is not None
     vocabulary, workload, device = data.train.manifest.vocabulary, recipe.workload, "cpu"
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, data.train.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     clip = build_clip(recipe.clip, model)
-    held_out = held_out_rows(data.held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
+    held_out = held_out_rows(validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
     tokens, curve = 0, []
     for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
         ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
-        rate = learning_rate(
-            recipe.schedule, peak=recipe.optimizer.lr, step=number, steps=recipe.steps
-        )
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, recipe.learning_rate(number))
         weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
         train_step(model, optimizer, workload, ready, weights=weights, clip=clip)
         tokens += sum(len(rows.tokens) for rows in micro_batches)
