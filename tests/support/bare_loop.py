@@ -10,9 +10,10 @@ import torch
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
+from elastrata.training.data_rank import data_rank
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata_pipelines.batches import Start
@@ -27,16 +28,18 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
 def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
     batches = training_data(recipe).train
     manifest, workload = batches.manifest, recipe.workload
+    data = data_rank(rank, world_size, recipe.parallel.tensor)
     torch.manual_seed(recipe.seed)
     model = workload.build_model(manifest.vocabulary, manifest.seq_len)
     parallelize(
         model,
         workload.blocks(model),
-        data_mesh("cpu", world_size, recipe.parallel.replicate),
+        rank_mesh("cpu", world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
         parallel=recipe.parallel,
+        tensor_parallel=workload.tensor_parallel,
     )
     loop = Loop(
         workload=workload,
@@ -47,6 +50,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
         on_nonfinite=recipe.on_nonfinite,
         device=torch.device("cpu"),
         world_size=world_size,
+        counts=data.counts,
     )
     groups = batches.groups(
         Start(),
@@ -58,7 +62,7 @@ def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]
     stream = (
         step
         for group in groups
-        for payload in islice(batches.payloads(group, world_size), rank, rank + 1)
+        for payload in islice(batches.payloads(group, data.dp_size), data.rank, data.rank + 1)
         for step in decode(payload, manifest.token_dtype)
     )
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))

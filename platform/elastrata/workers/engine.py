@@ -12,7 +12,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
-from elastrata.training.parallel import DTYPES, data_mesh, parallelize
+from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
@@ -27,11 +27,12 @@ def sharded_model(
     return parallelize(
         model,
         recipe.workload.blocks(model),
-        data_mesh(device.type, world_size, recipe.parallel.replicate),
+        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile and abilities(device).can_compile,
         parallel=recipe.parallel,
+        tensor_parallel=recipe.workload.tensor_parallel,
     )
 
 
