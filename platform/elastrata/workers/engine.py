@@ -37,7 +37,13 @@ def sharded_model(
 
 
 def training_loop(
-    recipe: Recipe, model: nn.Module, vocabulary: Vocabulary, device: torch.device, world_size: int
+    recipe: Recipe,
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    world_size: int,
+    *,
+    counts: bool = True,
 ) -> Loop:
     """The recipe's loop over `model`, as `sharded_model` returned it; may set hooks on it."""
     return Loop(
@@ -49,6 +55,7 @@ def training_loop(
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
+        counts=counts,
     )
 
 

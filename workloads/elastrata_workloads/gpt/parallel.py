@@ -46,7 +46,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> No
         TypeError: not a GPT.
     """
     shape = _gpt(model).shape
-    divide(model, mesh, _plan(shape, mesh.size(), sequence=sequence), sequence=sequence)
+    plan = _plan(shape, mesh.size(), sequence=sequence)
+    divide(model, blocks(model), mesh, plan, sequence=sequence)
 
 
 def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:

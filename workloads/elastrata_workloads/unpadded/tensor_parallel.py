@@ -6,9 +6,10 @@ parallelism, the rank's own tokens, as many on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -28,12 +29,18 @@ _TOKENS = 0
 
 
 def divide(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, sequence: bool
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    sequence: bool,
 ) -> None:
     """Divides a model's parameters, and with `sequence` the tokens between, over one mesh axis.
 
     Args:
         model: plain, with the same weights on every rank; called with an `UnpaddedBatch`.
+        blocks: its blocks.
         mesh: of one axis.
         plan: the style of every module that has parameters or needs its inputs elsewhere.
         sequence: whether the plan divides tokens: batches are then filled up to a multiple.
@@ -41,6 +48,8 @@ def divide(
     parallelize_module(model, mesh, dict(plan), src_data_rank=None)
     if sequence:
         model.register_forward_pre_hook(lambda _, inputs: _filled(inputs, mesh.size()))
+    for module in (*blocks, model):
+        module.register_forward_hook(lambda _, inputs, output: _of_its_own(output))
 
 
 def hidden_layout(sequence: bool) -> Placement:
@@ -102,6 +111,25 @@ def _filled(inputs: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
     if not isinstance(batch, UnpaddedBatch):
         raise TypeError(f"expected an UnpaddedBatch, got {type(batch).__name__}")
     return batch.filled(multiple), *others
+
+
+class _Handed(torch.autograd.Function):
+    """The same values, uncopied, as a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _of_its_own(output: Any) -> Any:
+    """DTensors hand out views, and FSDP2 warns of modules that return some."""
+    if isinstance(output, tuple):
+        return tuple(map(_of_its_own, output))
+    return _Handed.apply(output) if isinstance(output, Tensor) else output  # type: ignore[no-untyped-call]
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
