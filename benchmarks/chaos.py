@@ -15,7 +15,7 @@ from pathlib import Path
 
 from report import write_result
 
-from faults.chaos import problems, rehearse
+from support.rehearsal import problems, rehearse
 
 TOLERANCE = 1e-4
 

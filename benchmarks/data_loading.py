@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from preparation import documents
-from report import write_result
+from report import versions_in, write_result
 
 from elastrata.launch.ray_session import ray_session
 from elastrata_pipelines.format import Manifest, read_stripes
@@ -88,16 +88,6 @@ class Bench:
             raise RuntimeError(f"{action} {name}, {variant}:\n{done.stderr[-4000:]}")
         lines = done.stdout.strip().splitlines()
         return json.loads(lines[-1]) if action != "write" else {}
-
-    def rival_versions(self) -> dict[str, str]:
-        """Versions in the rivals' environment."""
-        code = (
-            "import json, sys; from importlib.metadata import version; "
-            "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
-        )
-        command = [self.rivals, "-c", code, *RIVAL_PACKAGES]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return json.loads(done.stdout)
 
 
 def prepare_corpus(data: Path, megabytes: int, scratch: Path) -> None:
@@ -209,7 +199,7 @@ def main() -> None:
         "machine_note": f"shared; 1-minute load before the first round {load:.2f}, "
         f"after the last {load_after:.2f}",
         "corpus": corpus,
-        "rival_versions": bench.rival_versions(),
+        "rival_versions": versions_in(arguments.python, RIVAL_PACKAGES),
         "rows": sorted(rows, key=lambda row: -row["million_tokens_per_second"]),
     }
     write_result("data_loading", figures, ("elastrata", "ray", "pyarrow", "numpy"))

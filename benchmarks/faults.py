@@ -71,6 +71,8 @@ INJECTIONS: dict[str, Injection] = {
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
 """What follows each trial, so that the next one finds the same cluster; not counted."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
+UNCOUNTED = "driver killed"
+"""How many steps are then done again nobody knows: the last lines of the history die, too."""
 
 
 def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
@@ -179,6 +181,8 @@ def main() -> None:
             measure = disturbed if kind in INJECTIONS else restarted
             print(f"== {kind}", flush=True)
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
+            if kind == UNCOUNTED:
+                rows = [{**row, "steps_lost": None} for row in rows]
             results[kind] = {**summary(rows), **compared(steps, whole.steps())}
             write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -37,3 +38,19 @@ def write_result(name: str, figures: Mapping[str, Any], packages: tuple[str, ...
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
+
+
+def versions_in(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of packages in another environment.
+
+    Args:
+        python: that environment's.
+        packages: their names.
+    """
+    code = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    )
+    done = subprocess.run([python, "-c", code, *packages], check=True, capture_output=True)
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions

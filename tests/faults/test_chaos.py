@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.chaos import problems, rehearse
+from support.rehearsal import problems, rehearse
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ PHASES: list[dict[str, Any]] = [
         "data": {"path": "other"},
         "steps": 20,
         "batch_size": 15,
-        "optimizer": {"lr": 5e-3},
+        "optimizer": {"lr": 5e-4},
         "schedule": {"shape": "constant", "warmup_steps": 4},
     },
     {
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "data",
         folder / "runs",
         steps=40,
-        optimizer={"lr": 1e-2},
+        optimizer={"lr": 1e-3},
         schedule={"warmup_steps": 10},
         evaluation={"every": 25},
         checkpoint={"every": 10},
@@ -72,7 +72,7 @@ def test_a_phase_says_only_what_is_different(folder: Path) -> None:
     recipe = load_recipe(str(folder / "phases.yaml"))
     first, other, again = recipe.parts
     assert recipe.steps_in_all == STEPS
-    assert (first.steps, first.batch_size, first.optimizer.lr) == (40, 21, 1e-2)
+    assert (first.steps, first.batch_size, first.optimizer.lr) == (40, 21, 1e-3)
     assert (other.data.path, other.data.window_stripes) == (str(folder / "other"), 4)
     assert other.schedule.warmup_steps == 4
     assert again.optimizer == first.optimizer
@@ -87,11 +87,11 @@ def test_a_phase_says_only_what_is_different(folder: Path) -> None:
 def test_every_phase_has_its_own_schedule(folder: Path) -> None:
     recipe = load_recipe(str(folder / "phases.yaml"))
     rates = [recipe.learning_rate(step) for step in range(STEPS)]
-    assert rates[0] == pytest.approx(1e-2 / 11)
-    assert rates[10] == 1e-2
-    assert rates[39] == pytest.approx(1e-2 / 30)
-    assert rates[40:44] == pytest.approx([5e-3 * k / 5 for k in (1, 2, 3, 4)])
-    assert rates[44:60] == [5e-3] * 16
+    assert rates[0] == pytest.approx(1e-3 / 11)
+    assert rates[10] == 1e-3
+    assert rates[39] == pytest.approx(1e-3 / 30)
+    assert rates[40:44] == pytest.approx([5e-4 * k / 5 for k in (1, 2, 3, 4)])
+    assert rates[44:60] == [5e-4] * 16
     assert rates[60] == rates[0]
     with pytest.raises(ValueError, match="step 90 of 90"):
         recipe.learning_rate(STEPS)
@@ -191,7 +191,7 @@ def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> N
     assert (status["steps_in_all"], status["progress"], status["state"]) == (STEPS, 1, "finished")
     other = run("train", recipe, "phases.1.optimizer.lr=1e-4", "--name", "killed")
     assert other.returncode == 2
-    assert "phases.1.optimizer.lr: 0.005 in the run of this name, 0.0001" in other.stderr
+    assert "phases.1.optimizer.lr: 0.0005 in the run of this name, 0.0001" in other.stderr
 
 
 def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
@@ -214,5 +214,5 @@ def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
     short, long = (Manifest.read(Storage(one["path"])) for one in made)
     assert short.tokenizer_fingerprint == long.tokenizer_fingerprint
     assert (short.seq_len, long.seq_len) == (32, 64)
-    shown = run_json("inspect", recipe, "--phase", 1, cwd=tmp_path)
+    shown = run_json("inspect", recipe, "--phase", 1, "--batch", 16, cwd=tmp_path)
     assert shown["fingerprint"] == long.fingerprint

@@ -130,6 +130,7 @@ def test_a_mistake_is_told_to_notebooks_too(folder: Path) -> None:
     assert not (folder / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)))
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")

@@ -1,0 +1,330 @@
+"""Useful tokens per second of a training run, beside other trainers.
+
+    python -m venv ../rivals
+    ../rivals/bin/pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
+    python -m venv ../composer
+    ../composer/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 \\
+        torchmetrics==1.7.4 torch_optimizer==0.3.0 mosaicml-cli==0.7.5 coolname tabulate \\
+        py-cpuinfo "importlib-metadata<9" psutil
+    ../composer/bin/pip install --no-deps mosaicml==0.32.1
+    python benchmarks/trainers.py ../shared/data/wikitext \\
+        --python ../rivals/bin/python --composer ../composer/bin/python
+
+Composer's newest release asks for torch before 2.7.1; without its dependencies it installs beside
+the torch of everybody else, and trains.
+
+All train BERT-mini from the same weights, on the same samples: WikiText's articles and the files of
+this Python's standard library, up to 512 tokens, at their natural lengths, a WordPiece of 8,192
+words. Nearly all of these are cut at 512; `--documents paragraph` takes their paragraphs, most of
+them short. Equal batch size, fused AdamW, schedule, clipping and share of masked tokens; fp32, one
+thread, Ray's niceness. The rivals' batches are drawn at random and padded to the longest of their
+samples, and they call PyTorch's fused attention. Elastrata runs as `elastrata train`, with its data
+pipeline, history and MLflow on the clock, with one worker and with two, and both again with larger
+batches.
+
+Every trainer is measured in processes of its own, turn by turn: real tokens over the seconds
+between the ends of the same steps, start and warm-up left out. Ratios are medians over rounds.
+
+`--scratch DIR` keeps data and rounds for the next time; a later call adds its rounds to them.
+Writes `results/trainers.json`, or `trainers-paragraphs.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_loading import write_arrays
+from engine import NICENESS
+from report import versions_in, write_result
+from training_text import VOCABULARY, Documents, prepare, sources
+from wikitext import command
+
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.storage import Storage
+from elastrata_workloads.bert import Bert, cost
+
+STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 8, 2, 16, 3
+RIVALS = {
+    "Hugging Face Trainer": ("huggingface", "default"),
+    "Hugging Face Trainer, grouped by length": ("huggingface", "grouped by length"),
+    "Accelerate, a loop by hand": ("accelerate_loop", "by hand"),
+    "Composer": ("composer_trainer", "default"),
+}
+"""By name: a file of rival_trainers/ and one of its variants."""
+RESULT = {"whole": "trainers", "paragraph": "trainers-paragraphs"}
+"""By what a document is."""
+OURS = {
+    "Elastrata, 1 worker": (1, BATCH_SIZE, STEPS),
+    "Elastrata, 2 workers": (2, BATCH_SIZE, STEPS),
+    "Elastrata, 1 worker, 64 samples": (1, 64, 5),
+    "Elastrata, 2 workers, 64 samples": (2, 64, 5),
+}
+"""By name: workers, samples per step, steps."""
+ONE, TWO, ONE_64, TWO_64 = OURS
+DEFAULT = next(iter(RIVALS))
+PACKAGES = ("torch", "transformers", "accelerate")
+COMPOSER_PACKAGES = ("torch", "transformers", "mosaicml")
+Step = dict[str, float]
+"""Of one step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all trainers are given."""
+
+    scratch: Path
+    rivals: Path
+    """The Python that has the rivals but Composer."""
+    composer: Path
+    """The Python that has Composer."""
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.scratch / "recipe.yaml"
+
+    def recipe(self, seed: int) -> Recipe:
+        return load_recipe(str(self.recipe_path), [f"seed={seed}"])
+
+    def steps(self, trainer: str, seed: int) -> list[Step]:
+        """Trains once, from the beginning, and returns the steps."""
+        if trainer in OURS:
+            return self.our_steps(*OURS[trainer], seed)
+        return self.rival_steps(RIVALS[trainer], seed)
+
+    def our_steps(self, workers: int, batch_size: int, steps: int, seed: int) -> list[Step]:
+        with tempfile.TemporaryDirectory() as storage:
+            size = (f"workers.min={workers}", f"workers.max={workers}", f"batch_size={batch_size}")
+            overrides = (f"storage={storage}", f"seed={seed}", f"steps={steps}", *size)
+            command("train", str(self.recipe_path), *overrides, "--name", "run")
+            entries = history.read(Storage(storage).sub("run", "history"))
+        return [
+            {
+                "tokens": step["batch_tokens"],
+                "positions": step["batch_tokens"] / (1 - step["padding"]),
+                "flops": step["flops"],
+                "ended": step["time"],
+            }
+            for step in history.effective_steps(entries)
+        ]
+
+    def rival_steps(self, rival: tuple[str, str], seed: int) -> list[Step]:
+        recipe = self.recipe(seed)
+        python = self.composer if rival == RIVALS["Composer"] else self.rivals
+        script = Path(__file__).with_name("measure_trainer.py")
+        done = subprocess.run(
+            ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{', '.join(rival)}:\n{done.stderr[-4000:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        return [
+            {
+                "tokens": tokens,
+                "positions": BATCH_SIZE * length,
+                "flops": padded_flops(recipe, length),
+                "ended": ended,
+            }
+            for tokens, length, ended in zip(
+                found["tokens"], found["lengths"], found["seconds"], strict=False
+            )
+        ]
+
+
+def settings(recipe: Recipe) -> str:
+    """What the recipe says, as the rivals' `Settings`."""
+    optimizer, bert = recipe.optimizer, recipe.workload
+    assert isinstance(bert, Bert)
+    return json.dumps(
+        {
+            "steps": recipe.steps,
+            "batch_size": recipe.batch_size,
+            "seed": recipe.seed,
+            "mask_probability": bert.mask_probability,
+            "lr": optimizer.lr,
+            "betas": optimizer.betas,
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "warmup_steps": recipe.schedule.warmup_steps,
+            "max_norm": recipe.clip.max_norm,
+        }
+    )
+
+
+def padded_flops(recipe: Recipe, length: int) -> int:
+    """FLOPs of a padded batch: every position attends to all of its row, and goes through the
+    head."""
+    bert = recipe.workload
+    assert isinstance(bert, Bert)
+    shape = bert.shape(training_data(recipe).train.manifest.vocabulary)
+    return cost.training_flops(shape, [length] * BATCH_SIZE, BATCH_SIZE * length)
+
+
+def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
+    """Writes the recipe, and what is missing of the data set, the same samples as plain arrays, and
+    the untrained model."""
+    data = scratch / "data"
+    values = {
+        "extends": "bert/mini",
+        "data": {
+            "path": str(data),
+            "prepare": {
+                "sources": sources(wikitext, scratch / "python", documents),
+                "tokenizer": {"vocab_size": VOCABULARY},
+                "seq_len": 512,
+                "held_out": None,
+            },
+        },
+        "steps": STEPS,
+        "batch_size": BATCH_SIZE,
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 1000},
+        "workers": {"threads": 1, "spares": False},
+    }
+    prepare(scratch / "recipe.yaml", values)
+    if not (scratch / "memmap").exists():
+        write_arrays(data, scratch / "memmap")
+    recipe = load_recipe(str(scratch / "recipe.yaml"), [])
+    manifest = training_data(recipe).train.manifest
+    torch.manual_seed(recipe.seed)
+    model = recipe.workload.build_model(manifest.vocabulary, manifest.seq_len)
+    recipe.workload.export(
+        model.state_dict(),
+        manifest.vocabulary,
+        manifest.seq_len,
+        data / "tokenizer",
+        scratch / "model",
+    )
+
+
+def measured(steps: Sequence[Step]) -> dict[str, float]:
+    """The figures of one run, from its steps but for the warm-up and the last."""
+    counted = steps[WARM_UP:-1]
+    tokens = sum(step["tokens"] for step in counted)
+    seconds = counted[-1]["ended"] - steps[WARM_UP - 1]["ended"]
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens": tokens,
+        "padding": 1 - tokens / sum(step["positions"] for step in counted),
+        "flops_per_token": sum(step["flops"] for step in counted) / tokens,
+    }
+
+
+def measure(bench: Bench, rounds: int) -> list[dict[str, dict[str, float]]]:
+    """Runs rounds of all trainers, turn by turn; returns these and those kept from earlier."""
+    kept = bench.scratch / "rounds.json"
+    found = json.loads(kept.read_text()) if kept.exists() else []
+    for _ in range(rounds):
+        figures = {}
+        for trainer in (*RIVALS, *OURS):
+            figures[trainer] = measured(bench.steps(trainer, seed=len(found)))
+            figures[trainer]["load"] = os.getloadavg()[0]
+            print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)
+        found.append(figures)
+        kept.write_text(json.dumps(found))
+    return found
+
+
+def row(trainer: str, rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    rounds = [figures for figures in rounds if trainer in figures]
+
+    def median(key: str) -> float:
+        return statistics.median(figures[trainer][key] for figures in rounds)
+
+    return {
+        "trainer": trainer,
+        "useful_tokens_per_second": round(median("tokens_per_second")),
+        "rounds": [round(figures[trainer]["tokens_per_second"]) for figures in rounds],
+        "load_after_each_round": [
+            round(figures[trainer]["load"], 2) for figures in rounds if "load" in figures[trainer]
+        ],
+        "tokens_measured": round(median("tokens")),
+        "padding": round(median("padding"), 4),
+        "megaflops_per_useful_token": round(median("flops_per_token") / 1e6, 2),
+        "gigaflops_per_second": round(
+            median("tokens_per_second") * median("flops_per_token") / 1e9, 1
+        ),
+    }
+
+
+def ratio(
+    one: str, others: Sequence[str], rounds: Sequence[dict[str, dict[str, float]]]
+) -> dict[str, Any]:
+    """How many times as fast `one` is as the fastest of others, round by round, and the median."""
+    ratios = [
+        figures[one]["tokens_per_second"]
+        / max(figures[other]["tokens_per_second"] for other in others)
+        for figures in rounds
+        if one in figures
+    ]
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "rounds": [round(value, 3) for value in ratios],
+    }
+
+
+def data_set(scratch: Path) -> dict[str, Any]:
+    """What the samples are like."""
+    manifest = Manifest.read(Storage(str(scratch / "data")))
+    shorter = sum(manifest.length_histogram[: manifest.seq_len]) / manifest.samples
+    return {
+        "samples": manifest.samples,
+        "tokens": manifest.tokens,
+        "vocabulary": manifest.vocabulary.size,
+        "longest_sample": manifest.seq_len,
+        "mean_sample": round(manifest.tokens / manifest.samples, 1),
+        "share_of_samples_below_the_longest": round(shorter, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser.add_argument("--python", type=Path, required=True, help="a Python with the rivals")
+    parser.add_argument("--composer", type=Path, required=True, help="a Python with Composer")
+    parser.add_argument(
+        "--documents", choices=RESULT, default="whole", help="what a sample is cut from"
+    )
+    parser.add_argument("--scratch", type=Path, help="folder for data and rounds, kept")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="to add")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = (arguments.scratch or Path(temporary)) / arguments.documents
+        scratch.mkdir(parents=True, exist_ok=True)
+        prepare_all(arguments.wikitext, scratch, arguments.documents)
+        rounds = measure(Bench(scratch, arguments.python, arguments.composer), arguments.rounds)
+        data = data_set(scratch)
+    figures = {
+        "model": "BERT-mini",
+        "documents": arguments.documents,
+        "data": data,
+        "samples_per_step": BATCH_SIZE,
+        "one_worker_over_the_default": ratio(ONE, [DEFAULT], rounds),
+        "one_worker_over_the_best_rival": ratio(ONE, list(RIVALS), rounds),
+        "two_workers_over_one": ratio(TWO, [ONE], rounds),
+        "two_workers_over_one_64_samples": ratio(TWO_64, [ONE_64], rounds),
+        "rows": [row(trainer, rounds) for trainer in (*RIVALS, *OURS)],
+        "rival_versions": versions_in(arguments.python, PACKAGES),
+        "composer_versions": versions_in(arguments.composer, COMPOSER_PACKAGES),
+    }
+    write_result(RESULT[arguments.documents], figures, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Validation loss by tokens: Elastrata's order and deal beside batches drawn at random.
+
+    python benchmarks/trainers_loss.py ../shared/data/wikitext
+
+BERT-tiny on the paragraphs of WikiText and of this Python's standard library, up to 128 tokens,
+every seed twice: with the batches that `elastrata train` would train on, dealt to two ranks, and
+with batches cut from a permutation of all samples by `torch.randperm`. All else is the same: the
+first weights, the masks of a sample, the engine's step, AdamW, schedule, clipping, evaluation. A
+run is one process of one thread, without Ray; two run at once.
+Writes `results/trainers-loss.json` and `.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+from training_text import VOCABULARY, prepare, sources
+
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.clip import build_clip
+from elastrata.training.evaluate import evaluate, held_out_rows
+from elastrata.training.optimizer import build_optimizer, set_learning_rate
+from elastrata.training.schedule import learning_rate
+from elastrata.training.step import train_step
+from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.payload import StepLayout, decode, encode
+from elastrata_pipelines.rows import Rows
+
+SEEDS, STEPS, EVERY, BATCH_SIZE, RANKS, POINTS = 4, 600, 50, 32, 2, 6
+DEALT, DRAWN = "Elastrata's order and deal", "batches drawn at random"
+Curve = list[tuple[int, float]]
+"""Tokens seen, and the validation loss then."""
+Curves = dict[str, list[Curve]]
+"""A curve per seed."""
+
+
+def dealt_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
+    """The micro-batches of every step, those of all ranks, as a training run has them."""
+    dtype = batches.manifest.token_dtype
+    for group in batches.groups(
+        Start(), steps=recipe.steps, batch_size=recipe.batch_size, max_tokens=2**20
+    ):
+        payloads = batches.payloads(group, RANKS)
+        for parts in zip(*(decode(payload, dtype) for payload in payloads), strict=True):
+            yield [rows for part in parts for rows in part.micro_batches]
+
+
+def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
+    """The same of batches that one permutation of all samples is cut into.
+
+    Rows are sorted by length inside their batch, for speed alone: a loss is a sum over them.
+    """
+    manifest, size = batches.manifest, recipe.batch_size
+    samples = pa.concat_tables(batches.stripes().read(range(manifest.stripes))).combine_chunks()
+    lengths = samples["length"].to_numpy()
+    generator = torch.Generator().manual_seed(recipe.seed)
+    order = torch.randperm(manifest.samples, generator=generator).numpy()
+    for step in range(recipe.steps):
+        chosen = order[step * size : (step + 1) * size]
+        chosen = chosen[np.argsort(-lengths[chosen], kind="stable")]
+        layout = StepLayout(step=step + 1, cuts=[0, size], imbalance=1.0)
+        payload = encode(samples.take(chosen), np.zeros(size, np.int64), [layout])
+        (part,) = decode(payload, manifest.token_dtype)
+        yield part.micro_batches
+
+
+STEPS_OF = {DEALT: dealt_steps, DRAWN: drawn_steps}
+
+
+def train(name: str, recipe: Recipe) -> Curve:
+    """One run in this process."""
+    torch.set_num_threads(1)
+    data = training_data(recipe)
+    assert data.held_out is not None
+    vocabulary, workload, device = data.train.manifest.vocabulary, recipe.workload, "cpu"
+    torch.manual_seed(recipe.seed)
+    model = workload.build_model(vocabulary, data.train.manifest.seq_len)
+    optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
+    clip = build_clip(recipe.clip, model)
+    held_out = held_out_rows(data.held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
+    tokens, curve = 0, []
+    for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
+        ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
+        rate = learning_rate(
+            recipe.schedule, peak=recipe.optimizer.lr, step=number, steps=recipe.steps
+        )
+        set_learning_rate(optimizer, rate)
+        weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
+        train_step(model, optimizer, workload, ready, weights=weights, clip=clip)
+        tokens += sum(len(rows.tokens) for rows in micro_batches)
+        if (number + 1) % recipe.evaluation.every == 0:
+            found = evaluate(model, workload, held_out, vocabulary, torch.device(device))
+            curve.append((tokens, found.total))
+    return curve
+
+
+def write_recipe(wikitext: Path, scratch: Path) -> Path:
+    """Writes the recipe, and its data set unless it is there."""
+    values = {
+        "extends": "bert/tiny",
+        "data": {
+            "path": str(scratch / "paragraphs"),
+            "prepare": {
+                "sources": sources(wikitext, scratch / "python", "paragraph"),
+                "tokenizer": {"vocab_size": VOCABULARY},
+                "seq_len": 128,
+                "held_out": 0.03,
+            },
+        },
+        "steps": STEPS,
+        "batch_size": BATCH_SIZE,
+        "optimizer": {"lr": 3e-3, "betas": [0.9, 0.98]},
+        "schedule": {"warmup_steps": 60},
+        "evaluation": {"every": EVERY, "samples": 1024},
+    }
+    prepare(scratch / "loss.yaml", values)
+    return scratch / "loss.yaml"
+
+
+def run_all(recipe: Path, seeds: int) -> Curves:
+    """All runs, two at a time."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        running = {
+            name: [
+                pool.submit(train, name, load_recipe(str(recipe), [f"seed={seed}"]))
+                for seed in range(seeds)
+            ]
+            for name in STEPS_OF
+        }
+        return {name: [run.result() for run in runs] for name, runs in running.items()}
+
+
+def losses_at(curves: Sequence[Curve], tokens: Sequence[int]) -> np.ndarray:
+    """Losses interpolated at equal numbers of tokens, shape [seeds, len(tokens)]."""
+    return np.array([np.interp(tokens, *zip(*curve, strict=True)) for curve in curves])
+
+
+def comparison(curves: Curves) -> list[dict[str, Any]]:
+    """Both at equal numbers of tokens, up to the last that all runs have seen."""
+    ends = [curve[-1][0] for runs in curves.values() for curve in runs]
+    starts = [curve[0][0] for runs in curves.values() for curve in runs]
+    tokens = np.linspace(max(starts), min(ends), POINTS).astype(int).tolist()
+    dealt, drawn = (losses_at(curves[name], tokens) for name in (DEALT, DRAWN))
+    return [
+        {
+            "tokens": count,
+            **{
+                name: {
+                    "mean": round(float(found.mean()), 4),
+                    "seeds": [round(loss, 4) for loss in found.tolist()],
+                    "standard_deviation": round(statistics.stdev(found.tolist()), 4),
+                }
+                for name, found in ((DEALT, dealt[:, place]), (DRAWN, drawn[:, place]))
+            },
+            "difference_of_means": round(float(dealt[:, place].mean() - drawn[:, place].mean()), 4),
+            "spread_of_the_random_seeds": round(float(np.ptp(drawn[:, place])), 4),
+        }
+        for place, count in enumerate(tokens)
+    ]
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """Every seed as a line, the seeds of each kind as a band."""
+    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, runs in curves.items():
+        tokens = [count for count, _ in runs[0]]
+        losses = losses_at(runs, tokens)
+        (line,) = axes.plot(tokens, losses.mean(axis=0), label=f"{name}: mean of {len(runs)} seeds")
+        axes.plot(tokens, losses.T, color=line.get_color(), linewidth=0.6, alpha=0.6)
+        axes.fill_between(
+            tokens, losses.min(axis=0), losses.max(axis=0), color=line.get_color(), alpha=0.2
+        )
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("validation loss (nats)")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser.add_argument("--scratch", type=Path, help="folder for the data, kept")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = arguments.scratch or Path(temporary)
+        scratch.mkdir(exist_ok=True)
+        curves = run_all(write_recipe(arguments.wikitext, scratch), arguments.seeds)
+    compared = comparison(curves)
+    draw(curves, RESULTS / "trainers-loss.png")
+    figures = {
+        "steps": STEPS,
+        "samples_per_step": BATCH_SIZE,
+        "within_the_spread_of_seeds": all(
+            abs(point["difference_of_means"]) <= point["spread_of_the_random_seeds"]
+            for point in compared
+        ),
+        "at_equal_tokens": compared,
+        "curves": curves,
+    }
+    write_result("trainers-loss", figures, ("elastrata", "torch"))
+
+
+if __name__ == "__main__":
+    main()
