@@ -76,8 +76,11 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "ways"),
-    [(2, [{}]), (2, [TENSOR, SEQUENCE]), (4, [TENSOR, SEQUENCE])],
-    ids=["dp2", "tp2", "dp2 tp2"],
+    [
+        pytest.param(2, [{}], id="dp2", marks=pytest.mark.slow),
+        pytest.param(2, [TENSOR, SEQUENCE], id="tp2", marks=pytest.mark.slow),
+        pytest.param(4, [TENSOR, SEQUENCE], id="dp2 tp2"),
+    ],
 )
 def test_losses_are_equal_however_the_model_is_divided(
     world_size: int, ways: list[dict[str, Any]], recipes: dict[str, Any], alone: dict[str, Any]
