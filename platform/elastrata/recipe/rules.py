@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe, WorkersConfig
+from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
 from elastrata_pipelines.errors import nearest
@@ -16,15 +16,26 @@ Problem = tuple[tuple[str, ...], str]
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
-    return [
+    problems = [
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
+        *_tensor(recipe),
         *_replicas(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
         *_clip(recipe),
     ]
+    return problems or [*_not_yet(recipe)]
+
+
+def _not_yet(recipe: Recipe) -> Iterator[Problem]:
+    """What is written and was never seen to work."""
+    if recipe.parallel.tensor > 1:
+        yield (
+            ("parallel", "tensor"),
+            f"parallel.tensor: {recipe.parallel.tensor}: expected 1: not yet through Ray",
+        )
 
 
 def _parts(recipe: Recipe) -> Iterator[Problem]:
@@ -34,8 +45,8 @@ def _parts(recipe: Recipe) -> Iterator[Problem]:
         prefix = "".join(f"{key}." for key in place)
         for path, line in (
             *_steps(part),
-            *_batch_size_warmup(part, recipe.workers),
-            *_sizes(part, recipe.workers),
+            *_batch_size_warmup(part, recipe),
+            *_sizes(part, recipe),
         ):
             yield (*place, *path), prefix + line
 
@@ -87,8 +98,8 @@ def _target(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _batch_size_warmup(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
-    warmup = part.batch_size_warmup
+def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    warmup, (least, named) = part.batch_size_warmup, _least_samples(recipe)
     if warmup is None:
         return
     if warmup.steps >= part.steps:
@@ -96,36 +107,87 @@ def _batch_size_warmup(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Prob
             ("batch_size_warmup", "steps"),
             f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({part.steps})",
         )
-    if not workers.min <= warmup.start < part.batch_size:
+    if not least <= warmup.start < part.batch_size:
         yield (
             ("batch_size_warmup", "start"),
-            f"batch_size_warmup.start: {warmup.start}: expected at least workers.min "
-            f"({workers.min}) and fewer than batch_size ({part.batch_size})",
+            f"batch_size_warmup.start: {warmup.start}: expected at least {named} "
+            f"({least}) and fewer than batch_size ({part.batch_size})",
         )
 
 
-def _sizes(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
-    prepare = part.data.prepare
+def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    prepare, (least, named) = part.data.prepare, _least_samples(recipe)
     if prepare and prepare.seq_len > part.micro_batch_tokens:
         yield (
             ("micro_batch_tokens",),
             f"micro_batch_tokens: {part.micro_batch_tokens}: expected at least "
             f"data.prepare.seq_len ({prepare.seq_len}), the longest sample",
         )
-    if part.batch_size < workers.min:
+    if part.batch_size < least:
         yield (
             ("batch_size",),
-            f"batch_size: {part.batch_size}: expected at least workers.min "
-            f"({workers.min}), a sample for every worker",
+            f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
+            f"every {'worker' if recipe.parallel.tensor == 1 else 'group of workers'}",
+        )
+
+
+def _least_samples(recipe: Recipe) -> tuple[int, str]:
+    """The fewest samples a step may have, and what that number is called."""
+    tensor = recipe.parallel.tensor
+    name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
+    return recipe.workers.min // tensor, name
+
+
+def _tensor(recipe: Recipe) -> Iterator[Problem]:
+    tensor, workers = recipe.parallel.tensor, recipe.workers
+    if recipe.parallel.sequence and tensor == 1:
+        yield (
+            ("parallel", "sequence"),
+            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
+            "the tokens",
+        )
+    if tensor == 1:
+        return
+    for line in recipe.workload.tensor_problems(tensor):
+        yield ("parallel", "tensor"), line
+    for key, count in (("min", workers.min), ("max", workers.max)):
+        if count % tensor:
+            below, above = count // tensor * tensor, -(-count // tensor) * tensor
+            nearest_counts = f"{below} or {above}" if below else f"{above}"
+            yield (
+                ("workers", key),
+                f"workers.{key}: {count}: expected a multiple of parallel.tensor ({tensor}), such "
+                f"as {nearest_counts}",
+            )
+    where = f"where parallel.tensor is {tensor}"
+    if recipe.clip.method == "bucketwise":
+        yield (
+            ("clip", "method"),
+            f"clip.method: 'bucketwise': expected global_norm or none {where}, as a bucket holds "
+            "parts of some weights and the whole of others",
+        )
+    if not isinstance(recipe.optimizer, AdamWConfig):
+        yield (
+            ("optimizer", "name"),
+            f"optimizer.name: {recipe.optimizer.name!r}: expected 'adamw' {where}: it looks at no "
+            "weight as a whole",
+        )
+    if recipe.parallel.virtual_ranks is not None:
+        yield (
+            ("parallel", "virtual_ranks"),
+            f"parallel.virtual_ranks: {recipe.parallel.virtual_ranks}: expected null {where}, "
+            "which adds up in another order",
         )
 
 
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
-    replicate = recipe.parallel.replicate
-    if replicate != "all" and replicate > recipe.workers.max:
+    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
+    most = recipe.workers.max // tensor
+    if replicate != "all" and replicate > most:
+        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
             ("parallel", "replicate"),
-            f"parallel.replicate: {replicate}: expected at most workers.max ({recipe.workers.max})",
+            f"parallel.replicate: {replicate}: expected at most {name} ({most})",
         )
 
 

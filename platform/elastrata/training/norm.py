@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 _ROW = 4096
 """So many squares are added up in fp32 at once."""
@@ -82,5 +82,5 @@ def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         gradient.device_mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if isinstance(placement, Shard)
+        if not isinstance(placement, Replicate)
     )

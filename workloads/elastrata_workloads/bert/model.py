@@ -103,7 +103,7 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """Shape [T, E] from ids of shape [T]; without token types all tokens are of type 0."""
         if token_types is None:
-            sentences = self.token_type_embeddings.weight[0]
+            sentences = self.token_type_embeddings(input_ids.new_zeros(1))
         else:
             sentences = self.token_type_embeddings(token_types)
         words = self.word_embeddings(input_ids) + sentences

@@ -34,7 +34,7 @@ class GptModel(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = norm(shape)
         self.head = (
-            None
+            TiedHead()
             if shape.tied_embeddings
             else nn.Linear(shape.hidden_size, shape.num_embeddings, bias=False)
         )
@@ -48,10 +48,8 @@ class GptModel(nn.Module):
             keys = layer_keys(batch.dropout_keys, index)
             hidden = block(hidden, segments, batch.positions, keys)
         hidden = self.norm(hidden.index_select(0, batch.predicted))
-        if self.head is None:
-            logits = F.linear(hidden, self.embeddings.tokens.weight)
-        else:
-            logits = self.head(hidden)
+        table = [self.embeddings.tokens.weight] if self.shape.tied_embeddings else []
+        logits: Tensor = self.head(hidden, *table)
         if self.shape.num_ids == self.shape.num_embeddings:
             return logits.float()
         # A copy even of fp32: FSDP2's backward hooks are lost on views.
@@ -95,6 +93,14 @@ class Embeddings(nn.Module):
             hidden = hidden + self.positions(positions)
         out: Tensor = self.dropout(hidden, dropout_keys)
         return out
+
+
+class TiedHead(nn.Module):
+    """The head that is the token embedding; a module, so that parallelism has a place to act."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Logits of shape [P, V] from [P, E] and the table [V, E]."""
+        return F.linear(hidden, tokens)
 
 
 class Block(nn.Module):
