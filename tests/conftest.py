@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def nothing_is_left_running() -> Iterator[None]:
 def ray_local() -> Iterator[None]:
     """A Ray cluster of the module's own: two logical CPUs, workers that can import tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         with ray_session("local", num_cpus=2):
             yield
 
