@@ -202,11 +202,6 @@ PAIR = {"min": 2, "max": 4}
             "batch_size: 3: expected at least workers.min / parallel.tensor (4), a sample for "
             "every group of workers",
         ),
-        (
-            {"parallel": TENSOR, "workers": PAIR},
-            ("parallel", "tensor"),
-            "parallel.tensor: 2: expected 1: not yet through Ray",
-        ),
     ],
 )
 def test_what_does_not_go_together(

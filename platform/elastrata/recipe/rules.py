@@ -16,7 +16,7 @@ Problem = tuple[tuple[str, ...], str]
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
-    problems = [
+    return [
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
@@ -26,16 +26,6 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_reduction(recipe),
         *_clip(recipe),
     ]
-    return problems or [*_not_yet(recipe)]
-
-
-def _not_yet(recipe: Recipe) -> Iterator[Problem]:
-    """What is written and was never seen to work."""
-    if recipe.parallel.tensor > 1:
-        yield (
-            ("parallel", "tensor"),
-            f"parallel.tensor: {recipe.parallel.tensor}: expected 1: not yet through Ray",
-        )
 
 
 def _parts(recipe: Recipe) -> Iterator[Problem]:
