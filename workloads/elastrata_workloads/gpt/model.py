@@ -21,6 +21,7 @@ from elastrata_workloads.gpt.rotary import rotated
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.logits import of_ids
 from elastrata_workloads.unpadded.segments import Segments
 
 
@@ -41,7 +42,7 @@ class GptModel(nn.Module):
         self.initialize()
 
     def forward(self, batch: GptBatch) -> Tensor:
-        """Logits of the predicted tokens, in fp32, shape [P, V]."""
+        """Logits of the predicted tokens, in fp32, shape [P, V]; see `of_ids`."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
@@ -49,11 +50,7 @@ class GptModel(nn.Module):
             hidden = block(hidden, segments, batch.positions, keys)
         hidden = self.norm(hidden.index_select(0, batch.predicted))
         table = [self.embeddings.tokens.weight] if self.shape.tied_embeddings else []
-        logits: Tensor = self.head(hidden, *table)
-        if self.shape.num_ids == self.shape.num_embeddings:
-            return logits.float()
-        # A copy even of fp32: FSDP2's backward hooks are lost on views.
-        return logits[:, : self.shape.num_ids].to(torch.float32, copy=True)
+        return of_ids(self.head(hidden, *table), self.shape.num_ids, torch.float32)
 
     @torch.no_grad()
     def initialize(self) -> None:
