@@ -170,16 +170,15 @@ PAIR = {"min": 2, "max": 4}
             "the tokens",
         ),
         (
-            {"parallel": TENSOR, "workers": PAIR, "clip": {"method": "bucketwise"}},
-            ("clip", "method"),
-            "clip.method: 'bucketwise': expected global_norm or none where parallel.tensor is 2, "
-            "as a bucket holds parts of some weights and the whole of others",
-        ),
-        (
-            {"parallel": TENSOR, "workers": PAIR, "optimizer": {"name": "lamb", "lr": 1}},
-            ("optimizer", "name"),
-            "optimizer.name: 'lamb': expected 'adamw' where parallel.tensor is 2: it looks at no "
-            "weight as a whole",
+            {
+                "parallel": {"tensor": 2, "replicate": 2},
+                "workers": {"min": 4, "max": 8},
+                "clip": {"method": "bucketwise", "scope": "local"},
+            },
+            ("clip", "scope"),
+            "clip.scope: 'local': expected workers.min / parallel.tensor above parallel.replicate "
+            "(2): a copy of the model on one worker is never clipped before its sum; or scope "
+            "reduced",
         ),
         (
             {

@@ -149,24 +149,11 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
                 f"workers.{key}: {count}: expected a multiple of parallel.tensor ({tensor}), such "
                 f"as {nearest_counts}",
             )
-    where = f"where parallel.tensor is {tensor}"
-    if recipe.clip.method == "bucketwise":
-        yield (
-            ("clip", "method"),
-            f"clip.method: 'bucketwise': expected global_norm or none {where}, as a bucket holds "
-            "parts of some weights and the whole of others",
-        )
-    if not isinstance(recipe.optimizer, AdamWConfig):
-        yield (
-            ("optimizer", "name"),
-            f"optimizer.name: {recipe.optimizer.name!r}: expected 'adamw' {where}: it looks at no "
-            "weight as a whole",
-        )
     if recipe.parallel.virtual_ranks is not None:
         yield (
             ("parallel", "virtual_ranks"),
-            f"parallel.virtual_ranks: {recipe.parallel.virtual_ranks}: expected null {where}, "
-            "which adds up in another order",
+            f"parallel.virtual_ranks: {recipe.parallel.virtual_ranks}: expected null where "
+            f"parallel.tensor is {tensor}, which adds up in another order",
         )
 
 
@@ -250,16 +237,18 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             ("clip", "scope"),
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
-    replicate, workers = recipe.parallel.replicate, recipe.workers
+    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
+    least, most = recipe.workers.min // tensor, recipe.workers.max // tensor
     if replicate == "all":
         yield (
             ("clip", "scope"),
             "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
             "model on one worker is never clipped before its sum",
         )
-    elif replicate > 1 and workers.min <= replicate <= workers.max:
+    elif replicate > 1 and least <= replicate <= most:
+        name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
         yield (
             ("clip", "scope"),
-            f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "
+            f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
             "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )
