@@ -9,9 +9,9 @@ import pytest
 
 from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
-from support.tensor_ranks import train_all
+from support.tensor_ranks import resume_all, save_all, train_all
 
-STEPS = 20
+STEPS, SAVED_AT = 20, 10
 SIZES = {"hidden_size": 36, "num_layers": 2, "max_positions": 48, "embedding_multiple": 2}
 """Two ranks get 18 rows of a matrix each, and two of them 9 of these."""
 BERT = {"name": "bert", **SIZES, "num_heads": 2}
@@ -44,6 +44,13 @@ RELATIVE = {"lamb": 1e-5, "muon": 1e-4, "bucketwise": 1e-5}
 """
 TENSOR, SEQUENCE = {"tensor": 2}, {"tensor": 2, "sequence": True}
 HYBRID = {**SEQUENCE, "replicate": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "dp4": (4, {}),
+    "tp2": (2, SEQUENCE),
+    "dp2 tp2": (4, TENSOR),
+}
+"""World size, and the section `parallel`."""
 slow = pytest.mark.slow
 
 
@@ -110,6 +117,28 @@ def test_parts_are_clipped_alike_however_the_model_is_divided(recipes: dict[str,
         for runs in run_fresh_ranks(divided, train_all, ways):
             for found in runs:
                 _assert_equal(found, wanted, RELATIVE["bucketwise"], f"{divided} ranks")
+
+
+@slow
+def test_checkpoints_go_on_in_every_other_layout(
+    tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    names = ["lamb", "muon"]
+
+    def runs(saved: str, way: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+        folder = tmp_path / saved
+        return [({**recipes[name], "parallel": way}, str(folder / name)) for name in names]
+
+    for layout, (world_size, way) in LAYOUTS.items():
+        run_fresh_ranks(world_size, save_all, runs(layout, way), SAVED_AT)
+    for layout, (world_size, way) in LAYOUTS.items():
+        others = [other for other in LAYOUTS if other != layout]
+        onto = [run for other in others for run in runs(other, way)]
+        cases = [(other, name) for other in others for name in names]
+        for found in run_fresh_ranks(world_size, resume_all, onto):
+            for (other, name), (records, _) in zip(cases, found, strict=True):
+                wanted = alone[name][SAVED_AT:]
+                _assert_equal(records, wanted, RELATIVE[name], f"{name}: {other} to {layout}")
 
 
 @slow
