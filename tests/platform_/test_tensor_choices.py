@@ -120,6 +120,21 @@ def test_parts_are_clipped_alike_however_the_model_is_divided(recipes: dict[str,
 
 
 @slow
+def test_with_virtual_ranks_no_bit_depends_on_the_number_of_groups(recipes: dict[str, Any]) -> None:
+    recipe = {
+        **recipes["bucketwise"],
+        "optimizer": {"lr": 1e-2, "fused": False},
+        "clip": {"max_norm": 0.5},
+        "parallel": {**SEQUENCE, "virtual_ranks": 4},
+    }
+    alone, two = (
+        [(r.loss, r.gradient_norm) for r in run_fresh_ranks(size, train_all, [recipe])[0][0]]
+        for size in (2, 4)
+    )
+    assert two == alone
+
+
+@slow
 def test_checkpoints_go_on_in_every_other_layout(
     tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
 ) -> None:

@@ -182,13 +182,13 @@ PAIR = {"min": 2, "max": 4}
         ),
         (
             {
-                "parallel": {"tensor": 2, "virtual_ranks": 4},
-                "workers": {**PAIR, "threads": 1},
+                "parallel": {"tensor": 2, "virtual_ranks": 3},
+                "workers": {"min": 2, "max": 8, "threads": 1},
                 "optimizer": {"lr": 1, "fused": False},
             },
             ("parallel", "virtual_ranks"),
-            "parallel.virtual_ranks: 4: expected null where parallel.tensor is 2, which adds up in "
-            "another order",
+            "parallel.virtual_ranks: 3: expected at least workers.max / parallel.tensor (4), one "
+            "for every group of workers",
         ),
         (
             {"parallel": {"tensor": 2, "replicate": 3}, "workers": PAIR},

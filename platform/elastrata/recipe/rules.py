@@ -117,7 +117,7 @@ def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("batch_size",),
             f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
-            f"every {'worker' if recipe.parallel.tensor == 1 else 'group of workers'}",
+            f"every {_sharing_out(recipe.parallel.tensor)}",
         )
 
 
@@ -126,6 +126,11 @@ def _least_samples(recipe: Recipe) -> tuple[int, str]:
     tensor = recipe.parallel.tensor
     name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
     return recipe.workers.min // tensor, name
+
+
+def _sharing_out(tensor: int) -> str:
+    """What shares a batch out."""
+    return "worker" if tensor == 1 else "group of workers"
 
 
 def _tensor(recipe: Recipe) -> Iterator[Problem]:
@@ -149,12 +154,6 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
                 f"workers.{key}: {count}: expected a multiple of parallel.tensor ({tensor}), such "
                 f"as {nearest_counts}",
             )
-    if recipe.parallel.virtual_ranks is not None:
-        yield (
-            ("parallel", "virtual_ranks"),
-            f"parallel.virtual_ranks: {recipe.parallel.virtual_ranks}: expected null where "
-            f"parallel.tensor is {tensor}, which adds up in another order",
-        )
 
 
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
@@ -169,15 +168,15 @@ def _replicas(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
-    count, workers = recipe.parallel.virtual_ranks, recipe.workers
+    count, workers, tensor = recipe.parallel.virtual_ranks, recipe.workers, recipe.parallel.tensor
     if count is None:
         return
-    key = ("parallel", "virtual_ranks")
-    if count < workers.max:
+    if count < (most := workers.max // tensor):
+        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
-            key,
-            f"parallel.virtual_ranks: {count}: expected at least workers.max ({workers.max}), one "
-            "for every worker",
+            ("parallel", "virtual_ranks"),
+            f"parallel.virtual_ranks: {count}: expected at least {name} ({most}), one for every "
+            f"{_sharing_out(tensor)}",
         )
     if workers.threads is None:
         yield (

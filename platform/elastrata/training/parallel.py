@@ -58,7 +58,7 @@ class ParallelConfig(Config):
     their gradients in the order of the parts: losses are then equal to the bit at any number of
     workers, at the price of a reduction for each part. A multiple of every number of workers is
     balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
-    AdamW with `optimizer.fused: false`."""
+    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
 
 
 def rank_mesh(
