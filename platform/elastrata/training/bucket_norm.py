@@ -58,7 +58,9 @@ def _tensors(module: FSDPModule) -> Iterator[tuple[int, float]]:
         yield parameter.padded_sharded_param_size.numel(), _share(parameter.sharded_param)
 
 
-def _share(parameter: DTensor) -> float:
+def _share(parameter: Tensor) -> float:
+    if not isinstance(parameter, DTensor):
+        return 1.0
     mesh = parameter.device_mesh
     if "tensor" not in (names := mesh.mesh_dim_names or ()):
         return 1.0
