@@ -45,7 +45,7 @@ from elastrata.training.bucket_clip import RANGE
 from elastrata.training.clip import Clip, build_clip
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.request import Act
 from elastrata.training.step import train_step
 from elastrata_pipelines.batches import Start
@@ -108,7 +108,7 @@ def model_of(recipe: Recipe, device: torch.device, ranks: int) -> nn.Module:
     return parallelize(
         model,
         recipe.workload.blocks(model),
-        data_mesh(device.type, ranks, 1),
+        rank_mesh(device.type, ranks, 1),
         precision=recipe.precision,
         activation_checkpointing="none",
         compile=False,

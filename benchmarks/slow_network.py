@@ -52,7 +52,7 @@ from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.training.clip import Clip, build_clip
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.step import reduce_sums, train_step
 
 RANKS = 2
@@ -155,7 +155,7 @@ class Training:
         self._workload, self._technique, self._seed = recipe.workload, technique, recipe.seed
         torch.manual_seed(recipe.seed)
         self.model = self._workload.build_model(self._manifest.vocabulary, self._manifest.seq_len)
-        whole = data_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
+        whole = rank_mesh("cpu", RANKS, "all" if technique.alone else recipe.parallel.replicate)
         parallelize(
             self.model,
             self._workload.blocks(self.model),

@@ -58,11 +58,17 @@ def descriptors(phases: Sequence[Phase], start: Start) -> Dataset:
 
 
 class StreamConfig(ray.train.DataConfig):
-    """Deals the descriptors' groups to whatever world size the worker group has."""
+    """Deals the descriptors' groups to whatever world size the worker group has.
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    Args:
+        phases: of the run.
+        copies: so many neighbouring ranks get the same rows.
+    """
+
+    def __init__(self, phases: Sequence[Phase], *, copies: int = 1) -> None:
         super().__init__()
         self._phases = phases
+        self._copies = copies
 
     def configure(
         self,
@@ -75,14 +81,29 @@ class StreamConfig(ray.train.DataConfig):
         """One iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
-            for rank, split in enumerate(dealt(dataset, self._phases, world_size)):
+            splits = dealt(dataset, self._phases, world_size, copies=self._copies)
+            for rank, split in enumerate(splits):
                 parts[rank][name] = split
         return parts
 
 
-def dealt(dataset: Dataset, phases: Sequence[Phase], world_size: int) -> list[DataIterator]:
-    """Splits the groups of `dataset` into one iterator of payloads per rank."""
-    reader = _Reader(tuple(phase.batches for phase in phases), world_size)
+def dealt(
+    dataset: Dataset, phases: Sequence[Phase], world_size: int, *, copies: int = 1
+) -> list[DataIterator]:
+    """Splits the groups of `dataset` into one iterator of payloads per rank.
+
+    Args:
+        dataset: of descriptors.
+        phases: that they are of.
+        world_size: number of ranks.
+        copies: so many neighbouring ranks get the same payloads.
+
+    Raises:
+        ValueError: `copies` does not divide `world_size`.
+    """
+    if world_size % copies:
+        raise ValueError(f"{world_size} ranks in groups of {copies}")
+    reader = Reader(tuple(phase.batches for phase in phases), world_size // copies, copies)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -100,16 +121,23 @@ def dealt(dataset: Dataset, phases: Sequence[Phase], world_size: int) -> list[Da
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
+    """Reads and deals the groups of a descriptor: a row for every rank, in the order of ranks."""
+
     batches: tuple[Batches, ...]
     """Those of each phase."""
     num_ranks: int
+    """So many have different rows."""
+    copies: int = 1
+    """So many neighbours get the same."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
+        """Tables of one row: where the run stands, and a payload."""
         for row in descriptor.to_pylist():
             groups = [Group(**group) for group in json.loads(row["groups"])]
             for payload in self._payloads(self.batches[row["phase"]], groups):
-                yield pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+                table = pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+                yield from [table] * self.copies
 
     def _payloads(self, batches: Batches, groups: list[Group]) -> Iterator[pa.Buffer]:
         stripes = batches.stripes()

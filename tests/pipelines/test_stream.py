@@ -63,6 +63,18 @@ def _expected(batches: Batches) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def test_neighbours_get_the_same_rows(ray_local, batches) -> None:
+    phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
+    pairs = dealt(descriptors(phases, Start()), phases, 4, copies=2)
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(_collect, pairs))
+    apart = dealt(descriptors(phases, Start()), phases, 2)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(_collect, apart)
+    assert parts == [one, one, other, other]
+    assert one != other
+
+
 @pytest.mark.parametrize(("world_size", "start"), [(1, 0), (2, 0), (3, 5), (5, 22), (12, 21)])
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
     begin = Start(step=start, samples=start * BATCH, tokens=0, commit="x" if start else None)

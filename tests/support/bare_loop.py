@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
+from elastrata.training.data_rank import data_rank
+from elastrata.training.evaluate import evaluate, held_out_rows
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import data_mesh, parallelize
+from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
+from elastrata.training.step import StepLoss
 from elastrata_pipelines.batches import Start
-from elastrata_pipelines.payload import decode
+from elastrata_pipelines.payload import RankStep, decode
 
 
 def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[StepRecord]:
@@ -25,42 +29,72 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
 
 
 def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
-    batches = training_data(recipe).train
-    manifest, workload = batches.manifest, recipe.workload
-    torch.manual_seed(recipe.seed)
-    model = workload.build_model(manifest.vocabulary, manifest.seq_len)
-    parallelize(
-        model,
-        workload.blocks(model),
-        data_mesh("cpu", world_size, recipe.parallel.replicate),
-        precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
-        compile=recipe.compile,
-        parallel=recipe.parallel,
-    )
-    loop = Loop(
-        workload=workload,
-        vocabulary=manifest.vocabulary,
-        seed=recipe.seed,
-        learning_rate=recipe.learning_rate,
-        clip=build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
-        on_nonfinite=recipe.on_nonfinite,
-        device=torch.device("cpu"),
-        world_size=world_size,
-    )
-    groups = batches.groups(
-        Start(),
-        steps=recipe.steps,
-        batch_size=recipe.batch_size,
-        max_tokens=4096,
-        warmup=recipe.batch_size_warmup,
-    )
-    stream = (
-        step
-        for group in groups
-        for payload in islice(batches.payloads(group, world_size), rank, rank + 1)
-        for step in decode(payload, manifest.token_dtype)
-    )
-    optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-    run = loop.run(model, optimizer, stream, Start(), lambda: Act.GO_ON)
-    return [record for record, _ in run]
+    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps)
+
+
+class BareTraining:
+    """One rank's model, sharded, with its optimizer and its loop."""
+
+    def __init__(self, rank: int, world_size: int, recipe: Recipe) -> None:
+        self._recipe, self._batches = recipe, training_data(recipe).train
+        self._data = data_rank(rank, world_size, recipe.parallel.tensor)
+        manifest, workload = self._batches.manifest, recipe.workload
+        torch.manual_seed(recipe.seed)
+        self.model = workload.build_model(manifest.vocabulary, manifest.seq_len)
+        parallelize(
+            self.model,
+            workload.blocks(self.model),
+            rank_mesh("cpu", world_size, recipe.parallel.replicate, recipe.parallel.tensor),
+            precision=recipe.precision,
+            activation_checkpointing=recipe.activation_checkpointing,
+            compile=recipe.compile,
+            parallel=recipe.parallel,
+            tensor_parallel=workload.tensor_parallel,
+        )
+        self.optimizer = build_optimizer(recipe.optimizer, self.model, workload.blocks(self.model))
+        ordered = recipe.parallel.virtual_ranks is not None
+        self._loop = Loop(
+            workload=workload,
+            vocabulary=manifest.vocabulary,
+            seed=recipe.seed,
+            learning_rate=recipe.learning_rate,
+            clip=build_clip(recipe.clip, self.model, ordered=ordered),
+            on_nonfinite=recipe.on_nonfinite,
+            device=torch.device("cpu"),
+            world_size=world_size,
+            counts=self._data.counts,
+        )
+
+    def run(self, start: Start, steps: int) -> list[StepRecord]:
+        """The records of the steps from `start` to step `steps` of the run."""
+        stream = self._stream(start, steps)
+        run = self._loop.run(self.model, self.optimizer, stream, start, lambda: Act.GO_ON)
+        return [record for record, _ in run]
+
+    def evaluate(self, samples: int) -> StepLoss:
+        """Over so many of the training samples."""
+        workload, manifest = self._recipe.workload, self._batches.manifest
+        data = self._data
+        rows = held_out_rows(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
+        return evaluate(
+            self.model,
+            workload,
+            rows,
+            manifest.vocabulary,
+            torch.device("cpu"),
+            counts=data.counts,
+        )
+
+    def _stream(self, start: Start, steps: int) -> Iterator[RankStep]:
+        groups = self._batches.groups(
+            start,
+            steps=steps,
+            batch_size=self._recipe.batch_size,
+            max_tokens=4096,
+            warmup=self._recipe.batch_size_warmup,
+        )
+        mine = self._data.rank
+        for group in groups:
+            payloads = self._batches.payloads(group, self._data.dp_size)
+            for payload in islice(payloads, mine, mine + 1):
+                yield from decode(payload, self._batches.manifest.token_dtype)

@@ -15,8 +15,8 @@ from elastrata.training.bucket_clip import bucket_limits
 from elastrata.training.clip import ClipConfig, build_clip
 from elastrata.training.parallel import (
     ParallelConfig,
-    data_mesh,
     parallelize,
+    rank_mesh,
     synchronize_gradients,
 )
 
@@ -98,7 +98,7 @@ def clip_on_ranks(
 ) -> list[Clipped]:
     """What is left of the gradient of each case, the same on every rank."""
     model, layout = _Tower(), ParallelConfig.model_validate(parallel)
-    mesh = data_mesh("cpu", world_size, layout.replicate)
+    mesh = rank_mesh("cpu", world_size, layout.replicate)
     parallelize(
         model,
         list(model.blocks),

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 _PATIENCE = timedelta(seconds=100)
 
 

@@ -17,7 +17,7 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.training.optimizer import OptimizerConfig, build_optimizer
-from elastrata.training.parallel import ParallelConfig, data_mesh, parallelize
+from elastrata.training.parallel import ParallelConfig, parallelize, rank_mesh
 from elastrata_pipelines.storage import Storage
 
 ROWS, VOCABULARY, WIDTH = 12, 11, 5
@@ -58,7 +58,7 @@ class Training:
         parallelize(
             self.model,
             blocks,
-            data_mesh("cpu", self.size, layout.replicate),
+            rank_mesh("cpu", self.size, layout.replicate),
             precision="fp32",
             activation_checkpointing="none",
             compile=False,

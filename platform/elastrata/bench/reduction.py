@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.multiprocessing.spawn import spawn
 
 from elastrata.bench.quartiles import Quartiles, quartiles
-from elastrata.training.parallel import data_mesh
+from elastrata.training.parallel import rank_mesh
 
 _PATIENCE = timedelta(seconds=120)
 _REDUCED = torch.float32
@@ -153,7 +153,7 @@ def _timed(group: _Group, device: torch.device, rounds: int) -> Seconds:
     reduced = group.bucket_buffers(_REDUCED, device)
     gathered = group.bucket_buffers(group.gathered, device)
     scatter, gather = DefaultReduceScatter(), DefaultAllGather()
-    ranks = data_mesh(device.type, group.processes, replicate=1).get_group()
+    ranks = rank_mesh(device.type, group.processes, replicate=1).get_group()
     turns: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: [dist.all_reduce(whole, group=ranks) for whole, _ in reduced],
         "reduce_scatter": lambda: [

@@ -25,6 +25,7 @@ from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.workers.engine import missing_here, sharded_model, training_loop
 from elastrata_pipelines.batches import Start
+from elastrata_pipelines.errors import UserError
 
 MFU_CONVENTION = (
     "6 FLOPs per matmul parameter and token it is applied to, plus attention, halved where it is "
@@ -96,7 +97,12 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
 
     Raises:
         TrainingError: the loss is not finite, and the recipe does not skip such steps.
+        UserError: several workers compute every sample together; this is one.
     """
+    if recipe.parallel.tensor > 1:
+        raise UserError(
+            f"parallel.tensor: {recipe.parallel.tensor}: expected 1: one process is measured here"
+        )
     torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
     device, workload = current_device(), recipe.workload
     endless = recipe.model_copy(

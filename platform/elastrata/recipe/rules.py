@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe, WorkersConfig
+from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
 from elastrata_pipelines.errors import nearest
@@ -20,6 +20,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
+        *_tensor(recipe),
         *_replicas(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
@@ -34,8 +35,8 @@ def _parts(recipe: Recipe) -> Iterator[Problem]:
         prefix = "".join(f"{key}." for key in place)
         for path, line in (
             *_steps(part),
-            *_batch_size_warmup(part, recipe.workers),
-            *_sizes(part, recipe.workers),
+            *_batch_size_warmup(part, recipe),
+            *_sizes(part, recipe),
         ):
             yield (*place, *path), prefix + line
 
@@ -87,8 +88,8 @@ def _target(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _batch_size_warmup(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
-    warmup = part.batch_size_warmup
+def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    warmup, (least, named) = part.batch_size_warmup, _least_samples(recipe)
     if warmup is None:
         return
     if warmup.steps >= part.steps:
@@ -96,49 +97,86 @@ def _batch_size_warmup(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Prob
             ("batch_size_warmup", "steps"),
             f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({part.steps})",
         )
-    if not workers.min <= warmup.start < part.batch_size:
+    if not least <= warmup.start < part.batch_size:
         yield (
             ("batch_size_warmup", "start"),
-            f"batch_size_warmup.start: {warmup.start}: expected at least workers.min "
-            f"({workers.min}) and fewer than batch_size ({part.batch_size})",
+            f"batch_size_warmup.start: {warmup.start}: expected at least {named} "
+            f"({least}) and fewer than batch_size ({part.batch_size})",
         )
 
 
-def _sizes(part: PhaseKeys, workers: WorkersConfig) -> Iterator[Problem]:
-    prepare = part.data.prepare
+def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
+    prepare, (least, named) = part.data.prepare, _least_samples(recipe)
     if prepare and prepare.seq_len > part.micro_batch_tokens:
         yield (
             ("micro_batch_tokens",),
             f"micro_batch_tokens: {part.micro_batch_tokens}: expected at least "
             f"data.prepare.seq_len ({prepare.seq_len}), the longest sample",
         )
-    if part.batch_size < workers.min:
+    if part.batch_size < least:
         yield (
             ("batch_size",),
-            f"batch_size: {part.batch_size}: expected at least workers.min "
-            f"({workers.min}), a sample for every worker",
+            f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
+            f"every {_sharing_out(recipe.parallel.tensor)}",
         )
 
 
+def _least_samples(recipe: Recipe) -> tuple[int, str]:
+    """The fewest samples a step may have, and what that number is called."""
+    tensor = recipe.parallel.tensor
+    name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
+    return recipe.workers.min // tensor, name
+
+
+def _sharing_out(tensor: int) -> str:
+    """What shares a batch out."""
+    return "worker" if tensor == 1 else "group of workers"
+
+
+def _tensor(recipe: Recipe) -> Iterator[Problem]:
+    tensor, workers = recipe.parallel.tensor, recipe.workers
+    if recipe.parallel.sequence and tensor == 1:
+        yield (
+            ("parallel", "sequence"),
+            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
+            "the tokens",
+        )
+    if tensor == 1:
+        return
+    for line in recipe.workload.tensor_problems(tensor):
+        yield ("parallel", "tensor"), line
+    for key, count in (("min", workers.min), ("max", workers.max)):
+        if count % tensor:
+            below, above = count // tensor * tensor, -(-count // tensor) * tensor
+            nearest_counts = f"{below} or {above}" if below else f"{above}"
+            yield (
+                ("workers", key),
+                f"workers.{key}: {count}: expected a multiple of parallel.tensor ({tensor}), such "
+                f"as {nearest_counts}",
+            )
+
+
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
-    replicate = recipe.parallel.replicate
-    if replicate != "all" and replicate > recipe.workers.max:
+    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
+    most = recipe.workers.max // tensor
+    if replicate != "all" and replicate > most:
+        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
             ("parallel", "replicate"),
-            f"parallel.replicate: {replicate}: expected at most workers.max ({recipe.workers.max})",
+            f"parallel.replicate: {replicate}: expected at most {name} ({most})",
         )
 
 
 def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
-    count, workers = recipe.parallel.virtual_ranks, recipe.workers
+    count, workers, tensor = recipe.parallel.virtual_ranks, recipe.workers, recipe.parallel.tensor
     if count is None:
         return
-    key = ("parallel", "virtual_ranks")
-    if count < workers.max:
+    if count < (most := workers.max // tensor):
+        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
-            key,
-            f"parallel.virtual_ranks: {count}: expected at least workers.max ({workers.max}), one "
-            "for every worker",
+            ("parallel", "virtual_ranks"),
+            f"parallel.virtual_ranks: {count}: expected at least {name} ({most}), one for every "
+            f"{_sharing_out(tensor)}",
         )
     if workers.threads is None:
         yield (
@@ -198,16 +236,18 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             ("clip", "scope"),
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
-    replicate, workers = recipe.parallel.replicate, recipe.workers
+    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
+    least, most = recipe.workers.min // tensor, recipe.workers.max // tensor
     if replicate == "all":
         yield (
             ("clip", "scope"),
             "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
             "model on one worker is never clipped before its sum",
         )
-    elif replicate > 1 and workers.min <= replicate <= workers.max:
+    elif replicate > 1 and least <= replicate <= most:
+        name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
         yield (
             ("clip", "scope"),
-            f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "
+            f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
             "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )

@@ -98,8 +98,19 @@ def evaluate(
     micro_batches: Sequence[Rows],
     vocabulary: Vocabulary,
     device: torch.device,
+    *,
+    counts: bool = True,
 ) -> StepLoss:
-    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
+
+    Args:
+        model: as `parallelize` returned it.
+        workload: its workload.
+        micro_batches: this rank's; all ranks have equally many.
+        vocabulary: the data set's.
+        device: the model's.
+        counts: whether this rank's sums count; see `DataRank`.
+    """
     model.eval()
     weights: dict[str, float] = {}
     losses = []
@@ -109,4 +120,4 @@ def evaluate(
             weights[term] = weights.get(term, 0.0) + weight
         losses.append(workload.loss(model, batch))
     model.train()
-    return mean_loss(losses, reduce_sums(weights, device))
+    return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)

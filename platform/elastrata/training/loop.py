@@ -42,6 +42,8 @@ class Loop:
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
+    counts: bool = True
+    """Whether this rank's sums count; see `DataRank`."""
 
     def run(
         self,
@@ -69,7 +71,8 @@ class Loop:
                 self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
                 for rows in part.micro_batches
             ]
-            batch = reduce_sums({**self._sums(part, batches), _ACT: asked()}, self.device)
+            sums = {**self._sums(part, batches), _ACT: asked()}
+            batch = reduce_sums(sums, self.device, counts=self.counts)
             phases.passed("seconds_collating")
             lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
@@ -81,6 +84,7 @@ class Loop:
                 weights=_weights(batch),
                 clip=self.clip,
                 rounds=part.rounds,
+                counts=self.counts,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(part.step, result))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 _ROW = 4096
 """So many squares are added up in fp32 at once."""
@@ -54,18 +54,6 @@ def tensor_norm(values: Tensor) -> Tensor:
     return _in_float64(values)
 
 
-def sharded_norm(shards: Iterable[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The norm of tensors whose shards lie on the ranks of `group`, a float64 scalar. Collective.
-
-    Args:
-        shards: this rank's; each rank has a part of its own of every tensor.
-        group: the ranks that have the other parts.
-    """
-    square = torch.stack([tensor_norm(shard) for shard in shards]).square().sum()
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
-
-
 def _in_float64(values: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
@@ -82,5 +70,5 @@ def _groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         gradient.device_mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if isinstance(placement, Shard)
+        if not isinstance(placement, Replicate)
     )

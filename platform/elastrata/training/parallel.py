@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,16 +10,19 @@ from pydantic import PositiveInt
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from elastrata.recipe.config import Config
 from elastrata.training.ordered_reduction import OrderedReduceScatter
+from elastrata.training.recomputation import Recomputation, recompute
 from elastrata.training.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
 from elastrata_pipelines.virtual_ranks import num_rounds
 
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What parameters are applied in."""
+TensorParallel = Callable[[nn.Module, DeviceMesh, bool], None]
+"""Divides a plain model over a mesh of one axis; with true, its tokens as well. See
+`Workload.tensor_parallel`."""
 _KEEPS_PARAMETERS = "_keeps_parameters"
 """On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
 
@@ -30,7 +32,15 @@ class ParallelConfig(Config):
 
     replicate: PositiveInt | Literal["all"] = 1
     """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
-    whole copy on every worker, which sends gradients and no parameters."""
+    whole copy on every worker, which sends gradients and no parameters. With `tensor`, of every
+    group of that many workers."""
+    tensor: PositiveInt = 1
+    """This many workers compute every sample together: each holds and applies its part of every
+    matrix (tensor parallelism). They talk in every block, so they belong on one machine. Must
+    divide the model's heads."""
+    sequence: bool = False
+    """With `tensor`, also divides the tokens between the matrices: activations take less memory,
+    for messages of the same size."""
     reshard_after_forward: bool = True
     """Drop a block's gathered parameters after its forward pass and gather them again for its
     backward pass. false: gather once a step and keep them over all its micro-batches, in memory
@@ -48,20 +58,31 @@ class ParallelConfig(Config):
     their gradients in the order of the parts: losses are then equal to the bit at any number of
     workers, at the price of a reduction for each part. A multiple of every number of workers is
     balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
-    AdamW with `optimizer.fused: false`."""
+    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
 
 
-def data_mesh(device_type: str, world_size: int, replicate: int | Literal["all"]) -> DeviceMesh:
-    """The mesh of the data axis: [shard], or [replicate, shard] for HSDP.
+def rank_mesh(
+    device_type: str, world_size: int, replicate: int | Literal["all"], tensor: int = 1
+) -> DeviceMesh:
+    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where the model
+    is divided, so that neighbours share their samples.
 
-    Where `replicate` does not divide the world size, as it may be for a while after a shrink, the
-    model is sharded over all workers.
+    Where `replicate` does not divide what `tensor` leaves of the world size, as it may be for a
+    while after a shrink, the model is sharded over all of it.
+
+    Raises:
+        ValueError: `tensor` does not divide the world size.
     """
-    copies = world_size if replicate == "all" else replicate
-    if copies > 1 and world_size % copies == 0:
-        shape = (copies, world_size // copies)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % tensor:
+        raise ValueError(f"{world_size} ranks in groups of {tensor}")
+    dp_size = world_size // tensor
+    copies = dp_size if replicate == "all" else replicate
+    axes = {"shard": dp_size}
+    if copies > 1 and dp_size % copies == 0:
+        axes = {"replicate": copies, "shard": dp_size // copies}
+    if tensor > 1:
+        axes["tensor"] = tensor
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def parallelize(
@@ -70,26 +91,45 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     precision: Precision,
-    activation_checkpointing: Literal["none", "full"],
+    activation_checkpointing: Recomputation,
     compile: bool,
     parallel: ParallelConfig,
+    tensor_parallel: TensorParallel | None = None,
 ) -> nn.Module:
-    """Checkpointing, then compilation, then FSDP2 on every block and on what is left.
+    """Tensor parallelism, then checkpointing, then compilation, then FSDP2 on every block and on
+    what is left, over the data axes.
 
     Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
     global batch already. With virtual ranks they are summed in the order of these.
+
+    Args:
+        model: plain, with the same weights on every rank.
+        blocks: its repeated blocks.
+        mesh: as `rank_mesh` returned it.
+        precision: what parameters are applied in.
+        activation_checkpointing: what blocks compute again in the backward pass.
+        compile: whether blocks are compiled.
+        parallel: the recipe's.
+        tensor_parallel: the workload's; needed where the mesh has an axis for it.
+
+    Raises:
+        ValueError: it is missing.
     """
+    data = data_axes(mesh)
+    if data is not mesh:
+        if tensor_parallel is None:
+            raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
+        tensor_parallel(model, mesh["tensor"], parallel.sequence)
     for block in blocks:
-        if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        recompute(block, activation_checkpointing)
         if compile:
             block.compile(dynamic=True)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
     overlap = parallel.overlap_on_cpu and mesh.device_type == "cpu"
-    reduction = _reduction(mesh, parallel.reduce_dtype, overlap)
-    shards = mesh["shard"] if reduction else mesh  # ours sums over copies itself
+    reduction = _reduction(data, parallel.reduce_dtype, overlap)
+    shards = data["shard"] if reduction else data  # ours sums over copies itself
     reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
     for module in (*blocks, model):
         fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
@@ -98,8 +138,8 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if parallel.virtual_ranks and mesh.size() > 1:
-                rounds = num_rounds(parallel.virtual_ranks, mesh.size())
+            if parallel.virtual_ranks and data.size() > 1:
+                rounds = num_rounds(parallel.virtual_ranks, data.size())
                 module.set_custom_reduce_scatter(OrderedReduceScatter(rounds))
             elif reduction:
                 reduction.attach(module)
@@ -108,6 +148,12 @@ def parallelize(
     if parallel.prefetch or overlap:
         _prefetch(model, blocks, parallel.prefetch or 1)
     return model
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh whose ranks have different samples: all axes but `tensor`."""
+    names = mesh.mesh_dim_names or ()
+    return mesh if "tensor" not in names else mesh[names[:-1]]
 
 
 def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:

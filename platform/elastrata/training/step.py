@@ -38,13 +38,17 @@ class StepResult:
     seconds_in_optimizer: float
 
 
-def reduce_sums(sums: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """Adds up named numbers over all ranks; float64, exact for whole numbers below 2^53.
+def reduce_sums(
+    sums: Mapping[str, float], device: torch.device, *, counts: bool = True
+) -> dict[str, float]:
+    """Adds up named numbers over all ranks that count; float64, exact for whole numbers below 2^53.
 
-    All ranks must name the same keys.
+    All ranks must name the same keys, and all get the same sums.
     """
     names = sorted(sums)
     values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    if not counts:
+        values.zero_()
     if dist.is_initialized():
         dist.all_reduce(values)
     return dict(zip(names, values.tolist(), strict=True))
@@ -59,6 +63,7 @@ def train_step(
     weights: Mapping[str, float],
     clip: Clip,
     rounds: int = 1,
+    counts: bool = True,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -71,6 +76,7 @@ def train_step(
         weights: per loss term the weight of the *global* batch.
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
+        counts: whether this rank's sums count; see `DataRank`.
     """
     per_round = len(batches) // rounds
     started = time.perf_counter()
@@ -81,7 +87,7 @@ def train_step(
         loss = workload.loss(model, batch)
         weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
         sums.append(_detached(loss))
-    mean = mean_loss(sums, weights)
+    mean = mean_loss(sums, weights, counts=counts)
     in_optimizer = time.perf_counter()
     gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
@@ -119,8 +125,10 @@ def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def mean_loss(losses: Sequence[Loss], weights: Mapping[str, float]) -> StepLoss:
-    """The means over the global batch, from this rank's sums. Collective."""
+def mean_loss(
+    losses: Sequence[Loss], weights: Mapping[str, float], *, counts: bool = True
+) -> StepLoss:
+    """The means over the global batch, from the sums of all ranks that count. Collective."""
     device = next(iter(losses[0].terms.values())).device
     totals: dict[str, torch.Tensor] = {}
     per: dict[str, str] = {}
@@ -133,6 +141,8 @@ def mean_loss(losses: Sequence[Loss], weights: Mapping[str, float]) -> StepLoss:
             per[f"metric/{name}"] = metric.per
     names = sorted(totals)
     values = torch.stack([totals[name] for name in names]).to(device)
+    if not counts:
+        values = torch.zeros_like(values)
     if dist.is_initialized():
         dist.all_reduce(values)
     means = {

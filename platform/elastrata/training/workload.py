@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastrata.recipe.config import Config
 from elastrata.training.device import Abilities
@@ -86,6 +87,24 @@ class Workload(Config):
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks, in order: the units of sharding, checkpointing and compilation."""
+
+    def tensor_problems(self, size: int) -> list[str]:
+        """One line per reason why `size` ranks cannot compute this model together; empty if they
+        can. By default a workload has no plan for it."""
+        return [f"parallel.tensor: {size}: expected 1: workload {self.name} cannot be divided"]
+
+    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+        """Divides a plain model over the ranks of a mesh of one axis, where `tensor_problems` finds
+        none: all parameters become DTensors on it.
+
+        With the same batch on all these ranks, `loss` returns the same sums on each.
+
+        Args:
+            model: as `build_model` returned it, with the same weights on every rank.
+            mesh: of one axis.
+            sequence: whether tokens are divided, too, between the matrices.
+        """
+        raise NotImplementedError(self.name)
 
     @abstractmethod
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> Batch:

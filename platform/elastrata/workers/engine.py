@@ -12,7 +12,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
-from elastrata.training.parallel import DTYPES, data_mesh, parallelize
+from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
@@ -27,16 +27,23 @@ def sharded_model(
     return parallelize(
         model,
         recipe.workload.blocks(model),
-        data_mesh(device.type, world_size, recipe.parallel.replicate),
+        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile and abilities(device).can_compile,
         parallel=recipe.parallel,
+        tensor_parallel=recipe.workload.tensor_parallel,
     )
 
 
 def training_loop(
-    recipe: Recipe, model: nn.Module, vocabulary: Vocabulary, device: torch.device, world_size: int
+    recipe: Recipe,
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    world_size: int,
+    *,
+    counts: bool = True,
 ) -> Loop:
     """The recipe's loop over `model`, as `sharded_model` returned it; may set hooks on it."""
     return Loop(
@@ -48,6 +55,7 @@ def training_loop(
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
+        counts=counts,
     )
 
 

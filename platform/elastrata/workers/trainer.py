@@ -96,13 +96,13 @@ def fit(
             callbacks=_callbacks(job),
         ),
         datasets={STREAM: source},
-        dataset_config=StreamConfig(job.phases),
+        dataset_config=StreamConfig(job.phases, copies=job.recipe.parallel.tensor),
     )
     trainer.policy = ResizePolicy(
         scaling,
         job.mailbox,
         run=job.run.uri(),
-        multiple=1,
+        multiple=job.recipe.parallel.tensor,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
     )
     others = _placement_groups()

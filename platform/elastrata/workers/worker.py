@@ -19,6 +19,7 @@ from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
+from elastrata.training.data_rank import DataRank, data_rank
 from elastrata.training.device import Abilities, abilities, current_device
 from elastrata.training.ends import Stopped
 from elastrata.training.evaluate import (
@@ -70,6 +71,7 @@ def _train(job: Job, sender: Sender) -> None:
     recipe, manifests = job.recipe, [phase.batches.manifest for phase in job.phases]
     vocabulary = manifests[0].vocabulary
     rank, world_size = context.get_world_rank(), context.get_world_size()
+    data = data_rank(rank, world_size, recipe.parallel.tensor)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
     device = current_device()
     with ThreadPoolExecutor(1) as background:
@@ -89,7 +91,7 @@ def _train(job: Job, sender: Sender) -> None:
     if commit:
         restore(_storage(job, start), commit, model, optimizer)
     phases.passed("state")
-    held_out = _held_out(job, start, rank, world_size)
+    held_out = _held_out(job, start, data)
     phases.passed("held_out")
     keeper = Keeper(
         job.run,
@@ -108,7 +110,7 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(world_size),
         seconds=phases.seconds,
     )
-    loop = training_loop(recipe, model, vocabulary, device, world_size)
+    loop = training_loop(recipe, model, vocabulary, device, world_size, counts=data.counts)
     with keeper:
         keeper.started(started)
         for line in _all_substitutions(recipe, abilities(device), world_size):
@@ -124,7 +126,9 @@ def _train(job: Job, sender: Sender) -> None:
             is_last = record.step == recipe.steps_in_all
             if rows := _due_rows(held_out, record, recipe.evaluation):
                 began = time.perf_counter()
-                loss = evaluate(model, recipe.workload, rows, vocabulary, device)
+                loss = evaluate(
+                    model, recipe.workload, rows, vocabulary, device, counts=data.counts
+                )
                 metrics = keeper.evaluated(record, loss, time.perf_counter() - began)
                 is_last |= _has_reached(recipe.target, metrics, record, keeper)
             keeper.keep(record, act, is_last=is_last)
@@ -223,11 +227,11 @@ def _agree(value: Any) -> Any:
     return agreed[0]
 
 
-def _held_out(job: Job, start: Start, rank: int, world_size: int) -> dict[int, list[Rows]]:
+def _held_out(job: Job, start: Start, data: DataRank) -> dict[int, list[Rows]]:
     """This rank's held-out micro-batches in every phase that is left, by the phase's last step."""
-    samples = job.recipe.evaluation.samples
+    samples, rank, num_ranks = job.recipe.evaluation.samples, data.rank, data.dp_size
     return {
-        phase.last_step: held_out_rows(batches, samples=samples, rank=rank, num_ranks=world_size)
+        phase.last_step: held_out_rows(batches, samples=samples, rank=rank, num_ranks=num_ranks)
         if batches
         else []
         for phase, batches in zip(job.phases, job.held_out, strict=True)

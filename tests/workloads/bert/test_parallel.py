@@ -59,6 +59,18 @@ def test_recomputed_activations_give_equal_gradients(case) -> None:
     )
 
 
+def test_tokens_that_fill_a_batch_up_change_no_gradient(case) -> None:
+    bert, model, batch = case
+    filled = batch.filled(7)
+    assert len(batch.input_ids) % 7
+    assert len(filled.input_ids) % 7 == 0
+    assert filled.offsets[-1] == len(filled.input_ids) == sum(filled.segment_lengths)
+    torch.testing.assert_close(
+        gradients(bert, copy.deepcopy(model), filled), gradients(bert, model, batch)
+    )
+    assert filled.filled(7) is filled
+
+
 @torchs_own_warnings
 def test_blocks_compile_once_whatever_the_lengths(case, make_rows, vocabulary) -> None:
     bert, model, batch = case

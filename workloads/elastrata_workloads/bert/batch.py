@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
 
@@ -19,3 +20,8 @@ class BertBatch(UnpaddedBatch):
     """Next-sentence prediction only, shape [N], int64: index of each sample's first token."""
     not_next: Tensor | None
     """Next-sentence prediction only, shape [N], int64: 1 where the second does not follow."""
+
+    @property
+    @override
+    def _per_token(self) -> tuple[str, ...]:
+        return (*super()._per_token, "token_types")

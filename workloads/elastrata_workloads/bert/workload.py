@@ -21,9 +21,11 @@ from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides
+from elastrata_workloads.unpadded.sizes import check_divides, tensor_problems
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from elastrata_workloads.bert.model import BertModel
 
 
@@ -111,6 +113,23 @@ class Bert(Workload):
         from elastrata_workloads.bert import parallel
 
         return parallel.blocks(model)
+
+    def tensor_problems(self, size: int) -> list[str]:
+        """A line for each size that so many ranks do not divide equally."""
+        return tensor_problems(
+            size,
+            {
+                "num_heads": self.num_heads,
+                "intermediate_size": self.intermediate_size or 4 * self.hidden_size,
+            },
+        )
+
+    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+        """Divides heads, feed-forwards, and the vocabulary where it has equally many rows for
+        every rank (`embedding_multiple`)."""
+        from elastrata_workloads.bert import parallel
+
+        parallel.tensor_parallel(model, mesh, sequence=sequence)
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
         """A micro-batch with its masks, which depend on seed, epoch and sample alone."""

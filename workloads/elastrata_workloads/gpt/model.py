@@ -21,6 +21,7 @@ from elastrata_workloads.gpt.rotary import rotated
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.logits import of_ids
 from elastrata_workloads.unpadded.segments import Segments
 
 
@@ -34,28 +35,22 @@ class GptModel(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = norm(shape)
         self.head = (
-            None
+            TiedHead()
             if shape.tied_embeddings
             else nn.Linear(shape.hidden_size, shape.num_embeddings, bias=False)
         )
         self.initialize()
 
     def forward(self, batch: GptBatch) -> Tensor:
-        """Logits of the predicted tokens, in fp32, shape [P, V]."""
+        """Logits of the predicted tokens, in fp32, shape [P, V]; see `of_ids`."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
             keys = layer_keys(batch.dropout_keys, index)
             hidden = block(hidden, segments, batch.positions, keys)
         hidden = self.norm(hidden.index_select(0, batch.predicted))
-        if self.head is None:
-            logits = F.linear(hidden, self.embeddings.tokens.weight)
-        else:
-            logits = self.head(hidden)
-        if self.shape.num_ids == self.shape.num_embeddings:
-            return logits.float()
-        # A copy even of fp32: FSDP2's backward hooks are lost on views.
-        return logits[:, : self.shape.num_ids].to(torch.float32, copy=True)
+        table = [self.embeddings.tokens.weight] if self.shape.tied_embeddings else []
+        return of_ids(self.head(hidden, *table), self.shape.num_ids, torch.float32)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -95,6 +90,14 @@ class Embeddings(nn.Module):
             hidden = hidden + self.positions(positions)
         out: Tensor = self.dropout(hidden, dropout_keys)
         return out
+
+
+class TiedHead(nn.Module):
+    """The head that is the token embedding; a module, so that parallelism has a place to act."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Logits of shape [P, V] from [P, E] and the table [V, E]."""
+        return F.linear(hidden, tokens)
 
 
 class Block(nn.Module):

@@ -1,10 +1,31 @@
-"""How a plain GPT is taken apart: the units of sharding, checkpointing and compilation."""
+"""How a plain GPT is taken apart: the units of sharding, checkpointing and compilation, and the
+plan of tensor parallelism."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
 from elastrata_workloads.gpt.model import GptModel
+from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.tensor_parallel import (
+    OwnKeys,
+    Replicated,
+    between,
+    divide,
+    embedding_style,
+    head_style,
+    hidden_layout,
+    norm_style,
+    tied_head_style,
+)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -13,6 +34,59 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         TypeError: not a GPT.
     """
+    return list(_gpt(model).blocks)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis; see
+    `Workload.tensor_parallel`.
+
+    As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
+    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
+
+    Raises:
+        TypeError: not a GPT.
+    """
+    shape = _gpt(model).shape
+    plan = _plan(shape, mesh.size(), sequence=sequence)
+    divide(model, blocks(model), mesh, plan, sequence=sequence)
+
+
+def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
+    layout = hidden_layout(sequence)
+    head = tied_head_style if shape.tied_embeddings else head_style
+    plan: dict[str, ParallelStyle] = {
+        "embeddings.tokens": embedding_style(shape.num_embeddings, size),
+        "blocks.*.attention_norm": norm_style(sequence),
+        "blocks.*.attention": PrepareModuleInput(
+            input_layouts=(layout, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.output": RowwiseParallel(output_layouts=layout),
+        "blocks.*.feed_forward_norm": norm_style(sequence),
+        "blocks.*.feed_forward": PrepareModuleInput(
+            input_layouts=(layout,), desired_input_layouts=(Replicate(),)
+        ),
+        "blocks.*.feed_forward.up": ColwiseParallel(),
+        "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=layout),
+        "norm": Replicated(),
+        "head": head(shape.num_embeddings, size),
+    }
+    if shape.positions == "learned":
+        plan["embeddings.positions"] = Replicated()
+    if shape.activation == "swiglu":
+        plan["blocks.*.feed_forward.gate"] = ColwiseParallel()
+    if sequence:
+        plan["embeddings"] = between(Replicate(), Shard(0))
+        plan["blocks.*.attention_dropout"] = OwnKeys()
+        plan["blocks.*.feed_forward_dropout"] = OwnKeys()
+        plan[f"blocks.{shape.num_layers - 1}"] = between(Shard(0), Replicate())
+    return plan
+
+
+def _gpt(model: nn.Module) -> GptModel:
     if not isinstance(model, GptModel):
         raise TypeError(f"expected a GptModel, got {type(model).__name__}")
-    return list(model.blocks)
+    return model

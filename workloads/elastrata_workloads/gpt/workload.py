@@ -20,9 +20,11 @@ from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.gpt.objective import collate, loss
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides
+from elastrata_workloads.unpadded.sizes import check_divides, tensor_problems
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from elastrata_workloads.gpt.model import GptModel
 
 _GATED_MULTIPLE = 256
@@ -125,6 +127,24 @@ class Gpt(Workload):
         from elastrata_workloads.gpt import parallel
 
         return parallel.blocks(model)
+
+    def tensor_problems(self, size: int) -> list[str]:
+        """A line for each size that so many ranks do not divide equally."""
+        return tensor_problems(
+            size,
+            {
+                "num_heads": self.num_heads,
+                "num_kv_heads": self.num_kv_heads or self.num_heads,
+                "intermediate_size": self.intermediate_size or self._usual_intermediate_size(),
+            },
+        )
+
+    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+        """Divides heads, feed-forwards, and the vocabulary where it has equally many rows for
+        every rank (`embedding_multiple`)."""
+        from elastrata_workloads.gpt import parallel
+
+        parallel.tensor_parallel(model, mesh, sequence=sequence)
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> GptBatch:
         """A micro-batch; what dropout drops depends on seed, epoch and sample alone."""

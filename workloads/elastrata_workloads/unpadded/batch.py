@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata.training.workload import Batch
@@ -36,6 +38,29 @@ class UnpaddedBatch(Batch):
     """Shape [P], int64: what it is to predict there."""
     dropout_keys: Tensor | None
     """With dropout only, shape [T], int64: a hash of (seed, epoch, sample, token)."""
+
+    def filled(self, multiple: int) -> Self:
+        """The same batch with tokens up to a multiple of that number: a segment of their own, with
+        nothing to predict, so that no sum and no gradient changes."""
+        missing = -len(self.input_ids) % multiple
+        if not missing:
+            return self
+        per_token: dict[str, Any] = {
+            name: F.pad(value, (0, missing))
+            for name in self._per_token
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            **per_token,
+            offsets=F.pad(self.offsets, (0, 1), value=len(self.input_ids) + missing),
+            segment_lengths=(*self.segment_lengths, missing),
+        )
+
+    @property
+    def _per_token(self) -> tuple[str, ...]:
+        """Names of the tensors of shape [T]."""
+        return ("input_ids", "positions", "dropout_keys")
 
     @property
     def segments(self) -> Segments:
