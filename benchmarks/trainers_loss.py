@@ -6,15 +6,20 @@ BERT-tiny on the paragraphs of WikiText and of this Python's standard library, u
 every seed twice: with the batches that `elastrata train` would train on, dealt to two ranks, and
 with batches cut from a permutation of all samples by `torch.randperm`. All else is the same: the
 first weights, the masks of a sample, the engine's step, AdamW, schedule, clipping, evaluation. A
-run is one process of one thread, without Ray; two run at once.
-Writes `results/trainers-loss.json` and `.png`.
+run is one process of one thread, without Ray; two run at once. The batches of both are compared,
+too: how many tokens they have, and how many rare words two samples of one share, which samples of
+one document would.
+
+Writes `results/trainers-loss.json` and `.png`; `--parts batches` keeps the losses that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -42,6 +47,10 @@ from elastrata_pipelines.rows import Rows
 
 SEEDS, STEPS, EVERY, BATCH_SIZE, RANKS, POINTS = 4, 600, 50, 32, 2, 6
 DEALT, DRAWN = "Elastrata's order and deal", "batches drawn at random"
+PARTS = ("losses", "batches")
+RARE = 800
+"""Ids from here on: tokens are numbered by how common they are, roughly."""
+RESULT = RESULTS / "trainers-loss.json"
 Curve = list[tuple[int, float]]
 """Tokens seen, and the validation loss then."""
 Curves = dict[str, list[Curve]]
@@ -104,6 +113,27 @@ def train(name: str, recipe: Recipe) -> Curve:
             found = evaluate(model, workload, held_out, vocabulary, torch.device(device))
             curve.append((tokens, found.total))
     return curve
+
+
+def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
+    """Of all batches of a run: their tokens, and the rare words that two of their samples share."""
+    tokens, shared = [], []
+    for micro_batches in STEPS_OF[name](training_data(recipe).train, recipe):
+        tokens.append(sum(len(rows.tokens) for rows in micro_batches))
+        samples = [
+            set(sample[sample >= RARE].tolist())
+            for rows in micro_batches
+            for sample in np.split(rows.tokens, np.cumsum(rows.lengths)[:-1])
+        ]
+        counts = Counter(word for sample in samples for word in sample).values()
+        pairs = len(samples) * (len(samples) - 1)
+        shared.append(sum(count * (count - 1) for count in counts) / pairs)
+    return {
+        "tokens": round(statistics.fmean(tokens), 1),
+        "standard_deviation_of_tokens": round(statistics.stdev(tokens), 1),
+        "rare_words_that_two_samples_share": round(statistics.fmean(shared), 4),
+        "its_standard_error": round(statistics.stdev(shared) / len(shared) ** 0.5, 4),
+    }
 
 
 def write_recipe(wikitext: Path, scratch: Path) -> Path:
@@ -190,21 +220,11 @@ def draw(curves: Curves, path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
-    parser.add_argument("--scratch", type=Path, help="folder for the data, kept")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        scratch = arguments.scratch or Path(temporary)
-        scratch.mkdir(exist_ok=True)
-        curves = run_all(write_recipe(arguments.wikitext, scratch), arguments.seeds)
+def loss_figures(curves: Curves) -> dict[str, Any]:
+    """Both curves, drawn too."""
     compared = comparison(curves)
-    draw(curves, RESULTS / "trainers-loss.png")
-    figures = {
-        "steps": STEPS,
-        "samples_per_step": BATCH_SIZE,
+    draw(curves, RESULT.with_suffix(".png"))
+    return {
         "within_the_spread_of_seeds": all(
             abs(point["difference_of_means"]) <= point["spread_of_the_random_seeds"]
             for point in compared
@@ -212,7 +232,34 @@ def main() -> None:
         "at_equal_tokens": compared,
         "curves": curves,
     }
-    write_result("trainers-loss", figures, ("elastrata", "torch"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser.add_argument("--scratch", type=Path, help="folder for the data, kept")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to measure")
+    arguments = parser.parse_args()
+    figures = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    figures |= {"steps": STEPS, "samples_per_step": BATCH_SIZE}
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = arguments.scratch or Path(temporary)
+        scratch.mkdir(exist_ok=True)
+        recipe = write_recipe(arguments.wikitext, scratch)
+        if "losses" in arguments.parts:
+            figures |= loss_figures(run_all(recipe, arguments.seeds))
+        if "batches" in arguments.parts:
+            figures["batches"] = {
+                name: [
+                    batch_figures(name, load_recipe(str(recipe), [f"seed={seed}"]))
+                    for seed in range(arguments.seeds)
+                ]
+                for name in STEPS_OF
+            }
+    own = ("command", "machine", "versions")
+    figures = {key: value for key, value in figures.items() if key not in own}
+    write_result(RESULT.stem, figures, ("elastrata", "torch"))
 
 
 if __name__ == "__main__":
