@@ -39,7 +39,7 @@ class BucketNorm:
             gradient: shape [number of shards * shard].
         """
         sizes = [size for size, _ in self._runs]
-        parts = gradient.view(-1, sum(sizes)).split(sizes, dim=1)
+        parts = torch.split(gradient.view(-1, sum(sizes)), sizes, dim=1)
         squares = [
             tensor_norm(part).square() * share
             for part, (_, share) in zip(parts, self._runs, strict=True)
