@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 4
-_PATIENCE = timedelta(seconds=100)
+MAX_RANKS = 8
+_PATIENCE = timedelta(seconds=200)
 
 
 Pool = Sequence[ProcessPoolExecutor]

@@ -11,6 +11,7 @@ D = E / H, E hidden size, F feed-forward size, V ids.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +48,7 @@ class GptModel(nn.Module):
         for index, block in enumerate(self.blocks):
             keys = layer_keys(batch.dropout_keys, index)
             hidden = block(hidden, segments, batch.positions, keys)
-        hidden = self.norm(hidden.index_select(0, batch.predicted))
-        table = [self.embeddings.tokens.weight] if self.shape.tied_embeddings else []
-        logits: Tensor = self.head(hidden, *table)
-        if self.shape.num_ids == self.shape.num_embeddings:
-            return logits.float()
-        # A copy even of fp32: FSDP2's backward hooks are lost on views.
-        return logits[:, : self.shape.num_ids].to(torch.float32, copy=True)
+        return logits(self, hidden, batch)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -74,6 +69,17 @@ class GptModel(nn.Module):
             if isinstance(module, Block):
                 for projection in (module.attention.output, module.feed_forward.down):
                     projection.weight.normal_(0.0, deviation / math.sqrt(2 * self.shape.num_layers))
+
+
+def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
+    """What a model, or its last stage, makes of its last hidden states: see `GptModel.forward`."""
+    hidden = model.norm(hidden.index_select(0, batch.predicted))
+    table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
+    found: Tensor = model.head(hidden, *table)
+    if model.shape.num_ids == model.shape.num_embeddings:
+        return found.float()
+    # A copy even of fp32: FSDP2's backward hooks are lost on views.
+    return found[:, : model.shape.num_ids].to(torch.float32, copy=True)
 
 
 class Embeddings(nn.Module):
