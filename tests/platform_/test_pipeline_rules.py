@@ -104,6 +104,19 @@ def _problems(**changes: Any) -> list[Any]:
                     "schedule": "zero_bubble",
                     "reshard_after_forward": False,
                 },
+                "activation_checkpointing": "selective",
+            },
+            ("activation_checkpointing",),
+            "activation_checkpointing: 'selective': expected none or full with parallel.schedule "
+            "zero_bubble: what it keeps is there for one backward pass, not for its two parts",
+        ),
+        (
+            {
+                "parallel": {
+                    "pipeline": 2,
+                    "schedule": "zero_bubble",
+                    "reshard_after_forward": False,
+                },
                 "compile": True,
             },
             ("compile",),

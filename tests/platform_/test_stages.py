@@ -42,8 +42,8 @@ def test_the_bubble_of_equal_stages_is_the_known_one(
     interleaves: bool, ranks: int, count: int
 ) -> None:
     order = one_stage_order(ranks, count, interleaves=interleaves)
-    for recomputes in (False, True):
-        found = bubble(order, [7.0] * ranks, recomputes=recomputes)
+    for recomputed in (0.0, 1.0):
+        found = bubble(order, [7.0] * ranks, recomputed=recomputed)
         assert found == pytest.approx((ranks - 1) / (count + ranks - 1))
 
 
@@ -51,7 +51,7 @@ def test_weights_gradients_fill_waits_and_a_dear_stage_makes_some() -> None:
     whole = one_stage_order(2, 2, interleaves=True)
     parted = {0: whole[0], 1: [(1, "F", 0), (1, "I", 0), (1, "F", 1), (1, "I", 1)]}
     parted[1] += [(1, "W", 0), (1, "W", 1)]
-    assert bubble(parted, [1.0, 1.0], recomputes=False) < bubble(whole, [1.0] * 2, recomputes=False)
-    assert bubble(whole, [1.0, 2.0], recomputes=False) > 1 / 3
+    assert bubble(parted, [1.0, 1.0], recomputed=0.0) < bubble(whole, [1.0] * 2, recomputed=0.0)
+    assert bubble(whole, [1.0, 2.0], recomputed=0.0) > 1 / 3
     with pytest.raises(ValueError, match="every rank waits"):
-        bubble({0: [(0, "B", 0)]}, [1.0], recomputes=False)
+        bubble({0: [(0, "B", 0)]}, [1.0], recomputed=0.0)

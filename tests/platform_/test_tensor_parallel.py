@@ -170,26 +170,25 @@ PAIR = {"min": 2, "max": 4}
             "the tokens",
         ),
         (
-            {"parallel": TENSOR, "workers": PAIR, "clip": {"method": "bucketwise"}},
-            ("clip", "method"),
-            "clip.method: 'bucketwise': expected global_norm or none where parallel.tensor is 2, "
-            "as a bucket holds parts of some weights and the whole of others",
-        ),
-        (
-            {"parallel": TENSOR, "workers": PAIR, "optimizer": {"name": "lamb", "lr": 1}},
-            ("optimizer", "name"),
-            "optimizer.name: 'lamb': expected 'adamw' where parallel.tensor is 2: it looks at no "
-            "weight as a whole",
+            {
+                "parallel": {"tensor": 2, "replicate": 2},
+                "workers": {"min": 4, "max": 8},
+                "clip": {"method": "bucketwise", "scope": "local"},
+            },
+            ("clip", "scope"),
+            "clip.scope: 'local': expected workers.min / parallel.tensor above parallel.replicate "
+            "(2): a copy of the model on one worker is never clipped before its sum; or scope "
+            "reduced",
         ),
         (
             {
-                "parallel": {"tensor": 2, "virtual_ranks": 4},
-                "workers": {**PAIR, "threads": 1},
+                "parallel": {"tensor": 2, "virtual_ranks": 3},
+                "workers": {"min": 2, "max": 8, "threads": 1},
                 "optimizer": {"lr": 1, "fused": False},
             },
             ("parallel", "virtual_ranks"),
-            "parallel.virtual_ranks: 4: expected null where parallel.tensor is 2, which adds up in "
-            "another order",
+            "parallel.virtual_ranks: 3: expected at least workers.max / parallel.tensor (4), one "
+            "for every group of workers",
         ),
         (
             {"parallel": {"tensor": 2, "replicate": 3}, "workers": PAIR},
@@ -201,11 +200,6 @@ PAIR = {"min": 2, "max": 4}
             ("batch_size",),
             "batch_size: 3: expected at least workers.min / parallel.tensor (4), a sample for "
             "every group of workers",
-        ),
-        (
-            {"parallel": TENSOR, "workers": PAIR},
-            ("parallel", "tensor"),
-            "parallel.tensor: 2: expected 1: not yet through Ray",
         ),
     ],
 )

@@ -105,6 +105,12 @@ def _partners(recipe: Recipe) -> Iterator[Problem]:
             "parallel.reshard_after_forward: True: expected false with parallel.schedule "
             "zero_bubble, which comes back to a block's parameters for its weights' gradients",
         )
+    if recipe.activation_checkpointing == "selective":
+        yield (
+            ("activation_checkpointing",),
+            "activation_checkpointing: 'selective': expected none or full with parallel.schedule "
+            "zero_bubble: what it keeps is there for one backward pass, not for its two parts",
+        )
     if recipe.compile:
         yield (
             ("compile",),

@@ -22,6 +22,7 @@ from elastrata.tracking.tracker import TrackingConfig
 from elastrata.training.clip import ClipConfig
 from elastrata.training.evaluate import EvaluationConfig
 from elastrata.training.parallel import ParallelConfig
+from elastrata.training.recomputation import Recomputation
 from elastrata.training.schedule import learning_rate
 from elastrata.training.target import TargetConfig
 from elastrata.training.workload import Workload, workload_class
@@ -90,8 +91,10 @@ class Recipe(PhaseKeys):
     note it in the history, and go on."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: every block recomputes its activations in the backward pass."""
+    activation_checkpointing: Recomputation = "none"
+    """full: every block keeps its input only, and computes everything again in the backward pass:
+    the least memory. selective: it also keeps the results of attention and of every second matrix
+    product. What is learned is the same."""
     compile: bool = False
     """Compiles every block with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()

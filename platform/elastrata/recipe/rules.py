@@ -14,7 +14,7 @@ from elastrata_pipelines.errors import nearest
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
     """Everything that cannot work and that the recipe alone tells, without data or cluster."""
-    problems = [
+    return [
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
@@ -26,21 +26,6 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_reduction(recipe),
         *_clip(recipe),
     ]
-    return problems or [*_not_yet(recipe)]
-
-
-def _not_yet(recipe: Recipe) -> Iterator[Problem]:
-    """What is written and was never seen to work."""
-    if recipe.parallel.tensor > 1:
-        yield (
-            ("parallel", "tensor"),
-            f"parallel.tensor: {recipe.parallel.tensor}: expected 1: not yet through Ray",
-        )
-    if recipe.parallel.pipeline > 1:
-        yield (
-            ("parallel", "pipeline"),
-            f"parallel.pipeline: {recipe.parallel.pipeline}: expected 1: not yet through Ray",
-        )
 
 
 def _parts(recipe: Recipe) -> Iterator[Problem]:
@@ -132,13 +117,18 @@ def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("batch_size",),
             f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
-            f"every {'worker' if recipe.parallel.group_size == 1 else 'group of workers'}",
+            f"every {_sharing_out(recipe.parallel.group_size)}",
         )
 
 
 def _least_samples(recipe: Recipe) -> tuple[int, str]:
     """The fewest samples a step may have, and what that number is called."""
     return recipe.workers.min // recipe.parallel.group_size, f"workers.min{over_group(recipe)}"
+
+
+def _sharing_out(tensor: int) -> str:
+    """What shares a batch out."""
+    return "worker" if tensor == 1 else "group of workers"
 
 
 def _tensor(recipe: Recipe) -> Iterator[Problem]:
@@ -153,25 +143,6 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
         return
     for line in recipe.workload.tensor_problems(tensor):
         yield ("parallel", "tensor"), line
-    where = f"where parallel.tensor is {tensor}"
-    if recipe.clip.method == "bucketwise":
-        yield (
-            ("clip", "method"),
-            f"clip.method: 'bucketwise': expected global_norm or none {where}, as a bucket holds "
-            "parts of some weights and the whole of others",
-        )
-    if not isinstance(recipe.optimizer, AdamWConfig):
-        yield (
-            ("optimizer", "name"),
-            f"optimizer.name: {recipe.optimizer.name!r}: expected 'adamw' {where}: it looks at no "
-            "weight as a whole",
-        )
-    if recipe.parallel.virtual_ranks is not None:
-        yield (
-            ("parallel", "virtual_ranks"),
-            f"parallel.virtual_ranks: {recipe.parallel.virtual_ranks}: expected null {where}, "
-            "which adds up in another order",
-        )
 
 
 def _groups(recipe: Recipe) -> Iterator[Problem]:
@@ -202,15 +173,15 @@ def _replicas(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
-    count, workers = recipe.parallel.virtual_ranks, recipe.workers
+    count, workers, tensor = recipe.parallel.virtual_ranks, recipe.workers, recipe.parallel.tensor
     if count is None:
         return
-    key = ("parallel", "virtual_ranks")
-    if count < workers.max:
+    if count < (most := workers.max // tensor):
+        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
-            key,
-            f"parallel.virtual_ranks: {count}: expected at least workers.max ({workers.max}), one "
-            "for every worker",
+            ("parallel", "virtual_ranks"),
+            f"parallel.virtual_ranks: {count}: expected at least {name} ({most}), one for every "
+            f"{_sharing_out(tensor)}",
         )
     if workers.threads is None:
         yield (
@@ -270,16 +241,18 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             ("clip", "scope"),
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
-    replicate, workers = recipe.parallel.replicate, recipe.workers
+    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
+    least, most = recipe.workers.min // tensor, recipe.workers.max // tensor
     if replicate == "all":
         yield (
             ("clip", "scope"),
             "clip.scope: 'local': expected reduced where parallel.replicate is all: a copy of the "
             "model on one worker is never clipped before its sum",
         )
-    elif replicate > 1 and workers.min <= replicate <= workers.max:
+    elif replicate > 1 and least <= replicate <= most:
+        name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
         yield (
             ("clip", "scope"),
-            f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "
+            f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
             "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )

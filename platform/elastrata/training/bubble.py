@@ -16,13 +16,13 @@ _CALLED: Mapping[Kind, Kind] = {"B": "I"}
 
 
 def bubble(
-    order: Mapping[int, Sequence[Action]], costs: Sequence[float], *, recomputes: bool
+    order: Mapping[int, Sequence[Action]], costs: Sequence[float], *, recomputed: float
 ) -> float:
     """1 - (seconds all ranks compute) / (ranks * seconds until the last one has finished).
 
     A rank does one thing after the other, each as soon as what it needs is there. A forward pass
-    takes the cost of its stage, either part of a backward pass as much again, and recomputing
-    activations once more. Messages take no time. Stages of equal costs c make it
+    takes the cost of its stage, either part of a backward pass as much again, besides what is
+    recomputed in it. Messages take no time. Stages of equal costs c make it
     (p - 1) / (m + p - 1) with GPipe and 1F1B on p ranks with m micro-batches, and
     (p - 1) / (v m + p - 1) interleaved with v stages on a rank (Narayanan et al. 2021,
     arXiv 2104.04473, section 2.2, over the whole step).
@@ -30,7 +30,7 @@ def bubble(
     Args:
         order: what each rank does, in order.
         costs: of a forward pass through each stage.
-        recomputes: whether backward passes recompute activations.
+        recomputed: the share of a forward pass that a backward pass computes again.
 
     Raises:
         ValueError: no rank can go on, as each waits for what never comes.
@@ -46,7 +46,7 @@ def bubble(
             raise ValueError("a schedule in which every rank waits")
         for rank in ready:
             stage, kind, batch = action = left[rank].pop(0)
-            seconds = costs[stage] * (_PARTS[kind] + (recomputes and kind in "BI"))
+            seconds = costs[stage] * (_PARTS[kind] + (recomputed if kind in "BI" else 0.0))
             needed = (ended[other] for other in _needed(action, len(costs)))
             free[rank] = max(free[rank], *needed, 0.0) + seconds
             ended[stage, _CALLED.get(kind, kind), batch] = free[rank]

@@ -23,7 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from elastrata.training.norm import sharded_norm, tensor_norm
+from elastrata.training.bucket_norm import BucketNorm
+from elastrata.training.norm import gradient_norm, tensor_norm
 
 RANGE = "elastrata::clip_bucket"
 """The name in a profile of the clipping of one bucket."""
@@ -54,15 +55,16 @@ class ReducedBucketClip:
     """Clips each bucket's gradient once it is summed over the ranks, to `bucket_limits`.
 
     Bound: a bucket is never above its limit, so the whole is never above `max_norm`. Up to
-    rounding it is the same at any world size. Costs a message of one number per bucket, which
-    overlaps the backward pass of the buckets still to come.
+    rounding it is the same at any world size and in any layout. Costs a message of one number per
+    bucket, with tensor parallelism a second one, which overlap the backward pass of the buckets
+    still to come.
     """
 
     def __init__(self, model: nn.Module, max_norm: float) -> None:
-        self._group = _mesh(model).get_group("shard")
+        groups = _groups(_mesh(model), "shard", "tensor")
         self._norms: list[Tensor] = []
         for module, limit in _limited_buckets(model, max_norm):
-            module.set_all_reduce_hook(partial(self._clip, limit))
+            module.set_all_reduce_hook(partial(self._clip, BucketNorm(module, groups), limit))
 
     def before_backward(self, share: float) -> None:
         """See `Clip`."""
@@ -72,16 +74,17 @@ class ReducedBucketClip:
         """See `Clip`. The norm before clipping, from those of the buckets."""
         return tensor_norm(torch.stack(self._norms))
 
-    def _clip(self, limit: float, gradient: Tensor) -> None:
+    def _clip(self, measure: BucketNorm, limit: float, gradient: Tensor) -> None:
         """`gradient`: this rank's shard of a bucket, flat, summed over all ranks."""
         with record_function(RANGE):
-            norm = sharded_norm([gradient], self._group)
+            norm = measure(gradient)
             self._norms.append(norm)
             scale_down(gradient, norm, limit)
 
 
 class LocalBucketClip:
-    """Clips this rank's part of each bucket's gradient before it is summed, without a message.
+    """Clips this rank's part of each bucket's gradient before it is summed, without a message; with
+    tensor parallelism the part of the ranks that share their samples, with one of one number.
 
     The losses of all ranks are divided by the global weight already, so rank r's part weighs its
     share s_r, and its limit is s_r times that of `bucket_limits`. Bound: by the triangle
@@ -95,13 +98,14 @@ class LocalBucketClip:
 
     def __init__(self, model: nn.Module, max_norm: float) -> None:
         mesh, self._share = _mesh(model), 0.0
-        self._group = mesh.get_group("shard")
+        groups = _groups(mesh, "tensor")
         self._parameters = list(model.parameters())
-        if mesh.size() > 1 and mesh["shard"].size() == 1:
+        dp_size = mesh.size() // math.prod(group.size() for group in groups)
+        if dp_size > 1 and mesh["shard"].size() == 1:
             raise ValueError("clip.scope: local: expected at least two workers per copy of a model")
         for module, limit in _limited_buckets(model, max_norm):
-            clip = partial(self._clip, limit)
-            if mesh.size() == 1:  # FSDP2 calls no reduce-scatter, and part and sum are the same
+            clip = partial(self._clip, BucketNorm(module, groups), limit)
+            if dp_size == 1:  # FSDP2 calls no reduce-scatter, and part and sum are the same
                 module.set_all_reduce_hook(clip)
             else:
                 module.set_custom_reduce_scatter(_ClippedReduceScatter(clip))
@@ -112,13 +116,12 @@ class LocalBucketClip:
 
     def after_backward(self) -> Tensor:
         """See `Clip`. The norm after clipping: before it, no rank knows the sum."""
-        gradients = [p.grad for p in self._parameters if isinstance(p.grad, DTensor)]
-        return sharded_norm([gradient.to_local() for gradient in gradients], self._group)
+        return gradient_norm([p.grad for p in self._parameters if p.grad is not None])
 
-    def _clip(self, limit: float, gradient: Tensor) -> None:
+    def _clip(self, measure: BucketNorm, limit: float, gradient: Tensor) -> None:
         """`gradient`: this rank's part of a bucket, flat, of all its micro-batches."""
         with record_function(RANGE):
-            scale_down(gradient, tensor_norm(gradient), limit * self._share)
+            scale_down(gradient, measure(gradient), limit * self._share)
 
 
 class _ClippedReduceScatter(DefaultReduceScatter):
@@ -142,6 +145,11 @@ class _ClippedReduceScatter(DefaultReduceScatter):
 def _mesh(model: nn.Module) -> DeviceMesh:
     """The mesh that shards the model's parameters."""
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+
+
+def _groups(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
+    """The ranks along each of these axes that the mesh has."""
+    return [mesh.get_group(axis) for axis in axes if axis in (mesh.mesh_dim_names or ())]
 
 
 def _limited_buckets(model: nn.Module, max_norm: float) -> Iterator[tuple[FSDPModule, float]]:

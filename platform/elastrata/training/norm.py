@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,18 +52,6 @@ def tensor_norm(values: Tensor) -> Tensor:
         if _SMALL < (norm := _in_float64(parts)) < math.inf:
             return norm
     return _in_float64(values)
-
-
-def sharded_norm(shards: Iterable[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The norm of tensors whose shards lie on the ranks of `group`, a float64 scalar. Collective.
-
-    Args:
-        shards: this rank's; each rank has a part of its own of every tensor.
-        group: the ranks that have the other parts.
-    """
-    square = torch.stack([tensor_norm(shard) for shard in shards]).square().sum()
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
 
 
 def _in_float64(values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def order_free_norm(tensors: Sequence[Tensor]) -> Tensor:
     Collective where a tensor is sharded, over all ranks.
 
     Args:
-        tensors: float32, of any shapes; DTensors sharded over all ranks.
+        tensors: float32, of any shapes; DTensors over all ranks.
     """
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     shared = any(isinstance(t, DTensor) for t in tensors)
@@ -41,12 +41,25 @@ def order_free_norm(tensors: Sequence[Tensor]) -> Tensor:
     spread = math.ceil(math.log2(count)) + 1
     units = [exponent - fold * (_EXACT_BITS - spread) for fold in range(1, _FOLDS + 1)]
     sums = torch.zeros(_FOLDS, dtype=torch.float64, device=device)
-    for tensor in local:
-        sums += _multiples(tensor, units)
+    for tensor, part in zip(tensors, local, strict=True):
+        if _counts(tensor):
+            sums += _multiples(part, units)
     if shared:
         dist.all_reduce(sums)
     scales = [math.ldexp(1.0, unit) for unit in units]
     return torch.dot(sums, sums.new_tensor(scales)).sqrt()
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether this rank's part does: of ranks that have the same one only the first does."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    return all(
+        mesh.get_local_rank(axis) == 0
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate()
+    )
 
 
 def _multiples(tensor: Tensor, units: Sequence[int]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -11,10 +10,10 @@ from pydantic import PositiveInt
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from elastrata.recipe.config import Config
 from elastrata.training.ordered_reduction import OrderedReduceScatter
+from elastrata.training.recomputation import Recomputation, recompute
 from elastrata.training.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
 from elastrata_pipelines.virtual_ranks import num_rounds
 
@@ -75,7 +74,7 @@ class ParallelConfig(Config):
     their gradients in the order of the parts: losses are then equal to the bit at any number of
     workers, at the price of a reduction for each part. A multiple of every number of workers is
     balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
-    AdamW with `optimizer.fused: false`."""
+    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
 
     @property
     def group_size(self) -> int:
@@ -125,7 +124,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     precision: Precision,
-    activation_checkpointing: Literal["none", "full"],
+    activation_checkpointing: Recomputation,
     compile: bool,
     parallel: ParallelConfig,
     tensor_parallel: TensorParallel | None = None,
@@ -141,7 +140,7 @@ def parallelize(
         blocks: its repeated blocks.
         mesh: as `rank_mesh` returned it.
         precision: what parameters are applied in.
-        activation_checkpointing: whether blocks recompute their activations.
+        activation_checkpointing: what blocks compute again in the backward pass.
         compile: whether blocks are compiled.
         parallel: the recipe's.
         tensor_parallel: the workload's; needed where the mesh has an axis for it.
@@ -155,8 +154,7 @@ def parallelize(
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
         tensor_parallel(model, mesh["tensor"], parallel.sequence)
     for block in blocks:
-        if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        recompute(block, activation_checkpointing)
         if compile:
             block.compile(dynamic=True)
     policy = MixedPrecisionPolicy(

@@ -66,7 +66,7 @@ class Pipeline:
         parallel: the recipe's.
         dtype: of the hidden states.
         device: of this rank.
-        recomputes: whether backward passes recompute activations.
+        recomputed: the share of a forward pass that a backward pass computes again.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Pipeline:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        recomputes: bool,
+        recomputed: float,
     ) -> None:
         self._stages, self._workload, self._parallel = stages, workload, parallel
-        self._dtype, self._device, self._recomputes = dtype, device, recomputes
+        self._dtype, self._device, self._recomputed = dtype, device, recomputed
         self._group = mesh.get_group("pipeline")
         self._place = mesh.get_local_rank("pipeline")
         self._runs: dict[bool, tuple[tuple[int, ...], _Run]] = {}
@@ -180,7 +180,7 @@ class Pipeline:
             bubble=bubble(
                 self._order(schedule, num_micro_batches),
                 self._stages.costs,
-                recomputes=self._recomputes,
+                recomputed=self._recomputed,
             ),
         )
 

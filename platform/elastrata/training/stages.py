@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastrata.training.parallel import ParallelConfig, Precision, data_axes, parallelize
 from elastrata.training.passes import weighted
+from elastrata.training.recomputation import Recomputation
 from elastrata.training.stage_spans import stage_spans
 from elastrata.training.workload import Batch, Loss, Workload
 
@@ -72,7 +73,7 @@ def cut_in_stages(
     mesh: DeviceMesh,
     *,
     precision: Precision,
-    activation_checkpointing: Literal["none", "full"],
+    activation_checkpointing: Recomputation,
     compile: bool,
     parallel: ParallelConfig,
 ) -> Stages:

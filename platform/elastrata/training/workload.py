@@ -101,8 +101,7 @@ class Workload(Config):
         """Divides a plain model over the ranks of a mesh of one axis, where `tensor_problems` finds
         none: all parameters become DTensors on it.
 
-        Called with the same batch on all these ranks, the model returns the same plain tensors on
-        each.
+        With the same batch on all these ranks, `loss` returns the same sums on each.
 
         Args:
             model: as `build_model` returned it, with the same weights on every rank.

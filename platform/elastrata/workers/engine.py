@@ -17,6 +17,7 @@ from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import PipelineClip
+from elastrata.training.recomputation import RECOMPUTED
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
@@ -121,7 +122,7 @@ def _pipelined(
         parallel,
         dtype=DTYPES[recipe.precision],
         device=device,
-        recomputes=recipe.activation_checkpointing == "full",
+        recomputed=RECOMPUTED[recipe.activation_checkpointing],
     )
     clip = PipelineClip(
         stages.model,

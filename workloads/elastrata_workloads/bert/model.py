@@ -17,6 +17,7 @@ from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.logits import of_ids
 from elastrata_workloads.unpadded.segments import Segments
 
 
@@ -34,14 +35,12 @@ class BertModel(nn.Module):
         """Logits of the predicted tokens, and of next-sentence prediction where the model has it.
 
         Returns:
-            Shapes [P, V] and [N, 2].
+            Shapes [P, V], see `of_ids`, and [N, 2].
         """
         hidden = self.bert(batch)
         words = self.bert.embeddings.word_embeddings.weight
         logits = self.cls.predictions(hidden.index_select(0, batch.predicted), words)
-        if self.shape.num_ids < self.shape.num_embeddings:
-            # A copy: FSDP2's backward hooks are lost on views.
-            logits = logits[:, : self.shape.num_ids].contiguous()
+        logits = of_ids(logits, self.shape.num_ids, logits.dtype)
         if self.bert.pooler is None or self.cls.seq_relationship is None:
             return logits, None
         if batch.sample_starts is None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata.training.workload import Loss, Metric
@@ -16,6 +15,7 @@ from elastrata_pipelines.sample_rng import SampleRng
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import Ints, MaskingRule, choose, replace, tables
 from elastrata_workloads.unpadded.batch import FILLER_TOKENS
+from elastrata_workloads.unpadded.logits import cross_entropy
 
 _DROPOUT = 3
 
@@ -91,20 +91,17 @@ def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch) -> Loss:
     """Cross-entropy sums, in fp32 whatever the model computes in, and counts of right answers.
 
     Args:
-        logits: shape [P, V].
+        logits: shape [P, V]; maybe divided over ranks.
         next_logits: shape [N, 2], or None without next-sentence prediction.
         batch: what `logits` were computed from.
     """
-    terms = {"mlm": F.cross_entropy(logits.float(), batch.targets, reduction="sum")}
-    metrics = {"mlm_accuracy": Metric(_num_right(logits, batch.targets), per="mlm")}
+    mlm, num_right = cross_entropy(logits.float(), batch.targets)
+    terms = {"mlm": mlm}
+    metrics = {"mlm_accuracy": Metric(num_right, per="mlm")}
     if next_logits is not None and batch.not_next is not None:
-        terms["nsp"] = F.cross_entropy(next_logits.float(), batch.not_next, reduction="sum")
-        metrics["nsp_accuracy"] = Metric(_num_right(next_logits, batch.not_next), per="nsp")
+        terms["nsp"], num_right = cross_entropy(next_logits.float(), batch.not_next)
+        metrics["nsp_accuracy"] = Metric(num_right, per="nsp")
     return Loss(terms, metrics)
-
-
-def _num_right(logits: Tensor, targets: Tensor) -> Tensor:
-    return (logits.detach().argmax(dim=-1) == targets).sum().float()
 
 
 def _token_types(rows: Rows, sample_starts: Ints) -> Tensor | None:

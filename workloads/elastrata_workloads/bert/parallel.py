@@ -23,6 +23,7 @@ from elastrata_workloads.unpadded.tensor_parallel import (
     embedding_style,
     hidden_layout,
     norm_style,
+    tied_head_style,
 )
 
 _BLOCK = "bert.encoder.layer.*"
@@ -42,7 +43,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> No
     `Workload.tensor_parallel`.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
-    al. 2022, arXiv 2205.05198), but for the logits, which every rank gets whole.
+    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
 
     Raises:
         TypeError: not a BERT.
@@ -70,7 +71,7 @@ def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelS
         f"{_BLOCK}.intermediate.dense": ColwiseParallel(input_layouts=layout),
         f"{_BLOCK}.output.dense": RowwiseParallel(output_layouts=layout),
         f"{_BLOCK}.output.LayerNorm": norm_style(sequence),
-        "cls.predictions": Replicated(),
+        "cls.predictions": tied_head_style(shape.num_embeddings, size),
     }
     if shape.next_sentence:
         plan["bert.pooler"] = Replicated()

@@ -22,6 +22,7 @@ from elastrata_workloads.gpt.rotary import rotated
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
+from elastrata_workloads.unpadded.logits import of_ids
 from elastrata_workloads.unpadded.segments import Segments
 
 
@@ -42,7 +43,7 @@ class GptModel(nn.Module):
         self.initialize()
 
     def forward(self, batch: GptBatch) -> Tensor:
-        """Logits of the predicted tokens, in fp32, shape [P, V]."""
+        """Logits of the predicted tokens, in fp32, shape [P, V]; see `of_ids`."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
@@ -75,11 +76,7 @@ def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
     """What a model, or its last stage, makes of its last hidden states: see `GptModel.forward`."""
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
-    found: Tensor = model.head(hidden, *table)
-    if model.shape.num_ids == model.shape.num_embeddings:
-        return found.float()
-    # A copy even of fp32: FSDP2's backward hooks are lost on views.
-    return found[:, : model.shape.num_ids].to(torch.float32, copy=True)
+    return of_ids(model.head(hidden, *table), model.shape.num_ids, torch.float32)
 
 
 class Embeddings(nn.Module):

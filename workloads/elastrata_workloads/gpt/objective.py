@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata.training.workload import Loss, Metric
@@ -12,6 +11,7 @@ from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.sample_rng import SampleRng
 from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.unpadded.batch import FILLER_TOKENS
+from elastrata_workloads.unpadded.logits import cross_entropy
 
 _DROPOUT = 1
 
@@ -68,11 +68,8 @@ def loss(logits: Tensor, batch: GptBatch) -> Loss:
     """Cross-entropy sum, and the number of right answers.
 
     Args:
-        logits: shape [P, V], fp32 whatever the model computes in.
+        logits: shape [P, V], fp32 whatever the model computes in; maybe divided over ranks.
         batch: what `logits` were computed from.
     """
-    right = (logits.detach().argmax(dim=-1) == batch.targets).sum().float()
-    return Loss(
-        {"lm": F.cross_entropy(logits, batch.targets, reduction="sum")},
-        {"lm_accuracy": Metric(right, per="lm")},
-    )
+    total, num_right = cross_entropy(logits, batch.targets)
+    return Loss({"lm": total}, {"lm_accuracy": Metric(num_right, per="lm")})

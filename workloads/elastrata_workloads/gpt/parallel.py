@@ -24,8 +24,10 @@ from elastrata_workloads.unpadded.tensor_parallel import (
     between,
     divide,
     embedding_style,
+    head_style,
     hidden_layout,
     norm_style,
+    tied_head_style,
 )
 
 
@@ -54,7 +56,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> No
     `Workload.tensor_parallel`.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
-    al. 2022, arXiv 2205.05198), but for the logits, which every rank gets whole.
+    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
 
     Raises:
         TypeError: not a GPT.
@@ -66,6 +68,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> No
 
 def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelStyle]:
     layout = hidden_layout(sequence)
+    head = tied_head_style if shape.tied_embeddings else head_style
     plan: dict[str, ParallelStyle] = {
         "embeddings.tokens": embedding_style(shape.num_embeddings, size),
         "blocks.*.attention_norm": norm_style(sequence),
@@ -83,7 +86,7 @@ def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelSt
         "blocks.*.feed_forward.up": ColwiseParallel(),
         "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=layout),
         "norm": Replicated(),
-        "head": _head_style(shape, size),
+        "head": head(shape.num_embeddings, size),
     }
     if shape.positions == "learned":
         plan["embeddings.positions"] = Replicated()
@@ -95,13 +98,6 @@ def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelSt
         plan["blocks.*.feed_forward_dropout"] = OwnKeys()
         plan[f"blocks.{shape.num_layers - 1}"] = between(Shard(0), Replicate())
     return plan
-
-
-def _head_style(shape: GptShape, size: int) -> ParallelStyle:
-    """A tied head is divided as the embedding is."""
-    if shape.tied_embeddings or shape.num_embeddings % size:
-        return Replicated()
-    return ColwiseParallel(output_layouts=Replicate())
 
 
 def _gpt(model: nn.Module) -> GptModel:

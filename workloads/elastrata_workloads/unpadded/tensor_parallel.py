@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
     ParallelStyle,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -24,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
 from elastrata_workloads.unpadded.dropout import HiddenDropout
 
-_TOKENS = 0
-"""The dim of hidden states that counts tokens."""
+_TOKENS, _VOCABULARY = 0, 1
+"""The dim of hidden states that counts tokens, and that of logits that counts ids."""
 
 
 def divide(
@@ -72,6 +73,18 @@ def embedding_style(num_rows: int, size: int) -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
 
 
+def tied_head_style(num_rows: int, size: int) -> ParallelStyle:
+    """Of a head that gets the table of the vocabulary: divided as that is."""
+    return Replicated() if num_rows % size else LogitsInParts()
+
+
+def head_style(num_rows: int, size: int) -> ParallelStyle:
+    """Of a head with a table of its own, a matrix of that many rows."""
+    if num_rows % size:
+        return Replicated()
+    return ColwiseParallel(output_layouts=Shard(_VOCABULARY), use_local_output=False)
+
+
 def between(source: Placement, target: Placement) -> ParallelStyle:
     """Moves a module's output from one layout to another."""
     return PrepareModuleOutput(output_layouts=source, desired_output_layouts=target)
@@ -87,6 +100,15 @@ class Replicated(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # torch declares that hooks return nothing; what they return is passed on.
         hooks: tuple[Any, Any] = (_all_replicated, _whole)
+        return distribute_module(module, device_mesh, _replicate, *hooks)
+
+
+class LogitsInParts(Replicated):
+    """Like it, but with a table of the vocabulary that is divided: so stays the output, logits of
+    shape [P, V], each rank's for its part of V. See `logits.py`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks: tuple[Any, Any] = (_all_replicated, _in_parts)
         return distribute_module(module, device_mesh, _replicate, *hooks)
 
 
@@ -129,7 +151,8 @@ def _of_its_own(output: Any) -> Any:
     """DTensors hand out views, and FSDP2 warns of modules that return some."""
     if isinstance(output, tuple):
         return tuple(map(_of_its_own, output))
-    return _Handed.apply(output) if isinstance(output, Tensor) else output  # type: ignore[no-untyped-call]
+    is_plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
+    return _Handed.apply(output) if is_plain else output  # type: ignore[no-untyped-call]
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -149,3 +172,7 @@ def _all_replicated(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> 
 
 def _whole(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
     return output.redistribute(mesh, [Replicate()]).to_local()
+
+
+def _in_parts(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    return output.redistribute(mesh, [Shard(_VOCABULARY)])

@@ -15,7 +15,8 @@ def global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Ten
     """The 2-norms of tensors that are sharded as `parameters` are.
 
     Collective over the axes that shard them: one all-reduce per axis, however many tensors there
-    are, so one under FSDP and, inside each replica, one under HSDP.
+    are, so one under FSDP and, inside each replica, one under HSDP; one more with tensor
+    parallelism, of the tensors that it divides.
 
     Args:
         parameters: say how the tensors are sharded; their values do not matter.

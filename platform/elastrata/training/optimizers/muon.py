@@ -110,7 +110,8 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates the parameters that have gradients.
 
-        Collective over the ranks that shard them: two all-to-alls for all matrices.
+        Collective over the ranks that shard them: two all-to-alls for all matrices, along each
+        axis of the mesh.
         """
         if closure is not None:
             raise TypeError("Muon takes no closure")
@@ -128,7 +129,7 @@ class Muon(Optimizer):
         return None
 
     def _matrix_updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """This rank's rows of the orthogonal updates, scaled to the length of AdamW's."""
+        """This rank's parts of the orthogonal updates, scaled to the length of AdamW's."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         means = [local(self._mean(parameter)) for parameter in parameters]
         torch._foreach_lerp_(means, gradients, 1 - self._momentum)

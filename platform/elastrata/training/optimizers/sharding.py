@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh, as this rank sees it, with how it divides a tensor."""
+    """One axis of a mesh, as this rank sees it, with how it divides a tensor. Of two tensors it is
+    the same axis, whichever of their dims it divides."""
 
     mesh: DeviceMesh
     place: int
-    placement: Placement
+    dim: int = field(compare=False)
+    """Of the tensor; what axes further in have left of it is divided."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -40,12 +43,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
-    """The axes of its mesh that divide `tensor` over more than one rank. Axes that replicate it,
-    as HSDP's first, are none of them."""
+    """The axes of its mesh that divide `tensor` over more than one rank, in the mesh's order. Axes
+    that replicate it, as HSDP's first, are none of them."""
     if not isinstance(tensor, DTensor):
         return ()
-    axes = (
-        MeshAxis(tensor.device_mesh, place, placement)
+    mesh = tensor.device_mesh
+    return tuple(
+        MeshAxis(mesh, place, placement.dim)
         for place, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard | _StridedShard) and mesh.size(place) > 1
     )
-    return tuple(axis for axis in axes if axis.size > 1 and not axis.placement.is_replicate())

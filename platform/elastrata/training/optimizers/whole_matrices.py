@@ -1,19 +1,41 @@
-"""A function of whole matrices, applied to matrices of which each rank has some rows.
+"""A function of whole matrices, applied to matrices of which each rank has some part.
 
-Every rank computes a share of the matrices: all ranks send it their rows of them, and get back
-their rows of the results.
+Every rank computes a share of the matrices: all ranks send it their parts of them, and get back
+their parts of the results. Where two axes of a mesh divide a matrix, as FSDP2 and tensor
+parallelism do, this happens along one of them inside the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from elastrata.training.optimizers.sharding import MeshAxis, sharding_axes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a matrix, on this rank."""
+
+    whole: torch.Size
+    """Shape of the matrix, [m, n]."""
+    axes: tuple[MeshAxis, ...]
+    """That divide it, outermost first; the innermost one has divided it first."""
+    values: Tensor
+
+    def shape_on(self, rank: int) -> torch.Size:
+        """Of the part on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
+        may have less than others, or nothing."""
+        sizes, outermost = list(self.whole), self.axes[0]
+        for axis in reversed(self.axes):
+            most = -(-sizes[axis.dim] // axis.size)
+            here = rank if axis is outermost else axis.rank
+            sizes[axis.dim] = max(0, min(most, sizes[axis.dim] - here * most))
+        return torch.Size(sizes)
 
 
 def on_whole_matrices(
@@ -21,46 +43,63 @@ def on_whole_matrices(
 ) -> list[Tensor]:
     """`function` of matrices that are sharded as `parameters` are.
 
-    Collective over the ranks that share the matrices: two all-to-alls, however many there are.
-    Every matrix is computed on one rank of each replica, so the result does not depend on how many
-    ranks there are.
+    Collective over the ranks that share the matrices: two all-to-alls along every axis of the mesh
+    that divides any, however many matrices there are. A matrix is computed from the whole of it,
+    so the result does not depend on how many ranks there are.
 
     Args:
-        parameters: shapes [m, n], all sharded alike, on dim 0, if at all; say how, values do not
-            matter.
-        shards: this rank's rows of one matrix per parameter, maybe none, all of one dtype.
+        parameters: shapes [m, n]; say how the matrices are sharded, values do not matter.
+        shards: this rank's part of one matrix per parameter, maybe empty, all of one dtype.
         function: keeps shape and dtype.
 
     Returns:
-        This rank's rows of the results.
-
-    Raises:
-        ValueError: the parameters are sharded in another way.
+        This rank's parts of the results.
     """
-    axis = _common_axis(parameters)
-    if axis is None:
-        return [function(shard) for shard in shards]
-    owners = share_out([p.numel() * min(p.shape) for p in parameters], axis.size)
-    owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(axis.size)]
-    here = [[shards[i] for i in theirs] for theirs in owned]
-    there = [
-        [_rows(parameters[i].shape, r, axis.size) for i in owned[axis.rank]]
-        for r in range(axis.size)
-    ]
-    empty = shards[0].new_empty(0)
-    received = _exchange(here, there, axis.group, empty)
-    results = [function(torch.cat(parts)) for parts in zip(*received, strict=True)]
-    splits = [
-        torch.split(result, [rows[0] for rows in column])
-        for result, column in zip(results, zip(*there, strict=True), strict=True)
-    ]
-    back = [[parts[r] for parts in splits] for r in range(axis.size)]
-    returned = _exchange(
-        back, [[part.shape for part in theirs] for theirs in here], axis.group, empty
+    return _on_parts(
+        [_Part(p.shape, sharding_axes(p), s) for p, s in zip(parameters, shards, strict=True)],
+        function,
     )
-    order = [i for theirs in owned for i in theirs]
-    found = dict(zip(order, [part for theirs in returned for part in theirs], strict=True))
-    return [found[i] for i in range(len(shards))]
+
+
+def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """This rank's parts of the results.
+
+    What the outermost axis has divided is put together along it, each matrix on one rank. The ranks
+    of the other axes, which have the other parts of the same matrices, do likewise.
+    """
+    axes = [part.axes[0] for part in parts if part.axes]
+    if not axes:
+        return [function(part.values) for part in parts]
+    axis = min(axes, key=lambda axis: axis.place)
+    divided = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
+    others = [i for i in range(len(parts)) if i not in divided]
+    owners = share_out([_cost(parts[i].whole) for i in divided], axis.size)
+    owned = [[i for i, o in zip(divided, owners, strict=True) if o == r] for r in range(axis.size)]
+    mine = [parts[i] for i in owned[axis.rank]]
+
+    outgoing = [[parts[i].values for i in theirs] for theirs in owned]
+    shapes = [[part.shape_on(r) for part in mine] for r in range(axis.size)]
+    empty = parts[0].values.new_empty(0)
+    received = _exchange(outgoing, shapes, axis.group, empty)
+    joined = [
+        _Part(part.whole, part.axes[1:], torch.cat(pieces, part.axes[0].dim))
+        for part, pieces in zip(mine, zip(*received, strict=True), strict=True)
+    ]
+    results = _on_parts([*joined, *(parts[i] for i in others)], function)
+
+    found = dict(zip(others, results[len(mine) :], strict=True))
+    columns = zip(*shapes, strict=True)
+    pieces = [
+        torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)
+        for part, result, column in zip(mine, results, columns, strict=False)
+    ]
+    back = [[piece[r] for piece in pieces] for r in range(axis.size)]
+    returned = _exchange(
+        back, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
+    )
+    for theirs, values in zip(owned, returned, strict=True):
+        found |= dict(zip(theirs, values, strict=True))
+    return [found[i] for i in range(len(parts))]
 
 
 def share_out(costs: Sequence[float], size: int) -> list[int]:
@@ -73,20 +112,8 @@ def share_out(costs: Sequence[float], size: int) -> list[int]:
     return owners
 
 
-def _rows(shape: torch.Size, rank: int, size: int) -> torch.Size:
-    """The shape of a rank's rows of a matrix, as `torch.chunk` deals them: the last ranks may have
-    fewer or none."""
-    most = -(-shape[0] // size)
-    return torch.Size((max(0, min(most, shape[0] - rank * most)), shape[1]))
-
-
-def _common_axis(parameters: Sequence[Tensor]) -> MeshAxis | None:
-    axes = {sharding_axes(parameter) for parameter in parameters}
-    if axes == {()}:
-        return None
-    if len(axes) > 1 or len(axis := next(iter(axes))) > 1 or axis[0].placement != Shard(0):
-        raise ValueError("matrices are expected to be sharded alike, on dim 0 and over one axis")
-    return axis[0]
+def _cost(shape: torch.Size) -> float:
+    return shape.numel() * min(shape)
 
 
 def _exchange(

@@ -1,0 +1,71 @@
+"""Activation checkpointing: what of a block is kept for its backward pass, and what is computed
+again there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Recomputation = Literal["none", "selective", "full"]
+RECOMPUTED: Mapping[Recomputation, float] = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""The share of a block's forward pass, about, that its backward pass computes again."""
+
+_KEPT = frozenset(
+    {
+        # Attention: the one result whose cost grows with the length of the sample.
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        # Sums over the ranks that compute a sample together: they would be sent again.
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::reduce_scatter_tensor",
+    }
+)
+_MATMULS = frozenset({"aten::mm", "aten::addmm"})
+
+
+def recompute(block: nn.Module, way: Recomputation) -> None:
+    """Has a block compute again, in its backward pass, what it does not keep of its forward pass.
+
+    full: it keeps its input only (Chen et al. 2016, arXiv 1604.06174). selective: also the results
+    of attention and of every second matrix product; what lies between them, such as norms and
+    activations, costs memory and hardly any time. Recomputing attention alone, as Korthikanti et
+    al. 2022 (arXiv 2205.05198) do, would save little here: neither kernel keeps the scores, which
+    is what grows with the square of the length.
+    """
+    if way == "full":
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if way == "selective":
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=_selective
+        )
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For the forward pass of one block, and for its recomputation."""
+    matmuls = Counter[bool]()
+
+    def policy(
+        context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        name = op.name()
+        if name in _MATMULS:
+            matmuls[context.is_recompute] += 1
+        is_odd = matmuls[context.is_recompute] % 2 == 1
+        keep = name in _KEPT or (name in _MATMULS and is_odd)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

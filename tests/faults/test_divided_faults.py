@@ -1,0 +1,69 @@
+"""A model that workers compute two by two loses one of them, then a node: it goes on by pairs."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.bare_loop import train_on_ranks
+from support.command import run_json
+from support.live_run import LiveRun
+from support.nodes import nodes, send, train_workers
+from support.ranks import run_ranks
+from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
+
+STEPS, HOT_STEPS = 300, 10
+RELATIVE = 1e-5
+"""fp32 sums in another order."""
+GPT = {
+    "name": "gpt",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": SEQ_LEN,
+    "embedding_multiple": 2,
+}
+PAIRS = ("workers.min=2", "workers.max=4", "parallel.tensor=2", "parallel.sequence=true")
+
+
+def _recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
+    write_data_set(folder / "data", samples=1000)
+    values = tiny_recipe(
+        folder / "data",
+        folder / "runs",
+        workload=GPT,
+        steps=STEPS,
+        optimizer={"lr": 1e-3},
+        checkpoint={"every": 100, "hot_steps": HOT_STEPS},
+        workers={"cpus": 1, "threads": 1, "spares": False, "resize_seconds": 1},
+    )
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml", values
+
+
+@pytest.mark.slow
+def test_a_lost_worker_and_a_lost_node_cost_a_few_steps(tmp_path: Path) -> None:
+    recipe, values = _recipe(tmp_path)
+    with nodes() as cluster:
+        cluster.add(cpus=2)
+        second = cluster.add(cpus=2)
+        live = LiveRun(recipe, "pairs", tmp_path / "log", "--address", cluster.address, *PAIRS)
+        live.wait_for_group(1)
+        send(train_workers(cluster.address)[-1], signal.SIGKILL)
+        live.wait_for_group(2)
+        cluster.kill(second)
+        live.end()
+    steps, alone = live.steps(), run_ranks(1, train_on_ranks, values)[0]
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert [s["digest"] for s in steps] == [r.digest for r in alone]
+    assert [s["loss"] for s in steps] == pytest.approx([r.loss for r in alone], rel=RELATIVE)
+    assert [entry["world_size"] for entry in live.of_kind("started")][-1] == 2
+    assert {entry["world_size"] for entry in live.of_kind("started")} <= {2, 4}
+    assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot", "hot"]
+    assert all(lost <= HOT_STEPS for lost in live.rolled_back())
+    audited = run_json("audit", recipe.parent / "runs" / "pairs")
+    assert audited["partition_ok"]

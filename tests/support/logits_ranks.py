@@ -1,0 +1,43 @@
+"""The cross entropy of logits whose columns are divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from elastrata_workloads.unpadded.logits import cross_entropy, of_ids
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of one case."""
+
+    total: Tensor
+    right: Tensor
+    gradient: Tensor
+    """Of twice the total; whole."""
+    columns: int
+    """That this rank had of the logits."""
+
+
+def divided_cross_entropy(
+    rank: int, world_size: int, cases: Sequence[tuple[Tensor, Tensor]], num_ids: int
+) -> list[Found]:
+    """Of each case: logits, and the targets."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for logits, targets in cases:
+        part = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
+        divided = of_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids, torch.float32)
+        assert isinstance(divided, DTensor)
+        total, right = cross_entropy(divided, targets)
+        (2 * total).backward()
+        assert part.grad is not None
+        gradient = DTensor.from_local(part.grad, mesh, [Shard(1)]).full_tensor()
+        found.append(Found(total.detach(), right, gradient, divided.to_local().shape[1]))
+    return found
