@@ -117,6 +117,21 @@ def test_losses_are_equal_however_the_model_is_cut(
             assert {len(record.memory_by_stage) for record in found} == {way["pipeline"]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
+def test_optimizers_and_bf16_learn_the_same_in_stages(
+    optimizer: str, recipes: dict[str, Any]
+) -> None:
+    recipe = {**recipes["gpt2"], "steps": 10, "optimizer": {"name": optimizer, "lr": 1e-3}}
+    low = {**recipes["gpt2"], "steps": 10, "precision": "bf16"}
+    exact, rounded = run_ranks(1, train_all, [recipe, low])[0]
+    cases = [{**values, "parallel": INTERLEAVED} for values in (recipe, low)]
+    for found, found_low in run_fresh_ranks(4, train_all, cases):
+        _assert_equal(found, exact, optimizer)
+        losses = [[record.loss for record in run] for run in (found_low, rounded)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_checkpoints_go_on_in_any_layout(
     tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
 ) -> None:
