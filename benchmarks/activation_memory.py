@@ -30,7 +30,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.training.device import peak_memory_bytes
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.request import Act
-from elastrata.workers.engine import sharded_model, training_loop
+from elastrata.workers.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 
 STEPS = 2
@@ -63,10 +63,12 @@ def _on_rank(rank: int, world_size: int, folder: str, overrides: Sequence[str]) 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     device, recipe = torch.device("cpu"), load_recipe("gpt/125m", list(overrides))
     samples = bench_samples(recipe, "full", steps=STEPS)
-    model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, world_size)
-    optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
-    loop = training_loop(recipe, model, samples.vocabulary, device, world_size, counts=rank == 0)
-    run = loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+    vocabulary, counts = samples.vocabulary, rank == 0
+    divided = divided_model(recipe, vocabulary, samples.seq_len, device, world_size)
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    loop = training_loop(recipe, divided.clip, vocabulary, device, world_size, counts=counts)
+    run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
     loss = [record.loss for record, _ in run][-1]
     if rank == 0:
         found = {"peak_bytes": peak_memory_bytes(device), "loss": loss}

@@ -19,7 +19,7 @@ from elastrata.bench.samples import Samples, bench_samples
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.device import current_device
-from elastrata.training.step import weighted
+from elastrata.training.passes import weighted
 from elastrata.workers.engine import sharded_model
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.segments import Segments

@@ -46,6 +46,7 @@ from elastrata.training.clip import Clip, build_clip
 from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import parallelize, rank_mesh
+from elastrata.training.passes import WholeModel
 from elastrata.training.request import Act
 from elastrata.training.step import train_step
 from elastrata_pipelines.batches import Start
@@ -143,11 +144,11 @@ class Steps:
         weight = torch.tensor(sum(batch.weights["mlm"] for batch in self._batches), device=device)
         dist.all_reduce(weight)
         self._weights = {"mlm": float(weight)}
-        self._workload = recipe.workload
-        self._model = model_of(recipe, device, ranks)
-        blocks = recipe.workload.blocks(self._model)
-        self._optimizer = build_optimizer(recipe.optimizer, self._model, blocks)
-        self._clip = Ranged(build_clip(recipe.clip, self._model))
+        model = model_of(recipe, device, ranks)
+        self._passes = WholeModel(model, recipe.workload)
+        blocks = recipe.workload.blocks(model)
+        self._optimizer = build_optimizer(recipe.optimizer, model, blocks)
+        self._clip = Ranged(build_clip(recipe.clip, model))
 
     def take(self, steps: int) -> list[float]:
         """The seconds of each of some steps."""
@@ -156,9 +157,8 @@ class Steps:
             dist.barrier()
             started = time.perf_counter()
             train_step(
-                self._model,
+                self._passes,
                 self._optimizer,
-                self._workload,
                 self._batches,
                 weights=self._weights,
                 clip=self._clip,
@@ -251,7 +251,8 @@ def measure_losses(
             blocks = recipe.workload.blocks(model)
             optimizer = build_optimizer(recipe.optimizer, model, blocks)
             parts = steps_of(recipe, rank, ranks)
-            records = loop.run(model, optimizer, parts, Start(), lambda: Act.GO_ON)
+            passes = WholeModel(model, recipe.workload)
+            records = loop.run(passes, optimizer, parts, Start(), lambda: Act.GO_ON)
             runs[f"{way}, seed {seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
     return runs
 

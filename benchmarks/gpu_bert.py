@@ -55,7 +55,7 @@ from elastrata.training.clip import Clip
 from elastrata.training.device import current_device, device_name
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.request import Act
-from elastrata.workers.engine import sharded_model, training_loop
+from elastrata.workers.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 
 PUBLISHED = {"A100": 281, "H100": 833}
@@ -119,11 +119,12 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with lone_group(device), tempfile.TemporaryDirectory() as folder:
-        model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
-        optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        loop = training_loop(recipe, model, samples.vocabulary, device, 1)
+        divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
+        blocks = workload.blocks(divided.model)
+        optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+        loop = training_loop(recipe, divided.clip, samples.vocabulary, device, 1)
         loop = replace(loop, clip=RangedClip(loop.clip))
-        run = loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+        run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
         for _ in range(PROFILED_AFTER):
             next(run)
         if device.type == "cuda":

@@ -53,6 +53,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.training.clip import Clip, build_clip
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.parallel import parallelize, rank_mesh
+from elastrata.training.passes import WholeModel
 from elastrata.training.step import reduce_sums, train_step
 
 RANKS = 2
@@ -182,9 +183,8 @@ class Training:
         dist.barrier()
         started = time.perf_counter()
         result = train_step(
-            self.model,
+            WholeModel(self.model, self._workload),
             self._optimizer,
-            self._workload,
             batches,
             weights={"mlm": sums["mlm"]},
             clip=self.clip,

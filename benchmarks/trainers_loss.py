@@ -40,6 +40,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
 from elastrata.training.evaluate import evaluate, held_out_rows
 from elastrata.training.optimizer import build_optimizer, set_learning_rate
+from elastrata.training.passes import WholeModel
 from elastrata.training.step import train_step
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.payload import StepLayout, decode, encode
@@ -100,17 +101,17 @@ def train(name: str, recipe: Recipe) -> Curve:
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, data.train.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-    clip = build_clip(recipe.clip, model)
+    clip, passes = build_clip(recipe.clip, model), WholeModel(model, workload)
     held_out = held_out_rows(validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
     tokens, curve = 0, []
     for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
         ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
         set_learning_rate(optimizer, recipe.learning_rate(number))
         weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
-        train_step(model, optimizer, workload, ready, weights=weights, clip=clip)
+        train_step(passes, optimizer, ready, weights=weights, clip=clip)
         tokens += sum(len(rows.tokens) for rows in micro_batches)
         if (number + 1) % recipe.evaluation.every == 0:
-            found = evaluate(model, workload, held_out, vocabulary, torch.device(device))
+            found = evaluate(passes, workload, held_out, vocabulary, torch.device(device))
             curve.append((tokens, found.total))
     return curve
 

@@ -60,6 +60,8 @@ class Batches:
     tokens_per_micro_batch: int
     virtual_ranks: int | None = None
     """None: batches are dealt to as many ranks as there are."""
+    micro_batch_multiple: int = 1
+    """Every rank gets a multiple of so many micro-batches."""
 
     def stripes(self) -> Stripes:
         """A reader of the data set."""
@@ -138,6 +140,7 @@ class Batches:
             num_ranks=num_ranks,
             work=self.work,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
+            multiple=self.micro_batch_multiple,
         )
 
 

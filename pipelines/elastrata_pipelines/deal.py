@@ -51,7 +51,12 @@ class Deal:
 
 
 def deal(
-    lengths: npt.ArrayLike, *, num_ranks: int, work: WorkModel, tokens_per_micro_batch: int
+    lengths: npt.ArrayLike,
+    *,
+    num_ranks: int,
+    work: WorkModel,
+    tokens_per_micro_batch: int,
+    multiple: int = 1,
 ) -> Deal:
     """Deals a global batch: longest row first, each to the rank with the least work so far.
 
@@ -63,6 +68,7 @@ def deal(
         num_ranks: number of data-parallel ranks.
         work: the cost of a row.
         tokens_per_micro_batch: no micro-batch holds more tokens.
+        multiple: every rank gets a multiple of so many micro-batches.
 
     Raises:
         ValueError: a row alone exceeds the token budget.
@@ -75,18 +81,23 @@ def deal(
         )
     by_length = np.argsort(-lengths, kind="stable")
     rows, imbalance = _share(by_length, lengths, work, num_ranks)
-    return Deal(hands=cut_hands(rows, lengths, tokens_per_micro_batch), imbalance=imbalance)
+    hands = cut_hands(rows, lengths, tokens_per_micro_batch, multiple)
+    return Deal(hands=hands, imbalance=imbalance)
 
 
-def cut_hands(rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int) -> tuple[Hand, ...]:
+def cut_hands(
+    rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int, multiple: int = 1
+) -> tuple[Hand, ...]:
     """Cuts each rank's rows, in their order, into equally many micro-batches, as few as will do.
 
     Args:
         rows: of each rank, indices into the batch.
         lengths: tokens of each row of the batch, shape [B], none more than fit a micro-batch.
         tokens_per_micro_batch: no micro-batch holds more tokens.
+        multiple: of so many micro-batches.
     """
     num_micro_batches = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
+    num_micro_batches += -num_micro_batches % multiple
     return tuple(
         Hand(rows=r, cuts=cut(lengths[r], num_micro_batches, tokens_per_micro_batch)) for r in rows
     )

@@ -63,12 +63,14 @@ class StreamConfig(ray.train.DataConfig):
     Args:
         phases: of the run.
         copies: so many neighbouring ranks get the same rows.
+        repeats: the ranks that have all rows between them come so many times over.
     """
 
-    def __init__(self, phases: Sequence[Phase], *, copies: int = 1) -> None:
+    def __init__(self, phases: Sequence[Phase], *, copies: int = 1, repeats: int = 1) -> None:
         super().__init__()
         self._phases = phases
         self._copies = copies
+        self._repeats = repeats
 
     def configure(
         self,
@@ -81,14 +83,21 @@ class StreamConfig(ray.train.DataConfig):
         """One iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
-            splits = dealt(dataset, self._phases, world_size, copies=self._copies)
+            splits = dealt(
+                dataset, self._phases, world_size, copies=self._copies, repeats=self._repeats
+            )
             for rank, split in enumerate(splits):
                 parts[rank][name] = split
         return parts
 
 
 def dealt(
-    dataset: Dataset, phases: Sequence[Phase], world_size: int, *, copies: int = 1
+    dataset: Dataset,
+    phases: Sequence[Phase],
+    world_size: int,
+    *,
+    copies: int = 1,
+    repeats: int = 1,
 ) -> list[DataIterator]:
     """Splits the groups of `dataset` into one iterator of payloads per rank.
 
@@ -97,13 +106,16 @@ def dealt(
         phases: that they are of.
         world_size: number of ranks.
         copies: so many neighbouring ranks get the same payloads.
+        repeats: the ranks that have all payloads between them come so many times over.
 
     Raises:
-        ValueError: `copies` does not divide `world_size`.
+        ValueError: `copies` times `repeats` does not divide `world_size`.
     """
-    if world_size % copies:
-        raise ValueError(f"{world_size} ranks in groups of {copies}")
-    reader = Reader(tuple(phase.batches for phase in phases), world_size // copies, copies)
+    shared = copies * repeats
+    if world_size % shared:
+        raise ValueError(f"{world_size} ranks in groups of {shared}")
+    batches = tuple(phase.batches for phase in phases)
+    reader = Reader(batches, world_size // shared, copies, repeats)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -130,6 +142,8 @@ class Reader:
     """So many have different rows."""
     copies: int = 1
     """So many neighbours get the same."""
+    repeats: int = 1
+    """So many times over."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
         """Tables of one row: where the run stands, and a payload."""
@@ -142,9 +156,10 @@ class Reader:
     def _payloads(self, batches: Batches, groups: list[Group]) -> Iterator[pa.Buffer]:
         stripes = batches.stripes()
         for group in groups:
-            yield from batches.payloads(group, self.num_ranks, stripes)
+            payloads = batches.payloads(group, self.num_ranks, stripes)
+            yield from payloads if self.repeats == 1 else list(payloads) * self.repeats
         if not groups:  # no step is left, but where the run stands is told all the same
-            yield from [pa.py_buffer(b"")] * self.num_ranks
+            yield from [pa.py_buffer(b"")] * self.num_ranks * self.repeats
 
 
 def _one_value(payload: pa.Buffer) -> pa.LargeBinaryArray:

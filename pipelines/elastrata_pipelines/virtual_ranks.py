@@ -22,6 +22,7 @@ def deal_to_virtual(
     num_ranks: int,
     work: WorkModel,
     tokens_per_micro_batch: int,
+    multiple: int = 1,
 ) -> Deal:
     """Deals a global batch to virtual ranks, and these in turn to ranks: v is played by rank
     v mod num_ranks, in round v // num_ranks.
@@ -35,13 +36,18 @@ def deal_to_virtual(
         num_ranks: number of data-parallel ranks.
         work: the cost of a row.
         tokens_per_micro_batch: no micro-batch holds more tokens.
+        multiple: every virtual rank gets a multiple of so many micro-batches.
 
     Raises:
         ValueError: a row alone exceeds the token budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     parts = deal(
-        lengths, num_ranks=virtual_ranks, work=work, tokens_per_micro_batch=tokens_per_micro_batch
+        lengths,
+        num_ranks=virtual_ranks,
+        work=work,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        multiple=multiple,
     )
     rounds = num_rounds(virtual_ranks, num_ranks)
     hands = tuple(_joined(parts.hands[rank::num_ranks], rounds) for rank in range(num_ranks))

@@ -1,4 +1,4 @@
-"""A model that workers compute two by two loses one of them, then a node: it goes on by pairs."""
+"""A model that workers compute in groups loses one of them, then a node: it goes on by groups."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ GPT = {
     "max_positions": SEQ_LEN,
     "embedding_multiple": 2,
 }
+CUBE = (
+    "workers.min=4",
+    "workers.max=8",
+    "parallel.tensor=2",
+    "parallel.pipeline=2",
+    "parallel.sequence=true",
+)
 PAIRS = ("workers.min=2", "workers.max=4", "parallel.tensor=2", "parallel.sequence=true")
 
 
@@ -46,12 +53,15 @@ def _recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_lost_worker_and_a_lost_node_cost_a_few_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "layout"), [(2, PAIRS), (4, CUBE)], ids=["tp2", "pp2 tp2"])
+def test_a_lost_worker_and_a_lost_node_cost_a_few_steps(
+    group: int, layout: tuple[str, ...], tmp_path: Path
+) -> None:
     recipe, values = _recipe(tmp_path)
     with nodes() as cluster:
-        cluster.add(cpus=2)
-        second = cluster.add(cpus=2)
-        live = LiveRun(recipe, "pairs", tmp_path / "log", "--address", cluster.address, *PAIRS)
+        cluster.add(cpus=group)
+        second = cluster.add(cpus=group)
+        live = LiveRun(recipe, "groups", tmp_path / "log", "--address", cluster.address, *layout)
         live.wait_for_group(1)
         send(train_workers(cluster.address)[-1], signal.SIGKILL)
         live.wait_for_group(2)
@@ -62,9 +72,9 @@ def test_a_lost_worker_and_a_lost_node_cost_a_few_steps(tmp_path: Path) -> None:
     assert [s["digest"] for s in steps] == [r.digest for r in alone]
     assert [s["loss"] for s in steps] == pytest.approx([r.loss for r in alone], rel=RELATIVE)
     sizes = [entry["world_size"] for entry in live.of_kind("started")]
-    assert (sizes[0], sizes[-1]) == (4, 2)
-    assert set(sizes) == {2, 4}
+    assert (sizes[0], sizes[-1]) == (2 * group, group)
+    assert set(sizes) == {group, 2 * group}
     assert len(live.of_kind("fault")) == 2
     assert all(lost <= HOT_STEPS for lost in live.rolled_back())
-    audited = run_json("audit", recipe.parent / "runs" / "pairs")
+    audited = run_json("audit", recipe.parent / "runs" / "groups")
     assert audited["partition_ok"]

@@ -77,3 +77,17 @@ def test_sixteen_samples_a_rank_balance_to_a_percent(num_ranks: int) -> None:
     work = WorkModel(linear=24 * 1024**2, quadratic=4 * 1024)
     dealt = deal(lengths, num_ranks=num_ranks, work=work, tokens_per_micro_batch=8192)
     assert dealt.imbalance < 1.01
+
+
+def test_micro_batches_come_in_multiples() -> None:
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    for multiple, expected in ((1, 3), (2, 4), (4, 4), (6, 6)):
+        dealt = deal(
+            lengths,
+            num_ranks=2,
+            work=WorkModel(linear=1, quadratic=0),
+            tokens_per_micro_batch=10,
+            multiple=multiple,
+        )
+        assert {len(hand.cuts) - 1 for hand in dealt.hands} == {expected}
+        assert sorted(row for hand in dealt.hands for row in hand.rows) == list(range(9))

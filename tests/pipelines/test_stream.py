@@ -63,15 +63,15 @@ def _expected(batches: Batches) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def test_neighbours_get_the_same_rows(ray_local, batches) -> None:
+def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
-    pairs = dealt(descriptors(phases, Start()), phases, 4, copies=2)
-    with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(_collect, pairs))
+    cube = dealt(descriptors(phases, Start()), phases, 8, copies=2, repeats=2)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(_collect, cube))
     apart = dealt(descriptors(phases, Start()), phases, 2)
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(_collect, apart)
-    assert parts == [one, one, other, other]
+    assert parts == [one, one, other, other] * 2
     assert one != other
 
 

@@ -10,15 +10,13 @@ import torch
 
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.clip import build_clip
 from elastrata.training.data_rank import data_rank
 from elastrata.training.evaluate import evaluate, held_out_rows
-from elastrata.training.loop import Loop
 from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.training.step import StepLoss
+from elastrata.workers.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -37,38 +35,22 @@ class BareTraining:
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe) -> None:
         self._recipe, self._batches = recipe, training_data(recipe).train
-        self._data = data_rank(rank, world_size, recipe.parallel.tensor)
-        manifest, workload = self._batches.manifest, recipe.workload
-        torch.manual_seed(recipe.seed)
-        self.model = workload.build_model(manifest.vocabulary, manifest.seq_len)
-        parallelize(
-            self.model,
-            workload.blocks(self.model),
-            rank_mesh("cpu", world_size, recipe.parallel.replicate, recipe.parallel.tensor),
-            precision=recipe.precision,
-            activation_checkpointing=recipe.activation_checkpointing,
-            compile=recipe.compile,
-            parallel=recipe.parallel,
-            tensor_parallel=workload.tensor_parallel,
-        )
-        self.optimizer = build_optimizer(recipe.optimizer, self.model, workload.blocks(self.model))
-        ordered = recipe.parallel.virtual_ranks is not None
-        self._loop = Loop(
-            workload=workload,
-            vocabulary=manifest.vocabulary,
-            seed=recipe.seed,
-            learning_rate=recipe.learning_rate,
-            clip=build_clip(recipe.clip, self.model, ordered=ordered),
-            on_nonfinite=recipe.on_nonfinite,
-            device=torch.device("cpu"),
-            world_size=world_size,
-            counts=self._data.counts,
+        parallel, cpu = recipe.parallel, torch.device("cpu")
+        self._data = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
+        manifest = self._batches.manifest
+        vocabulary, seq_len = manifest.vocabulary, manifest.seq_len
+        divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
+        self.model, self._passes = divided.model, divided.passes
+        blocks = recipe.workload.blocks(self.model)
+        self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
+        self._loop = training_loop(
+            recipe, divided.clip, vocabulary, cpu, world_size, counts=self._data.counts
         )
 
     def run(self, start: Start, steps: int) -> list[StepRecord]:
         """The records of the steps from `start` to step `steps` of the run."""
         stream = self._stream(start, steps)
-        run = self._loop.run(self.model, self.optimizer, stream, start, lambda: Act.GO_ON)
+        run = self._loop.run(self._passes, self.optimizer, stream, start, lambda: Act.GO_ON)
         return [record for record, _ in run]
 
     def evaluate(self, samples: int) -> StepLoss:
@@ -77,7 +59,7 @@ class BareTraining:
         data = self._data
         rows = held_out_rows(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
         return evaluate(
-            self.model,
+            self._passes,
             workload,
             rows,
             manifest.vocabulary,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 8
-_PATIENCE = timedelta(seconds=100)
+_PATIENCE = timedelta(seconds=200)
 
 
 Pool = Sequence[ProcessPoolExecutor]

@@ -23,7 +23,7 @@ from elastrata.training.device import (
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
-from elastrata.workers.engine import missing_here, sharded_model, training_loop
+from elastrata.workers.engine import divided_model, missing_here, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 
@@ -99,20 +99,20 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         TrainingError: the loss is not finite, and the recipe does not skip such steps.
         UserError: several workers compute every sample together; this is one.
     """
-    if recipe.parallel.tensor > 1:
-        raise UserError(
-            f"parallel.tensor: {recipe.parallel.tensor}: expected 1: one process is measured here"
-        )
+    for key in ("tensor", "pipeline"):
+        if (size := getattr(recipe.parallel, key)) > 1:
+            raise UserError(f"parallel.{key}: {size}: expected 1: one process is measured here")
     torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
     device, workload = current_device(), recipe.workload
     endless = recipe.model_copy(
         update={"steps": max(recipe.steps, len(samples.steps)), "phases": ()}
     )
     with lone_group(device):
-        model = sharded_model(endless, samples.vocabulary, samples.seq_len, device, 1)
+        divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
+        model = divided.model
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        loop = training_loop(endless, model, samples.vocabulary, device, 1)
-        run = loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+        loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1)
+        run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = _figures(timed, warm_up, device, parameters)

@@ -243,4 +243,5 @@ def _batches(
         work=recipe.workload.work(manifest.vocabulary),
         tokens_per_micro_batch=part.micro_batch_tokens,
         virtual_ranks=recipe.parallel.virtual_ranks,
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
 from elastrata_pipelines.errors import nearest
-
-Problem = tuple[tuple[str, ...], str]
-"""The key to change, and the line about it."""
 
 
 def cross_field_problems(recipe: Recipe) -> list[Problem]:
@@ -21,6 +19,8 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_phases(recipe),
         *_target(recipe),
         *_tensor(recipe),
+        *pipeline_problems(recipe),
+        *_groups(recipe),
         *_replicas(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
@@ -117,15 +117,13 @@ def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("batch_size",),
             f"batch_size: {part.batch_size}: expected at least {named} ({least}), a sample for "
-            f"every {_sharing_out(recipe.parallel.tensor)}",
+            f"every {_sharing_out(recipe.parallel.group_size)}",
         )
 
 
 def _least_samples(recipe: Recipe) -> tuple[int, str]:
     """The fewest samples a step may have, and what that number is called."""
-    tensor = recipe.parallel.tensor
-    name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
-    return recipe.workers.min // tensor, name
+    return recipe.workers.min // recipe.parallel.group_size, f"workers.min{over_group(recipe)}"
 
 
 def _sharing_out(tensor: int) -> str:
@@ -134,7 +132,7 @@ def _sharing_out(tensor: int) -> str:
 
 
 def _tensor(recipe: Recipe) -> Iterator[Problem]:
-    tensor, workers = recipe.parallel.tensor, recipe.workers
+    tensor = recipe.parallel.tensor
     if recipe.parallel.sequence and tensor == 1:
         yield (
             ("parallel", "sequence"),
@@ -145,22 +143,29 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
         return
     for line in recipe.workload.tensor_problems(tensor):
         yield ("parallel", "tensor"), line
+
+
+def _groups(recipe: Recipe) -> Iterator[Problem]:
+    """Workers come in whole groups that compute every sample together."""
+    size, workers = recipe.parallel.group_size, recipe.workers
+    sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
+    named = " x ".join(f"parallel.{name}" for name, part in sizes if part > 1)
     for key, count in (("min", workers.min), ("max", workers.max)):
-        if count % tensor:
-            below, above = count // tensor * tensor, -(-count // tensor) * tensor
+        if count % size:
+            below, above = count // size * size, -(-count // size) * size
             nearest_counts = f"{below} or {above}" if below else f"{above}"
             yield (
                 ("workers", key),
-                f"workers.{key}: {count}: expected a multiple of parallel.tensor ({tensor}), such "
-                f"as {nearest_counts}",
+                f"workers.{key}: {count}: expected a multiple of {named} ({size}), such as "
+                f"{nearest_counts}",
             )
 
 
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
-    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
-    most = recipe.workers.max // tensor
+    replicate = recipe.parallel.replicate
+    most = recipe.workers.max // recipe.parallel.group_size
     if replicate != "all" and replicate > most:
-        name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
+        name = f"workers.max{over_group(recipe)}"
         yield (
             ("parallel", "replicate"),
             f"parallel.replicate: {replicate}: expected at most {name} ({most})",

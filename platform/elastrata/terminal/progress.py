@@ -72,6 +72,9 @@ class Progress:
         ]
         if record.mfu is not None:
             parts.append(f"MFU {record.mfu:.1%}")
+        if record.bubble is not None:
+            memory = "/".join(f"{size / 2**30:.1f}" for size in record.memory_by_stage)
+            parts += [f"bubble {record.bubble:.1%}", f"memory {memory} GiB"]
         return "  ".join([*parts, f"ETA {_duration(left)}"])
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataRank:
-    """Ranks that compute the same samples together, by tensor parallelism, are one data rank."""
+    """Ranks that compute the same samples together, by tensor or pipeline parallelism, are one data
+    rank."""
 
     rank: int
     """Of the data rank, 0 to `dp_size` - 1."""
@@ -18,12 +19,15 @@ class DataRank:
     that a sum over all ranks has every sample once."""
 
 
-def data_rank(rank: int, world_size: int, tensor: int) -> DataRank:
-    """Neighbours share their samples, `tensor` of them each, as in `rank_mesh`.
+def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> DataRank:
+    """The place of a rank in a mesh of `rank_mesh`: `tensor` neighbours share their samples, and so
+    do the ranks at the same place of each of `pipeline` equal parts of all ranks.
 
     Raises:
-        ValueError: `tensor` does not divide the world size.
+        ValueError: `tensor` times `pipeline` does not divide the world size.
     """
-    if world_size % tensor:
-        raise ValueError(f"{world_size} ranks in groups of {tensor}")
-    return DataRank(rank // tensor, world_size // tensor, counts=rank % tensor == 0)
+    if world_size % (tensor * pipeline):
+        raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
+    dp_size = world_size // (tensor * pipeline)
+    place = rank // tensor
+    return DataRank(place % dp_size, dp_size, counts=place < dp_size and rank % tensor == 0)

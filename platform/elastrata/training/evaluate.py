@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from pydantic import PositiveInt, model_validator
-from torch import nn
 
 from elastrata.recipe.config import Config
-from elastrata.training.step import StepLoss, mean_loss, reduce_sums
+from elastrata.training.passes import Passes
+from elastrata.training.step import StepLoss, mean_loss, reduce_sums, total_weights
 from elastrata.training.workload import Workload
 from elastrata_pipelines.batches import Batches, Group
 from elastrata_pipelines.format import Vocabulary
@@ -91,9 +91,8 @@ def held_out_rows(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
     raise ValueError(f"rank {rank} of {num_ranks}")
 
 
-@torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    passes: Passes,
     workload: Workload,
     micro_batches: Sequence[Rows],
     vocabulary: Vocabulary,
@@ -104,20 +103,16 @@ def evaluate(
     """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
 
     Args:
-        model: as `parallelize` returned it.
+        passes: through the model.
         workload: its workload.
         micro_batches: this rank's; all ranks have equally many.
         vocabulary: the data set's.
         device: the model's.
         counts: whether this rank's sums count; see `DataRank`.
     """
-    model.eval()
-    weights: dict[str, float] = {}
-    losses = []
-    for rows in micro_batches:
-        batch = workload.collate(rows, vocabulary, EVALUATION_SEED).to(device)
-        for term, weight in batch.weights.items():
-            weights[term] = weights.get(term, 0.0) + weight
-        losses.append(workload.loss(model, batch))
-    model.train()
+    batches = [
+        workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
+    ]
+    losses = passes.evaluate(passes.ready(batches))
+    weights = total_weights(batches)
     return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)

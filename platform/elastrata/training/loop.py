@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from elastrata.training.clip import Clip
 from elastrata.training.device import peak_flops, peak_memory_bytes
 from elastrata.training.ends import TrainingError
 from elastrata.training.optimizer import set_learning_rate
+from elastrata.training.passes import Passes
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
-from elastrata.training.step import StepResult, reduce_sums, train_step
+from elastrata.training.step import StepResult, reduce_sums, total_weights, train_step
 from elastrata.training.workload import Batch, Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
@@ -47,7 +47,7 @@ class Loop:
 
     def run(
         self,
-        model: nn.Module,
+        passes: Passes,
         optimizer: torch.optim.Optimizer,
         stream: Iterable[RankStep],
         start: Start,
@@ -57,7 +57,7 @@ class Loop:
         the seconds and the memory, and what all ranks are to do after it.
 
         Args:
-            model: as `parallelize` returned it.
+            passes: through the model.
             optimizer: over its parameters.
             stream: this rank's part of every step that is left.
             start: the state of the run before the first of them.
@@ -67,19 +67,20 @@ class Loop:
         phases = Phases()
         for part in stream:
             phases.passed("seconds_waiting_for_data")
-            batches = [
-                self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
-                for rows in part.micro_batches
-            ]
+            batches = passes.ready(
+                [
+                    self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+                    for rows in part.micro_batches
+                ]
+            )
             sums = {**self._sums(part, batches), _ACT: asked()}
             batch = reduce_sums(sums, self.device, counts=self.counts)
             phases.passed("seconds_collating")
             lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
-                model,
+                passes,
                 optimizer,
-                self.workload,
                 batches,
                 weights=_weights(batch),
                 clip=self.clip,
@@ -98,6 +99,7 @@ class Loop:
                 micro_batches=len(part.cuts) - 1,
                 imbalance=part.imbalance,
                 memory_bytes=peak_memory_bytes(self.device),
+                **passes.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
                 **self._time_fields(phases, batch["flops"]),
@@ -108,10 +110,7 @@ class Loop:
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
         pass. The digest travels in halves, so that its sum is exact in float64."""
-        weights: dict[str, float] = {}
-        for batch in batches:
-            for term, weight in batch.weights.items():
-                weights[term] = weights.get(term, 0.0) + weight
+        weights = total_weights(batches)
         upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
         segments = part.rows.segment_lengths.tolist()
         return {

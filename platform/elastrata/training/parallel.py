@@ -20,6 +20,7 @@ from elastrata_pipelines.virtual_ranks import num_rounds
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What parameters are applied in."""
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 TensorParallel = Callable[[nn.Module, DeviceMesh, bool], None]
 """Divides a plain model over a mesh of one axis; with true, its tokens as well. See
 `Workload.tensor_parallel`."""
@@ -41,6 +42,21 @@ class ParallelConfig(Config):
     sequence: bool = False
     """With `tensor`, also divides the tokens between the matrices: activations take less memory,
     for messages of the same size."""
+    pipeline: PositiveInt = 1
+    """Divides the model's blocks over this many workers, or groups of `tensor` workers, one after
+    the other (pipeline parallelism): each sends what it made of a micro-batch on to the next one.
+    The messages are small; workers wait at the start and the end of every step (the bubble)."""
+    virtual_stages: PositiveInt = 1
+    """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
+    waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
+    schedule: Schedule = "1f1b"
+    """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
+    backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
+    the same with `virtual_stages`. zero_bubble: gradients of weights fill the waits."""
+    micro_batches: PositiveInt | None = None
+    """With `pipeline`, every worker's part of a step is cut into a multiple of so many
+    micro-batches, as few as `micro_batch_tokens` allows; itself a multiple of `pipeline`, which is
+    the default. The more, the shorter the waits."""
     reshard_after_forward: bool = True
     """Drop a block's gathered parameters after its forward pass and gather them again for its
     backward pass. false: gather once a step and keep them over all its micro-batches, in memory
@@ -60,26 +76,43 @@ class ParallelConfig(Config):
     balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
     AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
 
+    @property
+    def group_size(self) -> int:
+        """So many workers compute every sample together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Every worker has a multiple of so many micro-batches in a step."""
+        return self.micro_batches or self.pipeline
+
 
 def rank_mesh(
-    device_type: str, world_size: int, replicate: int | Literal["all"], tensor: int = 1
+    device_type: str,
+    world_size: int,
+    replicate: int | Literal["all"],
+    tensor: int = 1,
+    pipeline: int = 1,
 ) -> DeviceMesh:
-    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where the model
-    is divided, so that neighbours share their samples.
+    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
+    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
+    the ranks of a stage are neighbours.
 
-    Where `replicate` does not divide what `tensor` leaves of the world size, as it may be for a
-    while after a shrink, the model is sharded over all of it.
+    Where `replicate` does not divide what is left of the world size, as it may be for a while after
+    a shrink, the model is sharded over all of it.
 
     Raises:
-        ValueError: `tensor` does not divide the world size.
+        ValueError: `tensor` times `pipeline` does not divide the world size.
     """
-    if world_size % tensor:
-        raise ValueError(f"{world_size} ranks in groups of {tensor}")
-    dp_size = world_size // tensor
+    if world_size % (tensor * pipeline):
+        raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
+    dp_size = world_size // (tensor * pipeline)
     copies = dp_size if replicate == "all" else replicate
-    axes = {"shard": dp_size}
+    axes = {"pipeline": pipeline} if pipeline > 1 else {}
     if copies > 1 and dp_size % copies == 0:
-        axes = {"replicate": copies, "shard": dp_size // copies}
+        axes |= {"replicate": copies, "shard": dp_size // copies}
+    else:
+        axes["shard"] = dp_size
     if tensor > 1:
         axes["tensor"] = tensor
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -116,7 +149,7 @@ def parallelize(
         ValueError: it is missing.
     """
     data = data_axes(mesh)
-    if data is not mesh:
+    if "tensor" in (mesh.mesh_dim_names or ()):
         if tensor_parallel is None:
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
         tensor_parallel(model, mesh["tensor"], parallel.sequence)
@@ -151,9 +184,11 @@ def parallelize(
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh whose ranks have different samples: all axes but `tensor`."""
+    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
+    `tensor`."""
     names = mesh.mesh_dim_names or ()
-    return mesh if "tensor" not in names else mesh[names[:-1]]
+    data = tuple(name for name in names if name not in ("pipeline", "tensor"))
+    return mesh if data == names else mesh[data]
 
 
 def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:

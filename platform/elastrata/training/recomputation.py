@@ -4,6 +4,7 @@ again there."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 Recomputation = Literal["none", "selective", "full"]
+RECOMPUTED: Mapping[Recomputation, float] = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""The share of a block's forward pass, about, that its backward pass computes again."""
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEPT = frozenset(

@@ -52,6 +52,12 @@ class StepRecord:
     """Share of the devices' dense bf16 peak; None where the peak is not known."""
     skipped: bool = False
     """Loss or gradient were not finite, and the model stayed as it was."""
+    bubble: float | None = None
+    """With a pipeline, the share of a step's seconds in the model that a worker waits for others,
+    by the schedule and the counted cost of the stages; see `training/bubble.py`."""
+    memory_by_stage: tuple[int, ...] = ()
+    """With a pipeline, as `memory_bytes`, of the workers that rank 0 hands its micro-batches on to:
+    itself first."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,4 +86,7 @@ class StepRecord:
             "perf/memory_bytes": self.memory_bytes,
             "perf/world_size": self.world_size,
         }
+        if self.bubble is not None:
+            tracked["perf/bubble"] = self.bubble
+            tracked["perf/memory_bytes"] = max(self.memory_by_stage)
         return tracked if self.mfu is None else {**tracked, "perf/mfu": self.mfu}

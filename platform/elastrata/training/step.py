@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from elastrata.training.clip import Clip
-from elastrata.training.parallel import synchronize_gradients
-from elastrata.training.workload import Batch, Loss, Workload
+from elastrata.training.passes import Passes
+from elastrata.training.workload import Batch, Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,8 @@ def reduce_sums(
 
 
 def train_step(
-    model: nn.Module,
+    passes: Passes,
     optimizer: torch.optim.Optimizer,
-    workload: Workload,
     batches: Sequence[Batch],
     *,
     weights: Mapping[str, float],
@@ -71,23 +69,18 @@ def train_step(
     finite; where they are not, nothing is updated.
 
     Args:
-        model: as `parallelize` returned it.
-        batches: this rank's micro-batches; all ranks have equally many.
+        passes: through the model.
+        optimizer: over its parameters.
+        batches: this rank's micro-batches, from `passes.ready`; all ranks have equally many.
         weights: per loss term the weight of the *global* batch.
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
         counts: whether this rank's sums count; see `DataRank`.
     """
-    per_round = len(batches) // rounds
     started = time.perf_counter()
     clip.before_backward(share_of(batches, weights))
-    sums: list[Loss] = []
-    for place, batch in enumerate(batches):
-        synchronize_gradients(model, (place + 1) % per_round == 0)
-        loss = workload.loss(model, batch)
-        weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
-        sums.append(_detached(loss))
-    mean = mean_loss(sums, weights, counts=counts)
+    losses = passes.train(batches, weights, rounds=rounds)
+    mean = mean_loss(losses, weights, counts=counts)
     in_optimizer = time.perf_counter()
     gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
@@ -101,12 +94,6 @@ def train_step(
         seconds_in_model=in_optimizer - started,
         seconds_in_optimizer=time.perf_counter() - in_optimizer,
     )
-
-
-def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
-    """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
-    shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
-    return torch.stack(shares).sum()
 
 
 def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
@@ -123,6 +110,15 @@ def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
         if total > 0
     ]
     return sum(shares) / len(shares) if shares else 0.0
+
+
+def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
+    """Per loss term the weight of all these micro-batches."""
+    weights: dict[str, float] = {}
+    for batch in batches:
+        for term, weight in batch.weights.items():
+            weights[term] = weights.get(term, 0.0) + weight
+    return weights
 
 
 def mean_loss(
@@ -159,7 +155,3 @@ def mean_loss(
             if name.startswith("metric/")
         },
     )
-
-
-def _detached(loss: Loss) -> Loss:
-    return Loss({term: total.detach() for term, total in loss.terms.items()}, loss.metrics)

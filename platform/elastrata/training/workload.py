@@ -64,6 +64,10 @@ class Loss:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
 
+    def detached(self) -> Loss:
+        """The same numbers, without the way they came about."""
+        return Loss({term: total.detach() for term, total in self.terms.items()}, self.metrics)
+
 
 class Workload(Config):
     """A model family with its objective."""
@@ -104,6 +108,39 @@ class Workload(Config):
             mesh: of one axis.
             sequence: whether tokens are divided, too, between the matrices.
         """
+        raise NotImplementedError(self.name)
+
+    def stage_problems(self, num_stages: int) -> list[str]:
+        """One line per reason why this model cannot be cut into so many stages of a pipeline; empty
+        if it can. By default a workload has no plan for it."""
+        return [f"parallel.pipeline: expected 1: workload {self.name} cannot be cut into stages"]
+
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """Cost of every block for a sample of `seq_len` tokens, in FLOPs of a forward pass; what
+        comes before the blocks is counted in the first one, what comes behind in the last."""
+        raise NotImplementedError(self.name)
+
+    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+        """The part of a model with these of its blocks, and with what comes before the first and
+        behind the last one where these are among them: the same modules under the same names.
+
+        Where the blocks follow one another it is called with a batch and, but for the first part,
+        `hidden`: the output of the part before. It returns such an output, or, with the last
+        block, what the model returns. `blocks` and `loss` take it like a model.
+
+        Args:
+            model: as `build_model` returned it, after `tensor_parallel` where there is any.
+            blocks: numbers from 0.
+        """
+        raise NotImplementedError(self.name)
+
+    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+        """The same micro-batches, all filled up to one number of positions, a multiple of
+        `multiple`: no sum and no gradient changes."""
+        raise NotImplementedError(self.name)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of what goes from stage to stage for a micro-batch; positions are dim 0."""
         raise NotImplementedError(self.name)
 
     @abstractmethod

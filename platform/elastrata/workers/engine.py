@@ -5,25 +5,51 @@ Knows no Ray, so that `elastrata bench` measures what the workers run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.clip import build_clip
+from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
+from elastrata.training.passes import Passes, WholeModel
+from elastrata.training.pipeline_clip import PipelineClip
+from elastrata.training.recomputation import RECOMPUTED
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A recipe's model over all ranks, as this rank has it."""
+
+    model: nn.Module
+    """Its parameters, under their names in the whole model."""
+    passes: Passes
+    """Through it; with a pipeline, through what all its ranks have."""
+    clip: Clip
+    """Of its gradient; has hooks on the model."""
+
+
+def divided_model(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    """The recipe's model with its first weights, over all ranks of the process group."""
+    if recipe.parallel.pipeline > 1:
+        return _pipelined(recipe, vocabulary, seq_len, device, world_size)
+    model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
+    clip = build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None)
+    return DividedModel(model, WholeModel(model, recipe.workload), clip)
 
 
 def sharded_model(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> nn.Module:
-    """The recipe's model with its first weights, over all ranks of the process group."""
-    torch.manual_seed(recipe.seed)
-    with device:
-        model = recipe.workload.build_model(vocabulary, seq_len)
+    """`divided_model` of a recipe without a pipeline."""
+    model = _first_model(recipe, vocabulary, seq_len, device)
     return parallelize(
         model,
         recipe.workload.blocks(model),
@@ -38,20 +64,20 @@ def sharded_model(
 
 def training_loop(
     recipe: Recipe,
-    model: nn.Module,
+    clip: Clip,
     vocabulary: Vocabulary,
     device: torch.device,
     world_size: int,
     *,
     counts: bool = True,
 ) -> Loop:
-    """The recipe's loop over `model`, as `sharded_model` returned it; may set hooks on it."""
+    """The recipe's loop."""
     return Loop(
         workload=recipe.workload,
         vocabulary=vocabulary,
         seed=recipe.seed,
         learning_rate=recipe.learning_rate,
-        clip=build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None),
+        clip=clip,
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
@@ -66,3 +92,51 @@ def missing_here(recipe: Recipe, here: Abilities) -> list[str]:
         *substitutions(here, dtype=dtype, compile=recipe.compile),
         *recipe.workload.substitutions(here, dtype),
     ]
+
+
+def _pipelined(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    # Imported here: it brings torch's compiler along, seconds that others can do without.
+    from elastrata.training.pipeline import Pipeline
+    from elastrata.training.stages import cut_in_stages
+
+    workload, parallel = recipe.workload, recipe.parallel
+    mesh = rank_mesh(
+        device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
+    )
+    stages = cut_in_stages(
+        _first_model(recipe, vocabulary, seq_len, device),
+        workload,
+        workload.block_costs(vocabulary, seq_len),
+        mesh,
+        precision=recipe.precision,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile and abilities(device).can_compile,
+        parallel=parallel,
+    )
+    passes = Pipeline(
+        stages,
+        workload,
+        mesh,
+        parallel,
+        dtype=DTYPES[recipe.precision],
+        device=device,
+        recomputed=RECOMPUTED[recipe.activation_checkpointing],
+    )
+    clip = PipelineClip(
+        stages.model,
+        recipe.clip.max_norm if recipe.clip.method == "global_norm" else None,
+        mesh.get_group("pipeline"),
+        counted_elsewhere=stages.shared if mesh.get_local_rank("pipeline") else (),
+    )
+    return DividedModel(stages.model, passes, clip)
+
+
+def _first_model(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device
+) -> nn.Module:
+    """Plain, with the same weights on every rank."""
+    torch.manual_seed(recipe.seed)
+    with device:
+        return recipe.workload.build_model(vocabulary, seq_len)

@@ -79,7 +79,7 @@ def fit(
             cannot help, or the run was asked to stop.
     """
     os.environ.update(CONTROLLER_SETTINGS)
-    workers = job.recipe.workers
+    workers, parallel = job.recipe.workers, job.recipe.parallel
     scaling = _scaling(workers, gpus_per_worker)
     trainer = _Trainer(
         train_worker,
@@ -96,13 +96,13 @@ def fit(
             callbacks=_callbacks(job),
         ),
         datasets={STREAM: source},
-        dataset_config=StreamConfig(job.phases, copies=job.recipe.parallel.tensor),
+        dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
     )
     trainer.policy = ResizePolicy(
         scaling,
         job.mailbox,
         run=job.run.uri(),
-        multiple=job.recipe.parallel.tensor,
+        multiple=parallel.group_size,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
     )
     others = _placement_groups()

@@ -34,7 +34,7 @@ from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.target import TargetConfig, is_over, reached
 from elastrata.workers.backoff import patiently
-from elastrata.workers.engine import missing_here, sharded_model, training_loop
+from elastrata.workers.engine import divided_model, missing_here, training_loop
 from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving
@@ -71,7 +71,7 @@ def _train(job: Job, sender: Sender) -> None:
     recipe, manifests = job.recipe, [phase.batches.manifest for phase in job.phases]
     vocabulary = manifests[0].vocabulary
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    data = data_rank(rank, world_size, recipe.parallel.tensor)
+    data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(context.get_local_world_size()))
     device = current_device()
     with ThreadPoolExecutor(1) as background:
@@ -80,7 +80,8 @@ def _train(job: Job, sender: Sender) -> None:
         )
         phases.passed("shard")
         seq_len = max(manifest.seq_len for manifest in manifests)
-        model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
+        divided = divided_model(recipe, vocabulary, seq_len, device, world_size)
+        model, passes = divided.model, divided.passes
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
         phases.passed("model")
         stream = opening.result()
@@ -110,7 +111,7 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(world_size),
         seconds=phases.seconds,
     )
-    loop = training_loop(recipe, model, vocabulary, device, world_size, counts=data.counts)
+    loop = training_loop(recipe, divided.clip, vocabulary, device, world_size, counts=data.counts)
     with keeper:
         keeper.started(started)
         for line in _all_substitutions(recipe, abilities(device), world_size):
@@ -120,14 +121,14 @@ def _train(job: Job, sender: Sender) -> None:
         was_over = commit is not None and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         )
-        steps = loop.run(model, optimizer, stream, start, keeper.asked)
+        steps = loop.run(passes, optimizer, stream, start, keeper.asked)
         for record, act in () if was_over else steps:
             keeper.stepped(record)
             is_last = record.step == recipe.steps_in_all
             if rows := _due_rows(held_out, record, recipe.evaluation):
                 began = time.perf_counter()
                 loss = evaluate(
-                    model, recipe.workload, rows, vocabulary, device, counts=data.counts
+                    passes, recipe.workload, rows, vocabulary, device, counts=data.counts
                 )
                 metrics = keeper.evaluated(record, loss, time.perf_counter() - began)
                 is_last |= _has_reached(recipe.target, metrics, record, keeper)

@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from elastrata.training.evaluate import evaluate, evaluation_metrics
+from elastrata.training.passes import WholeModel
 from elastrata.training.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.bert import Bert
@@ -90,7 +91,7 @@ def test_an_evaluation_reports_what_the_recipe_may_name(
     bert = make_bert(next_sentence=next_sentence)
     model = bert.build_model(vocabulary, 64)
     rows = make_rows([9, 12, 30], pairs=next_sentence)
-    found = evaluate(model, bert, [rows], vocabulary, torch.device("cpu"))
+    found = evaluate(WholeModel(model, bert), bert, [rows], vocabulary, torch.device("cpu"))
     reported = [f"eval/{term}_loss" for term in found.terms]
     reported += [f"eval/{name}" for name in found.metrics]
     assert sorted(evaluation_metrics(bert)) == sorted(["eval/loss", *reported])

@@ -66,27 +66,35 @@ def test_the_defaults_have_as_many_parameters_as_gpt2() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "gpus", "batch_size", "micro_batch"),
+    ("name", "billions", "gpus", "batch_size", "micro_batch", "layout"),
     [
-        ("1.7b", 1.7, 32, 512, 16),
-        ("3.6b", 3.6, 64, 512, 16),
-        ("7.5b", 7.5, 128, 512, 16),
-        ("18.4b", 18.4, 256, 1024, 8),
-        ("39.1b", 39.1, 512, 1536, 4),
-        ("76.1b", 76.1, 1024, 1792, 2),
-        ("145.6b", 145.6, 1536, 2304, 2),
-        ("310.1b", 310.1, 1920, 2160, 1),
-        ("529.6b", 529.6, 2520, 2520, 1),
-        ("1t", 1008.0, 3072, 3072, 1),
+        ("1.7b", 1.7, 32, 512, 16, (1, 1, 1)),
+        ("3.6b", 3.6, 64, 512, 16, (2, 1, 1)),
+        ("7.5b", 7.5, 128, 512, 16, (4, 1, 1)),
+        ("18.4b", 18.4, 256, 1024, 8, (8, 1, 1)),
+        ("39.1b", 39.1, 512, 1536, 4, (8, 2, 1)),
+        ("76.1b", 76.1, 1024, 1792, 2, (8, 4, 3)),
+        ("145.6b", 145.6, 1536, 2304, 2, (8, 8, 2)),
+        ("310.1b", 310.1, 1920, 2160, 1, (8, 16, 2)),
+        ("529.6b", 529.6, 2520, 2520, 1, (8, 35, 3)),
+        ("1t", 1008.0, 3072, 3072, 1, (8, 64, 1)),
     ],
 )
 def test_megatrons_models_are_those_of_its_table(
-    name: str, billions: float, gpus: int, batch_size: int, micro_batch: int
+    name: str,
+    billions: float,
+    gpus: int,
+    batch_size: int,
+    micro_batch: int,
+    layout: tuple[int, ...],
 ) -> None:
     """Narayanan et al. 2021, table 1. Its count is by equation 2, which the model's is held to."""
     recipe = load_recipe(f"gpt/megatron-{name}")
     sizes = (recipe.workers.max, recipe.batch_size, recipe.micro_batch_tokens)
     assert sizes == (gpus, batch_size, micro_batch * 2048)
+    parallel = recipe.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.virtual_stages) == layout
+    assert recipe.workers.min == parallel.group_size
     count = _parameters(recipe, 50257)
     assert round(count / 1e9, 1) == billions
     workload = recipe.workload

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from elastrata.training.device import Abilities
 from elastrata.training.evaluate import evaluate, evaluation_metrics
+from elastrata.training.passes import WholeModel
 from elastrata.training.workload import workload_class
 from elastrata_pipelines.format import Manifest
 from elastrata_workloads.gpt import Gpt
@@ -104,7 +105,9 @@ def test_a_kernel_that_is_not_there_is_told() -> None:
 def test_an_evaluation_reports_what_the_recipe_may_name(make_gpt, make_rows, vocabulary) -> None:
     gpt = make_gpt()
     model = gpt.build_model(vocabulary, 64)
-    found = evaluate(model, gpt, [make_rows([9, 12, 30])], vocabulary, torch.device("cpu"))
+    found = evaluate(
+        WholeModel(model, gpt), gpt, [make_rows([9, 12, 30])], vocabulary, torch.device("cpu")
+    )
     reported = [f"eval/{term}_loss" for term in found.terms]
     reported += [f"eval/{name}" for name in found.metrics]
     assert sorted(evaluation_metrics(gpt)) == sorted(["eval/loss", *reported])

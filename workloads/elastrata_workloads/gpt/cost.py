@@ -43,6 +43,16 @@ def work(shape: GptShape) -> WorkModel:
     )
 
 
+def block_costs(shape: GptShape, length: int) -> list[int]:
+    """FLOPs of every block's forward pass for a sample, with those of the embeddings, an addition
+    for each feature, in the first, and those of the head in the last."""
+    products = block_parameters(shape) * length + attention_products(shape, length)
+    costs = [_FORWARD * products // shape.num_layers] * shape.num_layers
+    costs[0] += shape.hidden_size * length
+    costs[-1] += _FORWARD * head_parameters(shape) * length
+    return costs
+
+
 def training_flops(shape: GptShape, lengths: Sequence[int], num_predictions: int) -> int:
     """FLOPs of forward and backward, without recomputation, for samples of these lengths."""
     products = (

@@ -11,6 +11,7 @@ D = E / H, E hidden size, F feed-forward size, V ids.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +49,7 @@ class GptModel(nn.Module):
         for index, block in enumerate(self.blocks):
             keys = layer_keys(batch.dropout_keys, index)
             hidden = block(hidden, segments, batch.positions, keys)
-        hidden = self.norm(hidden.index_select(0, batch.predicted))
-        table = [self.embeddings.tokens.weight] if self.shape.tied_embeddings else []
-        return of_ids(self.head(hidden, *table), self.shape.num_ids, torch.float32)
+        return logits(self, hidden, batch)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -71,6 +70,13 @@ class GptModel(nn.Module):
             if isinstance(module, Block):
                 for projection in (module.attention.output, module.feed_forward.down):
                     projection.weight.normal_(0.0, deviation / math.sqrt(2 * self.shape.num_layers))
+
+
+def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
+    """What a model, or its last stage, makes of its last hidden states: see `GptModel.forward`."""
+    hidden = model.norm(hidden.index_select(0, batch.predicted))
+    table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
+    return of_ids(model.head(hidden, *table), model.shape.num_ids, torch.float32)
 
 
 class Embeddings(nn.Module):

@@ -1,7 +1,9 @@
-"""How a plain GPT is taken apart: the units of sharding, checkpointing and compilation, and the
-plan of tensor parallelism."""
+"""How a plain GPT is taken apart: the units of sharding, checkpointing and compilation, the plan of
+tensor parallelism, and the stages of a pipeline."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from elastrata_workloads.gpt.model import GptModel
 from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.gpt.stage import GptStage
 from elastrata_workloads.unpadded.tensor_parallel import (
     OwnKeys,
     Replicated,
@@ -29,12 +32,23 @@ from elastrata_workloads.unpadded.tensor_parallel import (
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, first to last.
+    """The transformer blocks of a model or of a stage, first to last.
 
     Raises:
         TypeError: not a GPT.
     """
+    if isinstance(model, GptStage):
+        return list(model.blocks.values())
     return list(_gpt(model).blocks)
+
+
+def stage(model: nn.Module, numbers: Sequence[int]) -> GptStage:
+    """The part of a model with these blocks; see `Workload.stage`.
+
+    Raises:
+        TypeError: not a GPT.
+    """
+    return GptStage(_gpt(model), numbers)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:

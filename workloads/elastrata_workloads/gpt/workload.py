@@ -19,8 +19,9 @@ from elastrata_workloads.gpt import cost
 from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.gpt.objective import collate, loss
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
+from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides, tensor_problems
+from elastrata_workloads.unpadded.sizes import check_divides, stage_problems, tensor_problems
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,6 +146,29 @@ class Gpt(Workload):
         from elastrata_workloads.gpt import parallel
 
         parallel.tensor_parallel(model, mesh, sequence=sequence)
+
+    def stage_problems(self, num_stages: int) -> list[str]:
+        """A line where there are fewer blocks than stages."""
+        return stage_problems(num_stages, self.num_layers)
+
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """FLOPs of a forward pass; embeddings and head count in the first and the last block."""
+        return cost.block_costs(self.shape(vocabulary.size), seq_len)
+
+    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+        """The part of a model with these blocks. A tied head brings the embeddings' table along,
+        under the same name."""
+        from elastrata_workloads.gpt import parallel
+
+        return parallel.stage(model, blocks)
+
+    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+        """Fills micro-batches up with tokens that predict nothing."""
+        return equally_long(batches, multiple)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Positions and hidden size."""
+        return batch.num_positions, self.hidden_size
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> GptBatch:
         """A micro-batch; what dropout drops depends on seed, epoch and sample alone."""

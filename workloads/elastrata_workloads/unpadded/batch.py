@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -42,7 +43,11 @@ class UnpaddedBatch(Batch):
     def filled(self, multiple: int) -> Self:
         """The same batch with tokens up to a multiple of that number: a segment of their own, with
         nothing to predict, so that no sum and no gradient changes."""
-        missing = -len(self.input_ids) % multiple
+        return self.filled_to(len(self.input_ids) + -len(self.input_ids) % multiple)
+
+    def filled_to(self, num_tokens: int) -> Self:
+        """As `filled`, up to so many tokens."""
+        missing = num_tokens - len(self.input_ids)
         if not missing:
             return self
         per_token: dict[str, Any] = {
@@ -53,6 +58,7 @@ class UnpaddedBatch(Batch):
         return replace(
             self,
             **per_token,
+            num_positions=num_tokens,
             offsets=F.pad(self.offsets, (0, 1), value=len(self.input_ids) + missing),
             segment_lengths=(*self.segment_lengths, missing),
         )
@@ -67,3 +73,17 @@ class UnpaddedBatch(Batch):
         """What attention needs to know."""
         longest = max(self.segment_lengths)
         return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())
+
+
+def equally_long(batches: Sequence[Batch], multiple: int) -> list[Batch]:
+    """The same micro-batches, all with as many tokens as the longest one, up to a multiple of
+    `multiple`.
+
+    Raises:
+        TypeError: they are of another kind.
+    """
+    unpadded = [batch for batch in batches if isinstance(batch, UnpaddedBatch)]
+    if len(unpadded) < len(batches):
+        raise TypeError("expected UnpaddedBatch")
+    longest = max(len(batch.input_ids) for batch in unpadded)
+    return [batch.filled_to(longest + -longest % multiple) for batch in unpadded]

@@ -32,3 +32,13 @@ def tensor_problems(tensor: int, sizes: Mapping[str, int]) -> list[str]:
         f"parallel.tensor: {tensor}: expected a divisor of {named}; the nearest that is one is "
         f"{closest}"
     ]
+
+
+def stage_problems(num_stages: int, num_layers: int) -> list[str]:
+    """A line if a model has fewer blocks than a pipeline has stages."""
+    if num_stages <= num_layers:
+        return []
+    return [
+        f"parallel.pipeline: {num_stages} stages in all: expected at most workload.num_layers "
+        f"({num_layers}), a block for each"
+    ]

@@ -1,0 +1,49 @@
+"""Trains a model in one layout after the other, for the tests of pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from elastrata.checkpoints.checkpoint import DurableSaver
+from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.record import StepRecord
+from elastrata.training.step import StepLoss
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.storage import Storage
+from support.bare_loop import BareTraining
+
+Section = dict[str, Any]
+
+
+def travel(
+    rank: int, world_size: int, recipe: Section, layouts: Sequence[Section], url: str
+) -> list[tuple[list[StepRecord], StepLoss]]:
+    """Trains the recipe's steps, the same number in each layout; every one goes on from the state
+    that the one before has saved under a URL, each second time as the hot tier saves it.
+
+    Returns:
+        The records in each layout, and an evaluation at its end.
+    """
+    start, found = Start(), []
+    for number, layout in enumerate(layouts):
+        training = BareTraining(
+            rank, world_size, Recipe.model_validate({**recipe, "parallel": layout})
+        )
+        if number:
+            newest = commits(Storage(url))[0]
+            restore(Storage(url), newest, training.model, training.optimizer)
+            start = Start(step=newest.step, samples=newest.samples, tokens=newest.tokens)
+        records = training.run(start, recipe["steps"] * (number + 1) // len(layouts))
+        found.append((records, training.evaluate(samples=50)))
+        saver = DurableSaver(
+            Storage(url), keep_last=1, keep_best=False, lean=number % 2 == 1, warn=pytest.fail
+        )
+        last, state = records[-1], training_state(training.model, training.optimizer)
+        saver.save(state, step=last.step, samples=last.samples, tokens=last.tokens)
+        saver.close()
+    return found
