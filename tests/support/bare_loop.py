@@ -19,6 +19,7 @@ from elastrata.training.parallel import parallelize, rank_mesh
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.training.step import StepLoss
+from elastrata.workers.engine import phase_masks
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -29,14 +30,14 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
 
 
 def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
-    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps)
+    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps_in_all)
 
 
 class BareTraining:
     """One rank's model, sharded, with its optimizer and its loop."""
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe) -> None:
-        self._recipe, self._batches = recipe, training_data(recipe).train
+        self.recipe, self._batches = recipe, training_data(recipe).train
         self._data = data_rank(rank, world_size, recipe.parallel.tensor)
         manifest, workload = self._batches.manifest, recipe.workload
         torch.manual_seed(recipe.seed)
@@ -52,8 +53,9 @@ class BareTraining:
             tensor_parallel=workload.tensor_parallel,
         )
         self.optimizer = build_optimizer(recipe.optimizer, self.model, workload.blocks(self.model))
+        self.masks = phase_masks(recipe, self.model)
         ordered = recipe.parallel.virtual_ranks is not None
-        self._loop = Loop(
+        self.loop = Loop(
             workload=workload,
             vocabulary=manifest.vocabulary,
             seed=recipe.seed,
@@ -63,17 +65,22 @@ class BareTraining:
             device=torch.device("cpu"),
             world_size=world_size,
             counts=self._data.counts,
+            masks=self.masks,
         )
 
     def run(self, start: Start, steps: int) -> list[StepRecord]:
         """The records of the steps from `start` to step `steps` of the run."""
+        return list(self.records(start, steps))
+
+    def records(self, start: Start, steps: int) -> Iterator[StepRecord]:
+        """The same, one by one as they are done."""
         stream = self._stream(start, steps)
-        run = self._loop.run(self.model, self.optimizer, stream, start, lambda: Act.GO_ON)
-        return [record for record, _ in run]
+        run = self.loop.run(self.model, self.optimizer, stream, start, lambda: Act.GO_ON)
+        return (record for record, _ in run)
 
     def evaluate(self, samples: int) -> StepLoss:
         """Over so many of the training samples."""
-        workload, manifest = self._recipe.workload, self._batches.manifest
+        workload, manifest = self.recipe.workload, self._batches.manifest
         data = self._data
         rows = held_out_rows(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
         return evaluate(
@@ -89,9 +96,9 @@ class BareTraining:
         groups = self._batches.groups(
             start,
             steps=steps,
-            batch_size=self._recipe.batch_size,
+            batch_size=self.recipe.batch_size,
             max_tokens=4096,
-            warmup=self._recipe.batch_size_warmup,
+            warmup=self.recipe.batch_size_warmup,
         )
         mine = self._data.rank
         for group in groups:

@@ -8,6 +8,8 @@ from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.problems import sparsity_problems
 from elastrata_pipelines.errors import nearest
 
 Problem = tuple[tuple[str, ...], str]
@@ -25,6 +27,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_virtual_ranks(recipe),
         *_reduction(recipe),
         *_clip(recipe),
+        *_sparsity(recipe),
     ]
     return problems or [*_not_yet(recipe)]
 
@@ -273,3 +276,21 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             f"clip.scope: 'local': expected workers.min above parallel.replicate ({replicate}): a "
             "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )
+
+
+def _sparsity(recipe: Recipe) -> Iterator[Problem]:
+    if not any(part.sparsity for part in recipe.parts):
+        return
+    if recipe.clip.method == "bucketwise":
+        yield (
+            ("clip", "method"),
+            "clip.method: 'bucketwise': expected global_norm or none with sparsity, as a bucket is "
+            "clipped before the gradients of weights at zero are taken out",
+        )
+    shapes = layer_shapes(recipe.workload)
+    for number, part in enumerate(recipe.parts):
+        place = ("phases", str(number)) if recipe.phases else ()
+        prefix = "".join(f"{key}." for key in place)
+        if part.sparsity:
+            for path, line in sparsity_problems(part.sparsity, shapes):
+                yield (*place, "sparsity", *path), prefix + line

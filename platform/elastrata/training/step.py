@@ -13,6 +13,7 @@ from torch import nn
 
 from elastrata.training.clip import Clip
 from elastrata.training.parallel import synchronize_gradients
+from elastrata.training.sparsity.masks import Masks
 from elastrata.training.workload import Batch, Loss, Workload
 
 
@@ -64,6 +65,7 @@ def train_step(
     clip: Clip,
     rounds: int = 1,
     counts: bool = True,
+    masks: Masks | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -77,6 +79,7 @@ def train_step(
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
         counts: whether this rank's sums count; see `DataRank`.
+        masks: of weights that are held at zero; None: of none.
     """
     per_round = len(batches) // rounds
     started = time.perf_counter()
@@ -89,10 +92,14 @@ def train_step(
         sums.append(_detached(loss))
     mean = mean_loss(sums, weights, counts=counts)
     in_optimizer = time.perf_counter()
+    if masks:
+        masks.after_backward(optimizer, finite=math.isfinite(mean.total))
     gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
     if finite:
         optimizer.step()
+        if masks:
+            masks.after_update()
     optimizer.zero_grad()
     return StepResult(
         loss=mean,

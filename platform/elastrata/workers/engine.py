@@ -13,6 +13,8 @@ from elastrata.training.clip import build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
@@ -36,6 +38,16 @@ def sharded_model(
     )
 
 
+def phase_masks(recipe: Recipe, model: nn.Module) -> Masks | None:
+    """The masks of the recipe's phases over `model`, as `sharded_model` returned it; None where no
+    phase has any."""
+    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    if not any(phase.sparsity for phase in phases):
+        return None
+    shapes = layer_shapes(recipe.workload)
+    return Masks(recipe.workload.matrices(model), shapes, phases, seed=recipe.seed)
+
+
 def training_loop(
     recipe: Recipe,
     model: nn.Module,
@@ -44,6 +56,7 @@ def training_loop(
     world_size: int,
     *,
     counts: bool = True,
+    masks: Masks | None = None,
 ) -> Loop:
     """The recipe's loop over `model`, as `sharded_model` returned it; may set hooks on it."""
     return Loop(
@@ -56,6 +69,7 @@ def training_loop(
         device=device,
         world_size=world_size,
         counts=counts,
+        masks=masks,
     )
 
 
