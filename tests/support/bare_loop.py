@@ -16,7 +16,7 @@ from elastrata.training.optimizer import build_optimizer
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.training.step import StepLoss
-from elastrata.workers.engine import divided_model, training_loop
+from elastrata.workers.engine import divided_model, phase_masks, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -27,14 +27,14 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
 
 
 def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
-    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps)
+    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps_in_all)
 
 
 class BareTraining:
     """One rank's model, sharded, with its optimizer and its loop."""
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe) -> None:
-        self._recipe, self._batches = recipe, training_data(recipe).train
+        self.recipe, self._batches = recipe, training_data(recipe).train
         parallel, cpu = recipe.parallel, torch.device("cpu")
         self._data = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
         manifest = self._batches.manifest
@@ -43,19 +43,30 @@ class BareTraining:
         self.model, self._passes = divided.model, divided.passes
         blocks = recipe.workload.blocks(self.model)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
-        self._loop = training_loop(
-            recipe, divided.clip, vocabulary, cpu, world_size, counts=self._data.counts
+        self.masks = phase_masks(recipe, self.model)
+        self.loop = training_loop(
+            recipe,
+            divided.clip,
+            vocabulary,
+            cpu,
+            world_size,
+            counts=self._data.counts,
+            masks=self.masks,
         )
 
     def run(self, start: Start, steps: int) -> list[StepRecord]:
         """The records of the steps from `start` to step `steps` of the run."""
+        return list(self.records(start, steps))
+
+    def records(self, start: Start, steps: int) -> Iterator[StepRecord]:
+        """The same, one by one as they are done."""
         stream = self._stream(start, steps)
-        run = self._loop.run(self._passes, self.optimizer, stream, start, lambda: Act.GO_ON)
-        return [record for record, _ in run]
+        run = self.loop.run(self._passes, self.optimizer, stream, start, lambda: Act.GO_ON)
+        return (record for record, _ in run)
 
     def evaluate(self, samples: int) -> StepLoss:
         """Over so many of the training samples."""
-        workload, manifest = self._recipe.workload, self._batches.manifest
+        workload, manifest = self.recipe.workload, self._batches.manifest
         data = self._data
         rows = held_out_rows(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
         return evaluate(
@@ -71,9 +82,9 @@ class BareTraining:
         groups = self._batches.groups(
             start,
             steps=steps,
-            batch_size=self._recipe.batch_size,
+            batch_size=self.recipe.batch_size,
             max_tokens=4096,
-            warmup=self._recipe.batch_size_warmup,
+            warmup=self.recipe.batch_size_warmup,
         )
         mine = self._data.rank
         for group in groups:

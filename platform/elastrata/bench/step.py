@@ -23,7 +23,7 @@ from elastrata.training.device import (
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
-from elastrata.workers.engine import divided_model, missing_here, training_loop
+from elastrata.workers.engine import divided_model, missing_here, phase_masks, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 
@@ -111,7 +111,8 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
         model = divided.model
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1)
+        masks = phase_masks(endless, model)
+        loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1, masks=masks)
         run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

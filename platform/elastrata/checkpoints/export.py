@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch import Tensor
+
 from elastrata.checkpoints.commit import Commit, commits, problems
 from elastrata.checkpoints.retention import best_commit
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.training_state import load, load_full_model_state
+from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
+from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks
+from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
@@ -17,7 +25,8 @@ from elastrata_pipelines.storage import Storage
 
 
 def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
-    """Writes the model of a run for `from_pretrained`, with its tokenizer.
+    """Writes the model of a run for `from_pretrained`, with its tokenizer, and with a file of masks
+    where weights were held at zero.
 
     Args:
         run_dir: the run's folder or URL.
@@ -52,7 +61,23 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
             _fetched_tokenizer(data, manifest, Path(scratch)),
             out,
         )
+    if masks := _masks(checkpoints, commit, recipe, state):
+        (out / MASKS_FILE).write_bytes(packed_masks(masks))
     return out.resolve()
+
+
+def _masks(
+    checkpoints: Storage, commit: Commit, recipe: Recipe, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The masks of a commit by layer, whole; empty where the model was dense then."""
+    if not any(part.sparsity for part in recipe.parts):
+        return {}
+    shapes = layer_shapes(recipe.workload)
+    matrices = {name: state[name] for name in (f"{layer}{WEIGHT}" for layer in shapes)}
+    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    masks = Masks(matrices, shapes, phases, seed=recipe.seed)
+    masks.restore(commit.step, partial(load, checkpoints, commit))
+    return {layer_of(name): mask for name, mask in masks.shards.items()}
 
 
 def _manifest(data_set: DataSet) -> Manifest:

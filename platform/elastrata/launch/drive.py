@@ -13,6 +13,7 @@ from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
+from elastrata.runs.flops import flops_by_phase
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.time_to_target import time_to_target
 from elastrata.tracking.observer import Observer
@@ -64,6 +65,7 @@ class Drive:
                 self._fit(observer, number)
             status = "FINISHED"
             self._record_target()
+            self._record_flops()
             _publish(self.run, self.data, self.tracker, self.show)
         except KeyboardInterrupt:
             status = "KILLED"
@@ -147,6 +149,15 @@ class Drive:
             if outcome.step is not None:
                 self.tracker.log_steps([{"step": outcome.step, **outcome.to_metrics()}])
             self.tracker.tag({"target": outcome})
+
+    def _record_flops(self) -> None:
+        """Records what the phases of a run with weights at zero cost."""
+        if any(part.sparsity for part in self.recipe.parts):
+            steps = history.effective_steps(history.read(self.run.sub("history")))
+            phases = flops_by_phase(steps, [phase.last_step for phase in self.data.phases])
+            self.tracker.log_steps(
+                [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
+            )
 
     def _job(self, hot: HotStorage | None) -> Job:
         return Job(

@@ -13,7 +13,13 @@ import ray
 from elastrata.checkpoints.commit import commits
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
-from elastrata.launch.preflight import TrainingData, check_storage, cluster_problems, training_data
+from elastrata.launch.preflight import (
+    TrainingData,
+    check_storage,
+    cluster_problems,
+    mask_problems,
+    training_data,
+)
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -78,6 +84,8 @@ def train(
     """
     phases = Phases()
     if problems := [line for _, line in cross_field_problems(recipe)]:
+        raise UserError(*problems)
+    if problems := mask_problems(recipe):
         raise UserError(*problems)
     data = training_data(recipe)
     root = Storage(recipe.storage)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from elastrata.launch.data_outline import data_outline
+from elastrata.launch.data_outline import DataOutline, data_outline
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.optimizers.groups import ParameterGroup
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.plan import SparsityPlan, sparsity_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class ModelInspection:
     """Whether the recipe's data set is there."""
     groups: tuple[ParameterGroup, ...]
     """Those that have parameters; together all that are trained."""
+    sparsity: tuple[SparsityPlan, ...]
+    """Of every phase; empty where no phase has weights at zero."""
 
 
 def inspect_model(recipe: Recipe) -> ModelInspection:
@@ -37,4 +41,16 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
         vocabulary=outline.vocabulary.size,
         prepared=outline.prepared,
         groups=tuple(group for group in groups if group.parameters),
+        sparsity=_sparsity(recipe, outline),
+    )
+
+
+def _sparsity(recipe: Recipe, outline: DataOutline) -> tuple[SparsityPlan, ...]:
+    if not any(part.sparsity for part in recipe.parts):
+        return ()
+    shapes = layer_shapes(recipe.workload)
+    work = recipe.workload.work(outline.vocabulary)
+    return tuple(
+        sparsity_plan(part.sparsity, shapes, work=work, seq_len=outline.seq_len, steps=part.steps)
+        for part in recipe.parts
     )

@@ -11,6 +11,9 @@ from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import DataSet
 from elastrata.training.evaluate import EVALUATION_SEED
+from elastrata.training.sparsity.config import GivenConfig
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.mask_file import read_masks
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -122,6 +125,19 @@ def _tokenizer_problems(recipe: Recipe, manifests: Sequence[Manifest]) -> Iterat
                 f"than {recipe.parts[0].data.path}; `elastrata prepare` of the recipe makes both "
                 "with one"
             )
+
+
+def mask_problems(recipe: Recipe) -> list[str]:
+    """One line for each phase whose file of masks is missing or that of another model."""
+    problems = []
+    for number, part in enumerate(recipe.parts):
+        if isinstance(part.sparsity, GivenConfig):
+            prefix = f"phases.{number}." if recipe.phases else ""
+            try:
+                read_masks(part.sparsity.masks, layer_shapes(recipe.workload))
+            except UserError as error:
+                problems += [f"{prefix}{line}" for line in error.problems]
+    return problems
 
 
 def check_storage(storage: Storage) -> None:

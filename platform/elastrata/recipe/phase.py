@@ -11,6 +11,7 @@ from elastrata.recipe.config import Config
 from elastrata.recipe.data import DataConfig
 from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.schedule import ScheduleConfig
+from elastrata.training.sparsity.config import SparsityConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 
 
@@ -28,6 +29,8 @@ class PhaseKeys(Config):
     """Most tokens that one worker runs through the model at once."""
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
+    sparsity: SparsityConfig = None
+    """Weights that are held at zero. Default: none."""
 
 
 class Phase(PhaseKeys):

@@ -9,6 +9,8 @@ from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_proble
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.problems import sparsity_problems
 from elastrata_pipelines.errors import nearest
 
 
@@ -25,6 +27,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_virtual_ranks(recipe),
         *_reduction(recipe),
         *_clip(recipe),
+        *_sparsity(recipe),
     ]
 
 
@@ -256,3 +259,27 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
             "copy of the model on one worker is never clipped before its sum; or scope reduced",
         )
+
+
+def _sparsity(recipe: Recipe) -> Iterator[Problem]:
+    if not any(part.sparsity for part in recipe.parts):
+        return
+    if recipe.clip.method == "bucketwise":
+        yield (
+            ("clip", "method"),
+            "clip.method: 'bucketwise': expected global_norm or none with sparsity, as a bucket is "
+            "clipped before the gradients of weights at zero are taken out",
+        )
+    if recipe.parallel.pipeline > 1:
+        yield (
+            ("parallel", "pipeline"),
+            f"parallel.pipeline: {recipe.parallel.pipeline}: expected 1 with sparsity, which has "
+            "not been seen through stages",
+        )
+    shapes = layer_shapes(recipe.workload)
+    for number, part in enumerate(recipe.parts):
+        place = ("phases", str(number)) if recipe.phases else ()
+        prefix = "".join(f"{key}." for key in place)
+        if part.sparsity:
+            for path, line in sparsity_problems(part.sparsity, shapes):
+                yield (*place, "sparsity", *path), prefix + line

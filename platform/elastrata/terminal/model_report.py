@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
 
     from elastrata.launch.model_inspection import ModelInspection
     from elastrata.recipe.recipe import Recipe
+    from elastrata.training.sparsity.plan import SparsityPlan
 
 
 def show_model(console: Console, name: str, recipe: Recipe, found: ModelInspection) -> None:
@@ -18,6 +21,8 @@ def show_model(console: Console, name: str, recipe: Recipe, found: ModelInspecti
     console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
     console.print(f"vocabulary   {found.vocabulary:,} ids{tokenizer}\n", markup=False)
     _show_groups(console, found)
+    for number, plan in enumerate(found.sparsity):
+        _show_plan(console, plan, f"phase {number}" if len(found.sparsity) > 1 else "sparsity")
     console.print()
 
 
@@ -42,6 +47,28 @@ def _show_groups(console: Console, found: ModelInspection) -> None:
             console.print(f"  {pattern}{f' x {count}' if count > 1 else ''}", markup=False)
 
 
+def _show_plan(console: Console, plan: SparsityPlan, heading: str) -> None:
+    """The layers of a phase by their share of zeros, and the FLOPs of a sample."""
+    console.print(
+        f"\n{heading}: {plan.method}, {plan.level:.1%} of the sparse layers' weights at zero; "
+        f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {plan.seq_len:,} tokens, "
+        f"{plan.times_fewer:.2f} times fewer",
+        markup=False,
+    )
+    for (pattern, shape, share), count in _alike(plan).items():
+        times = f" x {count}" if count > 1 else ""
+        console.print(f"  {pattern} {list(shape)}{times}: {share:.2%} zero", markup=False)
+
+
+def _alike(plan: SparsityPlan) -> Counter[tuple[str, tuple[int, int], float]]:
+    """The layers with `*` for the numbers in their names, shapes and shares of zeros, each with how
+    many it stands for."""
+    return Counter(
+        (re.sub(r"\.\d+(?=\.|$)", ".*", name), shape, plan.zeros[name] / (shape[0] * shape[1]))
+        for name, shape in plan.shapes.items()
+    )
+
+
 def _num_parameters(found: ModelInspection) -> int:
     return sum(group.num_parameters for group in found.groups)
 
@@ -62,5 +89,20 @@ def model_result(found: ModelInspection) -> dict[str, Any]:
                 "patterns": group.patterns(),
             }
             for group in found.groups
+        ],
+        "sparsity": [
+            {
+                "method": plan.method,
+                "level": plan.level,
+                "layers": {
+                    name: plan.zeros[name] / (rows * columns)
+                    for name, (rows, columns) in plan.shapes.items()
+                },
+                "seq_len": plan.seq_len,
+                "flops_dense": plan.flops_dense,
+                "flops": plan.flops,
+                "times_fewer": plan.times_fewer,
+            }
+            for plan in found.sparsity
         ],
     }

@@ -55,6 +55,52 @@ def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the share of zeros over the steps, of all sparse layers together and of the layers with
+    most and fewest.
+
+    Args:
+        steps: records with `step` and, where it changed, `layer_sparsity`.
+        path: PNG file to write.
+    """
+    figure, axes = _canvas("Weights at zero", "optimizer step", "share of a layer's weights (%)")
+    shares: list[tuple[float, float, float]] = []
+    for record in steps:
+        is_sparse = record.get("flops_of_zeros", 0) > 0
+        told = [100 * share for share in record.get("layer_sparsity", {}).values()]
+        if told:
+            shares.append((min(told), sum(told) / len(told), max(told)))
+        else:
+            shares.append(shares[-1] if is_sparse and shares else (0.0, 0.0, 0.0))
+    places = [record["step"] for record in steps]
+    least, mean, most = zip(*shares, strict=True)
+    axes.fill_between(places, least, most, step="mid", color=_RAW, label="fewest to most zeros")
+    axes.step(places, mean, where="mid", color=_SMOOTH, linewidth=2, label="mean over the layers")
+    axes.set_ylim(-2, 102)
+    axes.legend(frameon=False, labelcolor=_INK)
+    _save(figure, path)
+
+
+def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the FLOPs of a run so far over the steps, with and without products with zeros.
+
+    Args:
+        steps: records with `step`, `flops` and `flops_of_zeros`.
+        path: PNG file to write.
+    """
+    figure, axes = _canvas("FLOPs, forward and backward", "optimizer step", "FLOPs so far")
+    places = [record["step"] for record in steps]
+    dense = np.cumsum([float(record["flops"]) for record in steps])
+    zeros = np.cumsum([float(record.get("flops_of_zeros", 0)) for record in steps])
+    axes.plot(places, dense, color=_QUIET, linewidth=2, label="dense")
+    axes.plot(places, dense - zeros, color=_SMOOTH, linewidth=2, label="without zeros")
+    axes.annotate(f"{dense[-1] / (dense - zeros)[-1]:.2f} times fewer",
+                  (places[-1], (dense - zeros)[-1]), xytext=(-6, -14), ha="right",
+                  textcoords="offset points", color=_SMOOTH, fontweight="bold")  # fmt: skip
+    axes.legend(frameon=False, labelcolor=_INK)
+    _save(figure, path)
+
+
 def length_strata(histogram: Sequence[int], path: Path) -> None:
     """Draws how many samples have which length, coloured by stratum: bands of equally many tokens.
 

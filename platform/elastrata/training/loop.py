@@ -16,6 +16,7 @@ from elastrata.training.passes import Passes
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
+from elastrata.training.sparsity.masks import Masks
 from elastrata.training.step import StepResult, reduce_sums, total_weights, train_step
 from elastrata.training.workload import Batch, Workload
 from elastrata_pipelines.batches import Start
@@ -44,6 +45,8 @@ class Loop:
     world_size: int
     counts: bool = True
     """Whether this rank's sums count; see `DataRank`."""
+    masks: Masks | None = None
+    """Of weights that are held at zero, where some are."""
 
     def run(
         self,
@@ -76,6 +79,8 @@ class Loop:
             sums = {**self._sums(part, batches), _ACT: asked()}
             batch = reduce_sums(sums, self.device, counts=self.counts)
             phases.passed("seconds_collating")
+            if self.masks:
+                self.masks.before_step(part.step, optimizer)
             lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
@@ -86,6 +91,7 @@ class Loop:
                 clip=self.clip,
                 rounds=part.rounds,
                 counts=self.counts,
+                masks=self.masks,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(part.step, result))
@@ -102,6 +108,7 @@ class Loop:
                 **passes.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
+                **self._sparsity_fields(int(batch["tokens"])),
                 **self._time_fields(phases, batch["flops"]),
             )
             yield record, Act(int(batch[_ACT]))
@@ -122,6 +129,12 @@ class Loop:
             "digest_upper": upper,
             "digest_lower": lower,
         }
+
+    def _sparsity_fields(self, tokens: int) -> dict[str, Any]:
+        if self.masks is None:
+            return {}
+        zeros = self.masks.flops_of_zeros(tokens)
+        return {"flops_of_zeros": zeros, "layer_sparsity": self.masks.news()}
 
     def _time_fields(self, phases: Phases, flops: float) -> dict[str, Any]:
         parts = dict(phases.seconds)

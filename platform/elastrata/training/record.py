@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -58,6 +58,11 @@ class StepRecord:
     memory_by_stage: tuple[int, ...] = ()
     """With a pipeline, as `memory_bytes`, of the workers that rank 0 hands its micro-batches on to:
     itself first."""
+    flops_of_zeros: int = 0
+    """Of `flops`, products with weights that `sparsity` holds at zero."""
+    layer_sparsity: Mapping[str, float] = field(default_factory=dict)
+    """By layer the share of weights that are exactly zero after the step, counted; only where other
+    weights are held at zero than before, and in a group's first step."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,8 +90,11 @@ class StepRecord:
             "perf/imbalance": self.imbalance,
             "perf/memory_bytes": self.memory_bytes,
             "perf/world_size": self.world_size,
+            **{f"sparsity/{layer}": share for layer, share in self.layer_sparsity.items()},
         }
         if self.bubble is not None:
             tracked["perf/bubble"] = self.bubble
             tracked["perf/memory_bytes"] = max(self.memory_by_stage)
+        if self.flops_of_zeros:
+            tracked["sparsity/flops_of_zeros"] = self.flops_of_zeros / self.flops
         return tracked if self.mfu is None else {**tracked, "perf/mfu": self.mfu}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from elastrata.training.clip import Clip
 from elastrata.training.passes import Passes
+from elastrata.training.sparsity.masks import Masks
 from elastrata.training.workload import Batch, Loss
 
 
@@ -62,6 +63,7 @@ def train_step(
     clip: Clip,
     rounds: int = 1,
     counts: bool = True,
+    masks: Masks | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -76,16 +78,21 @@ def train_step(
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
         counts: whether this rank's sums count; see `DataRank`.
+        masks: of weights that are held at zero; None: of none.
     """
     started = time.perf_counter()
     clip.before_backward(share_of(batches, weights))
     losses = passes.train(batches, weights, rounds=rounds)
     mean = mean_loss(losses, weights, counts=counts)
     in_optimizer = time.perf_counter()
+    if masks:
+        masks.after_backward(optimizer, finite=math.isfinite(mean.total))
     gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
     if finite:
         optimizer.step()
+        if masks:
+            masks.after_update()
     optimizer.zero_grad()
     return StepResult(
         loss=mean,

@@ -92,6 +92,16 @@ class Workload(Config):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks, in order: the units of sharding, checkpointing and compilation."""
 
+    def matrices(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that `sparsity` may hold at zero, by name: matrices of attention and
+        feed-forward, each applied once to every token. By default all matrices of the blocks.
+
+        Args:
+            model: plain or sharded, with its numbers or without.
+        """
+        inside = {id(p) for block in self.blocks(model) for p in block.parameters() if p.ndim == 2}
+        return {name: p for name, p in model.named_parameters() if id(p) in inside}
+
     def tensor_problems(self, size: int) -> list[str]:
         """One line per reason why `size` ranks cannot compute this model together; empty if they
         can. By default a workload has no plan for it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import Clip, build_clip
@@ -18,6 +19,8 @@ from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import PipelineClip
 from elastrata.training.recomputation import RECOMPUTED
+from elastrata.training.sparsity.layers import layer_shapes
+from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata.training.substitutions import substitutions
 from elastrata_pipelines.format import Vocabulary
 
@@ -62,6 +65,18 @@ def sharded_model(
     )
 
 
+def phase_masks(recipe: Recipe, model: nn.Module) -> Masks | None:
+    """The masks of the recipe's phases over `model`, as `sharded_model` returned it; None where no
+    phase has any."""
+    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    if not any(phase.sparsity for phase in phases):
+        return None
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    shapes = layer_shapes(recipe.workload)
+    matrices = recipe.workload.matrices(model)
+    return Masks(matrices, shapes, phases, seed=recipe.seed, sharded=sharded)
+
+
 def training_loop(
     recipe: Recipe,
     clip: Clip,
@@ -70,6 +85,7 @@ def training_loop(
     world_size: int,
     *,
     counts: bool = True,
+    masks: Masks | None = None,
 ) -> Loop:
     """The recipe's loop."""
     return Loop(
@@ -82,6 +98,7 @@ def training_loop(
         device=device,
         world_size=world_size,
         counts=counts,
+        masks=masks,
     )
 
 

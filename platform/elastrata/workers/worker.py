@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from elastrata.checkpoints.commit import MARKER, Commit, folders
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.checkpoints.training_state import load, restore, training_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.unwritten import restore_history
@@ -34,7 +35,7 @@ from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.target import TargetConfig, is_over, reached
 from elastrata.workers.backoff import patiently
-from elastrata.workers.engine import divided_model, missing_here, training_loop
+from elastrata.workers.engine import divided_model, missing_here, phase_masks, training_loop
 from elastrata.workers.events import Refused, Started, Substituted, Warned
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving
@@ -83,6 +84,7 @@ def _train(job: Job, sender: Sender) -> None:
         divided = divided_model(recipe, vocabulary, seq_len, device, world_size)
         model, passes = divided.model, divided.passes
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
+        masks = phase_masks(recipe, model)
         phases.passed("model")
         stream = opening.result()
         phases.passed("data")
@@ -91,6 +93,8 @@ def _train(job: Job, sender: Sender) -> None:
     attempt = _agree(_take_over(job.run, commit, sender) if rank == 0 else None)
     if commit:
         restore(_storage(job, start), commit, model, optimizer)
+        if masks:
+            masks.restore(commit.step, partial(load, _storage(job, start), commit))
     phases.passed("state")
     held_out = _held_out(job, start, data)
     phases.passed("held_out")
@@ -101,7 +105,7 @@ def _train(job: Job, sender: Sender) -> None:
         rank=rank,
         config=recipe.checkpoint,
         sender=sender,
-        state=lambda: training_state(model, optimizer),
+        state=lambda: training_state(model, optimizer) | (masks.state() if masks else {}),
     )
     started = Started(
         attempt=attempt,
@@ -111,7 +115,9 @@ def _train(job: Job, sender: Sender) -> None:
         pids=_pids(world_size),
         seconds=phases.seconds,
     )
-    loop = training_loop(recipe, divided.clip, vocabulary, device, world_size, counts=data.counts)
+    loop = training_loop(
+        recipe, divided.clip, vocabulary, device, world_size, counts=data.counts, masks=masks
+    )
     with keeper:
         keeper.started(started)
         for line in _all_substitutions(recipe, abilities(device), world_size):

@@ -1,0 +1,225 @@
+"""Sparse first, dense last: what is left of the loss, and what it costs.
+
+    python benchmarks/sparse_dense.py ../shared/data/wikitext
+
+Trains the small Llama of `gpt/quick` on WikiText, as often as there are seeds, on equal tokens:
+
+dense: from the first step to the last.
+dense, two phases: likewise, with the rates of what follows: a warm-up in the last phase, too.
+static 50%, static 75%: so many of the matrices' weights at zero, drawn at random, then dense.
+rigl 75%: the zeros move, by RigL, then dense.
+
+All seeds have the same samples; weights, order and masks differ. The validation loss is that after
+the last step, and that at the end of the sparse phase. FLOPs are counted, not timed: unstructured
+zeros make no step faster, on a CPU or a GPU.
+
+`--steps 40 --seeds 1 --tiny` tries the script. Writes benchmarks/results/sparse_dense.json and
+sparse_dense.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+from wikitext import command
+
+from elastrata.runs import history
+from elastrata.runs.flops import flops_by_phase
+from elastrata_pipelines.storage import Storage
+
+DENSE, CONTROL = "dense", "dense, two phases"
+CASES: dict[str, dict[str, Any] | None] = {
+    DENSE: None,
+    CONTROL: None,
+    "static 50%": {"level": 0.5},
+    "static 75%": {"level": 0.75},
+    "rigl 75%": {"method": "rigl", "level": 0.75, "schedule": {"every": 20, "fraction": 0.3}},
+}
+COLORS = ("tab:gray", "black", "tab:blue", "tab:red", "tab:green")
+TINY = {"workload": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}}
+ARTICLE, SEQ_LEN = r"^ = [^=].* = $", 256
+EVALUATIONS, CURVE_POINTS = 12, 60
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run."""
+
+    losses: list[float]
+    """Of every step."""
+    evaluated: dict[int, float]
+    """Validation loss by step."""
+    flops: list[dict[str, int]]
+    """Of every phase."""
+
+
+def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
+    """The recipe that all runs vary, its data prepared."""
+    texts = {part: arguments.wikitext / f"{part}.txt" for part in ("train", "validation")}
+    source = {
+        part: {"name": part, "paths": str(text.resolve()), "document_start": ARTICLE}
+        for part, text in texts.items()
+    }
+    values: dict[str, Any] = {
+        "extends": "gpt/quick",
+        **(TINY if arguments.tiny else {}),
+        "data": {
+            "path": str(folder / "data"),
+            "prepare": {"sources": [source["train"]], "held_out": [source["validation"]]},
+        },
+        "evaluation": {"every": max(1, arguments.steps // EVALUATIONS), "samples": 256},
+        "checkpoint": {"every": 10 * arguments.steps, "hot_steps": 0},
+        "workers": {"min": arguments.workers, "max": arguments.workers, "spares": False},
+        "storage": str(folder / "runs"),
+    }
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    command("prepare", str(recipe))
+    return recipe
+
+
+def phases(arguments: argparse.Namespace, sparsity: Mapping[str, Any] | None) -> str:
+    """Two phases, the second of them dense, in YAML; the same rates with sparsity and without."""
+    last = round(arguments.steps * arguments.dense_share)
+    first = arguments.steps - last
+    warm_up = {"shape": "cosine", "final": 0.1}
+    parts = [
+        {"steps": first, "schedule": {**warm_up, "warmup_steps": first // 10}},
+        {"steps": last, "schedule": {**warm_up, "warmup_steps": last // 10}, "sparsity": None},
+    ]
+    parts[0]["sparsity"] = sparsity
+    return json.dumps(parts)
+
+
+def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> Trained:
+    name = f"{''.join(c if c.isalnum() else '-' for c in case)}-{seed}"
+    overrides = [f"steps={arguments.steps}", f"seed={seed}", *arguments.overrides]
+    if case == DENSE:
+        warm_up = arguments.steps // 10
+        overrides.append(f"schedule={{shape: cosine, final: 0.1, warmup_steps: {warm_up}}}")
+    else:
+        overrides.append(f"phases={phases(arguments, CASES[case])}")
+    done = command("train", str(recipe), *overrides, "--name", name)
+    entries = history.read(Storage(done["run_dir"]).sub("history"))
+    steps = history.effective_steps(entries)
+    dense = round(arguments.steps * arguments.dense_share)
+    ends = [arguments.steps] if case == DENSE else [arguments.steps - dense, arguments.steps]
+    return Trained(
+        losses=[step["loss"] for step in steps],
+        evaluated={e["step"]: e["eval/loss"] for e in entries if e["kind"] == "evaluated"},
+        flops=[
+            {"dense": phase.dense, "needed": phase.needed} for phase in flops_by_phase(steps, ends)
+        ],
+    )
+
+
+def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
+    """What a case came to, beside the dense runs with the same seeds."""
+    last = [list(run.evaluated.values())[-1] for run in runs]
+    beside = [list(run.evaluated.values())[-1] for run in dense]
+    gaps = [one - other for one, other in zip(last, beside, strict=True)]
+    whole = {kind: sum(part[kind] for part in runs[0].flops) for kind in ("dense", "needed")}
+    phase_ends = sorted(runs[0].evaluated)
+    return {
+        "validation_loss": [round(loss, 4) for loss in last],
+        "mean_validation_loss": round(statistics.fmean(last), 4),
+        "above_dense": [round(gap, 4) for gap in gaps],
+        "mean_above_dense": round(statistics.fmean(gaps), 4),
+        "deviation_of_above_dense": round(statistics.stdev(gaps), 4) if len(gaps) > 1 else None,
+        "flops_by_phase": runs[0].flops,
+        "times_fewer_flops_by_phase": [
+            round(part["dense"] / part["needed"], 3) for part in runs[0].flops
+        ],
+        "times_fewer_flops": round(whole["dense"] / whole["needed"], 3),
+        "validation": {
+            step: [round(run.evaluated[step], 4) for run in runs] for step in phase_ends
+        },
+        "training_loss": [
+            [round(float(part.mean()), 4) for part in spans(run.losses)] for run in runs
+        ],
+    }
+
+
+def spans(losses: Sequence[float]) -> list[Any]:
+    """Equal spans of steps."""
+    return np.array_split(np.array(losses), min(CURVE_POINTS, len(losses)))
+
+
+def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
+    """Validation loss over the steps, and over the FLOPs that were needed; every seed a line."""
+    figure = Figure(figsize=(10, 4.5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for (case, runs), color in zip(cases.items(), COLORS, strict=False):
+        for number, run in enumerate(runs):
+            steps, losses = zip(*sorted(run.evaluated.items()), strict=True)
+            label = case if number == 0 else None
+            left.plot(steps, losses, color=color, label=label, linewidth=1)
+            right.plot([_needed(run, step) for step in steps], losses, color=color, linewidth=1)
+    left.set_xlabel("optimizer step")
+    left.set_ylabel("validation loss (nats)")
+    right.set_xlabel("FLOPs needed so far")
+    left.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _needed(run: Trained, step: int) -> float:
+    """FLOPs up to a step; all steps of a phase cost about the same."""
+    ends = np.cumsum([0, *(part["needed"] for part in run.flops)])
+    total = len(run.losses)
+    shares = np.cumsum([0, *(part["dense"] for part in run.flops)])
+    return float(np.interp(step / total * shares[-1], shares, ends))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all runs")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--dense-share", type=float, default=0.2, help="of the steps")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--cases", help="some of " + "; ".join(CASES) + ", with ';' between")
+    arguments = parser.parse_intermixed_args()
+    chosen = arguments.cases.split(";") if arguments.cases else list(CASES)
+    if unknown := set(chosen) - set(CASES):
+        parser.error(f"--cases: {'; '.join(sorted(unknown))}: expected some of {'; '.join(CASES)}")
+    found: dict[str, list[Trained]] = {case: [] for case in chosen}
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = write_recipe(arguments, Path(scratch))
+        for seed in range(arguments.seeds):
+            for case in chosen:
+                found[case].append(train(arguments, recipe, case, seed))
+                last = list(found[case][-1].evaluated.values())[-1]
+                print(f"{case}, seed {seed}: {last:.4f}", flush=True)
+    name = "sparse_dense_tiny" if arguments.tiny else "sparse_dense"
+    RESULTS.mkdir(exist_ok=True)
+    draw(found, RESULTS / f"{name}.png")
+    write_result(
+        name,
+        {
+            "steps": arguments.steps,
+            "dense_share": arguments.dense_share,
+            "seeds": arguments.seeds,
+            "flops": "forward and backward, attention causal-halved, without products with zeros",
+            "cases": {case: summary(runs, found[chosen[0]]) for case, runs in found.items()},
+        },
+        ("elastrata", "ray", "torch"),
+    )
+
+
+if __name__ == "__main__":
+    main()
