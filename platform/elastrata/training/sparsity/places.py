@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from elastrata.training.optimizers.sharding import MeshAxis, local, sharding_axes
 
@@ -18,9 +18,8 @@ def rows_and_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     places = [torch.arange(size, device=local(matrix).device) for size in matrix.shape]
     for axis in _as_divided(matrix):
-        dim: int = axis.placement.dim  # type: ignore[attr-defined]
-        parts = torch.chunk(places[dim], axis.size)  # the last ones may be missing
-        places[dim] = parts[axis.rank] if axis.rank < len(parts) else places[dim][:0]
+        parts = torch.chunk(places[axis.dim], axis.size)  # the last ones may be missing
+        places[axis.dim] = parts[axis.rank] if axis.rank < len(parts) else places[axis.dim][:0]
     return places[0], places[1]
 
 
@@ -34,6 +33,8 @@ def elements(matrix: Tensor) -> Tensor:
 def _as_divided(matrix: Tensor) -> list[MeshAxis]:
     """The axes in the order in which they divided the matrix: along the mesh, but FSDP2 divides
     what tensor parallelism left, and says so by a placement of its own (`_StridedShard`)."""
-    axes = sharding_axes(matrix)
-    plain = [axis for axis in axes if type(axis.placement) is Shard]
-    return [*plain, *(axis for axis in reversed(axes) if type(axis.placement) is not Shard)]
+    if not isinstance(matrix, DTensor):
+        return []
+    axes, placements = sharding_axes(matrix), matrix.placements
+    plain = [axis for axis in axes if type(placements[axis.place]) is Shard]
+    return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
