@@ -77,10 +77,9 @@ class _Divided(torch.autograd.Function):
         # Whether the largest one is the target's own, and not another one of the same value.
         is_right = (is_here & (place == targets)).to(logits.dtype)
         told = torch.stack([logits.logsumexp(1), of_target, largest, is_right])
-        heard = told.new_empty(group.size() * len(told), len(targets))
-        dist.all_gather_single(heard, told, group=group)
-        by_rank = heard.view(group.size(), *told.shape)
-        sums, of_targets, largests, are_right = by_rank.unbind(1)
+        heard = told.new_empty(group.size(), *told.shape)
+        dist.all_gather(list(heard.unbind()), told, group=group)
+        sums, of_targets, largests, are_right = heard.unbind(1)
         total = sums.logsumexp(0)
         winners = largests.argmax(0, keepdim=True)  # the first, where there are several
         right = are_right.gather(0, winners).sum()
