@@ -43,8 +43,8 @@ def test_limits_make_up_the_whole(num_parameters, max_norm) -> None:
 
 @given(
     st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=50),
-    st.integers(-30, 30),
-    st.floats(0, 1e6),
+    st.integers(-30, 25),
+    st.floats(1e-6, 1e6),  # so that what scales is a number of all digits in fp32
 )
 def test_scaled_down_is_never_above_and_else_the_same(values, exponent, limit) -> None:
     before = torch.tensor(values) * 10.0**exponent
@@ -52,7 +52,7 @@ def test_scaled_down_is_never_above_and_else_the_same(values, exponent, limit) -
     scale_down(after, norm, limit)
     if norm <= limit:
         assert torch.equal(before, after)
-    elif limit > 1e-30:  # below it fp32 has fewer digits
+    else:
         assert tensor_norm(after) == pytest.approx(limit, rel=2e-6)
     assert tensor_norm(after) <= limit or norm <= limit
 
