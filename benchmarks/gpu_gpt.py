@@ -2,14 +2,15 @@
 
     python benchmarks/gpu_gpt.py
 
-Not run on a GPU yet: there was none. To run all of it but what CUDA does, with a tiny model:
+Not run on a GPU yet: there was none. To run all of it but compilation and what CUDA does, with tiny
+models:
 
     python benchmarks/gpu_gpt.py --device cpu --tiny
 
-No data set is needed, nor Ray, nor MLflow: samples are random tokens, all of full length. Every
-case has a process of its own. `--parts` runs some only, into a file of their own, `--models` some
-of the models; `micro_batch_tokens=32768` and the like change the recipes, but not what is given
-below for a part.
+No data set is needed, nor Ray, nor MLflow: samples are random tokens, all of full length. On a GPU
+every case has a process of its own. `--parts` runs some only, into a file of their own, `--models`
+some of the models; `micro_batch_tokens=32768` and the like change the recipes, but not what is
+given below for a part.
 
 check: first, and nothing is measured where it fails: the loss of one step as it is measured (bf16,
 compiled, varlen attention) beside that in fp32 with dense attention, for the smallest model.
@@ -30,7 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -58,9 +59,9 @@ TOKENS = 131_072
 MICRO_BATCHES = (4096, 8192, 16384, 32768)
 TINY = (
     *("workload.hidden_size=64", "workload.num_layers=2", "workload.num_heads=2"),
-    *("data.prepare.tokenizer.vocab_size=1000", "data.prepare.seq_len=128", "workers.threads=1"),
+    *("data.prepare.tokenizer.vocab_size=1000", "data.prepare.seq_len=64", "workers.threads=1"),
 )
-TINY_TOKENS, TINY_MICRO_BATCHES = 1024, (128, 256)
+TINY_TOKENS, TINY_MICRO_BATCHES = 256, (64,)
 CHECKED_TOLERANCE = 2e-3
 """Of the loss, relative; that of `bert_check.py` for bf16."""
 OUT_OF_MEMORY = "out of memory"
@@ -85,14 +86,18 @@ class Bench:
         self._is_tiny = arguments.tiny
         self._models = ("gpt/125m", "gpt/350m") if arguments.tiny else arguments.models.split(",")
         self._micro_batches = TINY_MICRO_BATCHES if arguments.tiny else MICRO_BATCHES
-        self._count = (1, 2) if arguments.tiny else (WARM_UP, STEPS)
+        self._count = (1, 1) if arguments.tiny else (WARM_UP, STEPS)
         self._overrides = tuple(arguments.overrides)
+        on_cpu = arguments.device == "cpu"
+        # On a CPU, compilation takes minutes and is not what is tried.
+        self._compiled = "compile=false" if on_cpu else "compile=true"
+        self._apart = _here if on_cpu else apart
 
     def check(self) -> Any:
         low, exact = (
             self._case(self._models[0], *as_measured, count=(0, 1))
             for as_measured in (
-                ("precision=bf16", "compile=true"),
+                ("precision=bf16", self._compiled),
                 ("precision=fp32", "compile=false", "workload.attention=dense"),
             )
         )
@@ -102,14 +107,14 @@ class Bench:
         return {"difference": difference, "tolerance": CHECKED_TOLERANCE}
 
     def models(self) -> Any:
-        return [_beside_aim(self._first_that_fits(name, "compile=true")) for name in self._models]
+        return [_beside_aim(self._first_that_fits(name, self._compiled)) for name in self._models]
 
     def checkpointing(self) -> Any:
-        return [self._case(self._one, "compile=true", _checkpointing(way)) for way in WAYS]
+        return [self._case(self._one, self._compiled, _checkpointing(way)) for way in WAYS]
 
     def micro_batches(self) -> Any:
         return [
-            self._first_that_fits(self._one, "compile=true", f"micro_batch_tokens={tokens}")
+            self._first_that_fits(self._one, self._compiled, f"micro_batch_tokens={tokens}")
             for tokens in self._micro_batches
         ]
 
@@ -131,7 +136,7 @@ class Bench:
     def _case(
         self, name: str, *overrides: str, count: tuple[int, int] | None = None
     ) -> dict[str, Any]:
-        """One measurement, in a process of its own."""
+        """One measurement."""
         given = [*self._usual(name), *self._overrides, *overrides]
         recipe = load_recipe(name, given)
         facts = {
@@ -141,17 +146,21 @@ class Bench:
             "activation_checkpointing": recipe.activation_checkpointing,
             "micro_batch_tokens": recipe.micro_batch_tokens,
         }
-        found = {**facts, **apart(measured, name, given, *(count or self._count))}
+        found = {**facts, **self._apart(measured, name, given, *(count or self._count))}
         print(json.dumps(_short(found)), flush=True)
         return found
 
     def _usual(self, name: str) -> list[str]:
         """A step of so many tokens; where it is tiny, of a tiny model."""
         if self._is_tiny:
-            sizes = (f"batch_size={TINY_TOKENS // 128}", f"micro_batch_tokens={TINY_TOKENS // 4}")
+            sizes = (f"batch_size={TINY_TOKENS // 64}", f"micro_batch_tokens={TINY_TOKENS // 2}")
             return [*TINY, *sizes, "precision=bf16"]
         seq_len = load_recipe(name, []).data.prepare.seq_len
         return [f"batch_size={TOKENS // seq_len}", "precision=bf16"]
+
+
+def _here(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _checkpointing(way: str) -> str:

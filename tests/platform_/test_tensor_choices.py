@@ -48,9 +48,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
     "dp4": (4, {}),
     "tp2": (2, SEQUENCE),
-    "dp2 tp2": (4, TENSOR),
 }
-"""World size, and the section `parallel`."""
+"""World size, and the section `parallel`, beside dp2 tp2."""
 slow = pytest.mark.slow
 
 
@@ -108,15 +107,17 @@ def test_the_choices_do_something(alone: dict[str, Any]) -> None:
 
 
 @slow
-def test_parts_are_clipped_alike_however_the_model_is_divided(recipes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_are_clipped_alike_however_the_model_is_divided(
+    groups: int, recipes: dict[str, Any]
+) -> None:
     """`scope: local` depends on the number of groups that have samples of their own."""
     local = {**recipes["bucketwise"], "clip": {**CLIP, "scope": "local"}}
-    for world_size, divided in ((1, 2), (2, 4)):
-        (wanted,) = run_fresh_ranks(world_size, train_all, [local])[0]
-        ways = [{**local, "parallel": way} for way in (TENSOR, SEQUENCE)]
-        for runs in run_fresh_ranks(divided, train_all, ways):
-            for found in runs:
-                _assert_equal(found, wanted, RELATIVE["bucketwise"], f"{divided} ranks")
+    (wanted,) = run_fresh_ranks(groups, train_all, [local])[0]
+    ways = [{**local, "parallel": way} for way in (TENSOR, SEQUENCE)]
+    for runs in run_fresh_ranks(2 * groups, train_all, ways):
+        for found in runs:
+            _assert_equal(found, wanted, RELATIVE["bucketwise"], f"{groups} groups")
 
 
 @slow
@@ -135,25 +136,26 @@ def test_with_virtual_ranks_no_bit_depends_on_the_number_of_groups(recipes: dict
 
 
 @slow
-def test_checkpoints_go_on_in_every_other_layout(
-    tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
+@pytest.mark.parametrize(("world_size", "way"), LAYOUTS.values(), ids=LAYOUTS)
+def test_checkpoints_go_on_in_another_layout_and_back(
+    world_size: int,
+    way: dict[str, Any],
+    tmp_path: Path,
+    recipes: dict[str, Any],
+    alone: dict[str, Any],
 ) -> None:
     names = ["lamb", "muon"]
-
-    def runs(saved: str, way: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-        folder = tmp_path / saved
-        return [({**recipes[name], "parallel": way}, str(folder / name)) for name in names]
-
-    for layout, (world_size, way) in LAYOUTS.items():
-        run_fresh_ranks(world_size, save_all, runs(layout, way), SAVED_AT)
-    for layout, (world_size, way) in LAYOUTS.items():
-        others = [other for other in LAYOUTS if other != layout]
-        onto = [run for other in others for run in runs(other, way)]
-        cases = [(other, name) for other in others for name in names]
-        for found in run_fresh_ranks(world_size, resume_all, onto):
-            for (other, name), (records, _) in zip(cases, found, strict=True):
-                wanted = alone[name][SAVED_AT:]
-                _assert_equal(records, wanted, RELATIVE[name], f"{name}: {other} to {layout}")
+    urls = {name: str(tmp_path / name) for name in names}
+    back = {name: str(tmp_path / f"{name} back") for name in names}
+    here = {name: {**recipes[name], "parallel": way} for name in names}
+    divided = {name: {**recipes[name], "parallel": TENSOR} for name in names}
+    run_fresh_ranks(world_size, save_all, [(here[n], urls[n]) for n in names], SAVED_AT)
+    run_fresh_ranks(4, save_all, [(divided[n], back[n]) for n in names], SAVED_AT)
+    onto = run_fresh_ranks(4, resume_all, [(divided[n], urls[n]) for n in names])
+    onto += run_fresh_ranks(world_size, resume_all, [(here[n], back[n]) for n in names])
+    for found in onto:
+        for name, (records, _) in zip(names, found, strict=True):
+            _assert_equal(records, alone[name][SAVED_AT:], RELATIVE[name], name)
 
 
 @slow

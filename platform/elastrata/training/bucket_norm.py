@@ -39,7 +39,7 @@ class BucketNorm:
             gradient: shape [number of shards * shard].
         """
         sizes = [size for size, _ in self._runs]
-        parts = gradient.view(-1, sum(sizes)).split(sizes, dim=1)
+        parts = torch.split(gradient.view(-1, sum(sizes)), sizes, dim=1)
         squares = [
             tensor_norm(part).square() * share
             for part, (_, share) in zip(parts, self._runs, strict=True)
@@ -58,7 +58,9 @@ def _tensors(module: FSDPModule) -> Iterator[tuple[int, float]]:
         yield parameter.padded_sharded_param_size.numel(), _share(parameter.sharded_param)
 
 
-def _share(parameter: DTensor) -> float:
+def _share(parameter: Tensor) -> float:
+    if not isinstance(parameter, DTensor):
+        return 1.0
     mesh = parameter.device_mesh
     if "tensor" not in (names := mesh.mesh_dim_names or ()):
         return 1.0

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 Recomputation = Literal["none", "selective", "full"]
 RECOMPUTED: Mapping[Recomputation, float] = {"none": 0.0, "selective": 0.5, "full": 1.0}
 """The share of a block's forward pass, about, that its backward pass computes again."""
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEPT = frozenset(
     {
@@ -54,7 +55,7 @@ def recompute(block: nn.Module, way: Recomputation) -> None:
         )
 
 
-def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective() -> _Contexts:
     """For the forward pass of one block, and for its recomputation."""
     matmuls = Counter[bool]()
 
@@ -68,4 +69,5 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
         keep = name in _KEPT or (name in _MATMULS and is_odd)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts: _Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts

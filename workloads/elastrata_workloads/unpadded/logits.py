@@ -79,7 +79,8 @@ class _Divided(torch.autograd.Function):
         told = torch.stack([logits.logsumexp(1), of_target, largest, is_right])
         heard = told.new_empty(group.size() * len(told), len(targets))
         dist.all_gather_single(heard, told, group=group)
-        sums, of_targets, largests, are_right = heard.unflatten(0, (-1, len(told))).unbind(1)
+        by_rank = heard.view(group.size(), *told.shape)
+        sums, of_targets, largests, are_right = by_rank.unbind(1)
         total = sums.logsumexp(0)
         winners = largests.argmax(0, keepdim=True)  # the first, where there are several
         right = are_right.gather(0, winners).sum()
