@@ -15,7 +15,7 @@ from support.nodes import send, workers_of
 from support.ranks import run_ranks
 from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
 
-STEPS, HOT_STEPS = 200, 10
+STEPS, HOT_STEPS = 80, 10
 RELATIVE = 1e-5
 """fp32 sums in another order."""
 GPT = {
@@ -35,14 +35,14 @@ def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(tmp_path: Path)
         tmp_path / "runs",
         workload=GPT,
         steps=STEPS,
-        checkpoint={"every": 20, "hot_steps": HOT_STEPS},
+        checkpoint={"every": 10, "hot_steps": HOT_STEPS},
     )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
     live = LiveRun(recipe, "stages", tmp_path / "log", *PIPELINE)
-    live.wait_for_group(1)
+    live.wait_for_group(1, steps=12)
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
-    live.wait_for_group(2)
+    live.wait_for_group(2, steps=12)
     assert "  bubble " in live.output
     kill_group(live.driver)
 
