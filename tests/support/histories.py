@@ -52,7 +52,8 @@ def record(step: int) -> StepRecord:
     """The record of a step of a group of two."""
     plain = {key: value for key, value in stepped(1, step).items() if key in _RECORDED}
     zeros = dict.fromkeys(_RECORDED - plain.keys(), 0)
-    return StepRecord(**{**zeros, **plain, "terms": {}, "metrics": {}, "mfu": None})
+    empty: dict[str, Any] = {"terms": {}, "metrics": {}, "layer_sparsity": {}}
+    return StepRecord(**{**zeros, **plain, **empty, "mfu": None})
 
 
 def said(kind: str, attempt: int, *, time: float, **more: Any) -> Entry:
