@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from elastrata.cli import run as run_here
 from elastrata.launch.model_inspection import inspect_model
 from elastrata.launch.preflight import mask_problems
 from elastrata.recipe.file import load_recipe
@@ -192,6 +194,16 @@ def test_inspect_tells_every_phase(tmp_path: Path) -> None:
     )
 
 
+def test_inspect_shows_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(["inspect", "gpt/sparse-tiny", "--json"]) == 0
+    out, err = capsys.readouterr()
+    first, second, last = json.loads(out.splitlines()[-1])["model"]["sparsity"]
+    assert (first["level"], second["level"], last["level"]) == (0.75, 0.5, 0.0)
+    assert first["layers"]["blocks.1.feed_forward.up"] == 0.75
+    assert "phase 0: static, 75.0% of the sparse layers' weights at zero" in out + err
+    assert "blocks.*.attention.query [128, 128] x 2: 75.00% zero" in out + err
+
+
 def test_masks_go_through_a_file(tmp_path: Path) -> None:
     matrices = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     masks = drawn(_config(level=0.7), matrices, dict.fromkeys(SHAPES, 0.7), seed=3)
@@ -236,7 +248,7 @@ def test_mistakes_are_told_before_anything_starts(sparsity: str, line: str) -> N
 
 def test_sizes_that_are_no_multiples_of_four_are_refused() -> None:
     overrides = ["workload.hidden_size=30", "workload.num_heads=2", "sparsity.method=two_four"]
-    with pytest.raises(UserError, match=r"not 30 as in blocks.0.attention.query; leave it out"):
+    with pytest.raises(UserError, match=r"not 30 as in blocks\.0\.attention\.query; leave it out"):
         load_recipe("gpt/tiny", overrides)
 
 

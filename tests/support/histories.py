@@ -52,7 +52,14 @@ def record(step: int) -> StepRecord:
     """The record of a step of a group of two."""
     plain = {key: value for key, value in stepped(1, step).items() if key in _RECORDED}
     zeros = dict.fromkeys(_RECORDED - plain.keys(), 0)
-    nothing = {"terms": {}, "metrics": {}, "mfu": None, "bubble": None, "memory_by_stage": ()}
+    nothing: dict[str, Any] = {
+        "terms": {},
+        "metrics": {},
+        "layer_sparsity": {},
+        "memory_by_stage": (),
+        "mfu": None,
+        "bubble": None,
+    }
     return StepRecord(**{**zeros, **plain, **nothing})
 
 

@@ -11,8 +11,8 @@ from elastrata.recipe.config import Config
 Level = Annotated[float, Field(ge=0, lt=1)]
 """Share of weights that are held at zero."""
 Patterns = Annotated[tuple[str, ...], Field(min_length=1)]
-"""Layers, each a matrix, by name (`blocks.0.attention.query`) or by pattern (`*.query`), in which
-`*` stands for anything."""
+"""Layers, each a matrix, by name (`blocks.0.attention.query`) or by pattern (`*.query`): `*` stands
+for anything."""
 
 
 class SparsityKeys(Config):
