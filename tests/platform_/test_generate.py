@@ -226,6 +226,7 @@ def test_a_bert_continues_nothing(tmp_path: Path) -> None:
         load_language_model(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_from_text_to_text(tmp_path: Path) -> None:
     """Packed documents, prepared and trained on; its newest checkpoint and its export agree."""
     lines = [f"Number {n} comes after {n - 1} and before {n + 1}.\n" for n in range(3000)]

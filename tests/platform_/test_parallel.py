@@ -130,7 +130,7 @@ def _case_of_small_additions(num_ranks: int) -> Case:
     return Case([rank] * num_ranks, [1 / num_ranks] * num_ranks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> None:
     """The largest error there can be, element by element: sharded, of one rounding of each part;
     over copies also of every partial sum. Micro-batches are added up in fp32 all the same."""
@@ -153,7 +153,7 @@ def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> Non
         assert all(map(np.array_equal, one.buckets, other.buckets))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_with_bf16_sums_follow_those_with_fp32(
     world_size: int, recipe: dict[str, Any]
 ) -> None:

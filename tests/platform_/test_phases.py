@@ -153,6 +153,7 @@ def test_an_editor_is_told_that_a_phase_may_leave_things_out() -> None:
         jsonschema.validate({**values, "phases": [{"stepss": 3}]}, recipe_schema())
 
 
+@pytest.mark.slow
 def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> None:
     recipe, runs = folder / "phases.yaml", folder / "runs"
     done = run_json("train", recipe, "--name", "undisturbed")

@@ -29,7 +29,7 @@ TINY = {
 }
 """What makes any recipe small; all else is the recipe's own."""
 MOST_WORKERS = 2
-QUICK = ("bert/lamb", "bert/mlperf-adam", "gpt/llama-7b", "gpt/sparse-tiny", "gpt/tiny")
+QUICK = ("bert/lamb", "gpt/llama-7b", "gpt/sparse-tiny")
 """One of every kind is always run."""
 _TEXT = {"data": {"prepare"}, "phases": {"__all__": {"data": {"prepare"}}}}
 
