@@ -94,7 +94,6 @@ def test_every_method_is_the_same_on_one_two_three_and_four_ranks(data: Path) ->
         assert len(run.masks) == (5 if name == "rigl" else 1)
         assert all(np.array_equal(run.zeros[key], mask) for key, mask in masks.items()), name
         assert not any(zeros.any() for key, zeros in run.zeros.items() if key not in masks), name
-        assert run.records[-1].loss < run.records[0].loss
     assert set(alone[2].masks[0]) == {
         f"blocks.{n}.{layer}.weight"
         for n in (0, 1)
