@@ -25,7 +25,13 @@ TINY = {
     "evaluation.samples": 16,
     "micro_batch_tokens": 2048,
     "compile": False,
-    "workers": {"cpus": 0.4, "threads": 1, "spares": False},
+    "parallel.tensor": 1,
+    "parallel.sequence": False,
+    "parallel.pipeline": 1,
+    "parallel.virtual_stages": 1,
+    "parallel.schedule": "1f1b",
+    "parallel.micro_batches": None,
+    "workers": {"min": 1, "cpus": 0.4, "threads": 1, "spares": False},
 }
 """What makes any recipe small; all else is the recipe's own."""
 MOST_WORKERS = 2
