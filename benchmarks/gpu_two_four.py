@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_two_four.py
 
-Not run on a GPU yet: there was none. To try all of it but what CUDA does, with a tiny model:
+Not run on a GPU yet: there was none. To try all but the kernels, with a tiny model:
 
     python benchmarks/gpu_two_four.py --device cpu --tiny
 

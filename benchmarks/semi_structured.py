@@ -40,10 +40,11 @@ class SemiStructured(torch.autograd.Function):
         return F.linear(inputs, compressed(weight), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         (gradient,) = gradients
-        return gradient @ weight, gradient.T @ inputs, gradient.sum(0)
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ weight, gradient.T @ inputs, of_bias
 
 
 def compressed(weight: Tensor) -> Tensor:

@@ -88,14 +88,17 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
         steps: records with `step`, `flops` and `flops_of_zeros`.
         path: PNG file to write.
     """
-    figure, axes = _canvas("FLOPs, forward and backward", "optimizer step", "FLOPs so far")
     places = [record["step"] for record in steps]
-    dense = np.cumsum([float(record["flops"]) for record in steps])
-    zeros = np.cumsum([float(record.get("flops_of_zeros", 0)) for record in steps])
+    total = sum(float(record["flops"]) for record in steps)
+    power = 3 * int(math.log10(max(1.0, total)) // 3)
+    unit = f"FLOPs so far ($10^{{{power}}}$)"
+    figure, axes = _canvas("FLOPs, forward and backward", "optimizer step", unit)
+    dense = np.cumsum([float(record["flops"]) / 10**power for record in steps])
+    zeros = np.cumsum([record.get("flops_of_zeros", 0) / 10**power for record in steps])
     axes.plot(places, dense, color=_QUIET, linewidth=2, label="dense")
     axes.plot(places, dense - zeros, color=_SMOOTH, linewidth=2, label="without zeros")
     axes.annotate(f"{dense[-1] / (dense - zeros)[-1]:.2f} times fewer",
-                  (places[-1], (dense - zeros)[-1]), xytext=(-6, -14), ha="right",
+                  (places[-1], (dense - zeros)[-1]), xytext=(0, -60), ha="right",
                   textcoords="offset points", color=_SMOOTH, fontweight="bold")  # fmt: skip
     axes.legend(frameon=False, labelcolor=_INK)
     _save(figure, path)
