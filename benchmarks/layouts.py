@@ -22,7 +22,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from report import RESULTS, write_result
@@ -72,7 +71,9 @@ def recipe_of(name: str, changes: dict[str, Any]) -> Any:
     return recipe.model_copy(update={"batch_size": TOKENS // seq_len * ranks, "steps": 100})
 
 
-def train(rank: int, processes: int, name: str, changes: dict[str, Any], store: str, out: Any) -> None:
+def train(
+    rank: int, processes: int, name: str, changes: dict[str, Any], store: str, out: Any
+) -> None:
     """One process: some steps, then what they took."""
     import torch
     import torch.distributed as dist

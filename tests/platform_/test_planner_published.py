@@ -63,8 +63,8 @@ def test_table_2_ranks_crosses_and_is_within_15_percent() -> None:
         assert row.ptdp == pytest.approx(row.ptdp_published, rel=0.15)
         assert row.zero3 == pytest.approx(row.zero3_published, rel=0.15)
         assert row.ptdp > row.zero3
-    # The smallest number of GPUs of either model is where ZeRO-3 still computes more than it waits.
-    assert [row.zero3_waits < 0.2 for row in compared] == [True, False, False] * 2
+    # ZeRO-3 computes for most of the step on the smallest number of GPUs only: there it comes near.
+    assert [row.zero3_waits < 0.5 for row in compared] == [True, False, False] * 2
 
 
 def test_winners_of_2311_05610_are_among_the_best_three_predicted() -> None:

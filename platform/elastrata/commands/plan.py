@@ -78,9 +78,7 @@ def plan(
         console.print(f"\nplot {plot}", markup=False)
     if json:
         written = None if write is None else str(write)
-        print_json_line(
-            {"recipe": recipe, **plan_result(found, families), "written": written}
-        )
+        print_json_line({"recipe": recipe, **plan_result(found, families), "written": written})
 
 
 def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:

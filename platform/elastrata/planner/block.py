@@ -5,8 +5,8 @@ Letters: T tokens of the micro-batch, h hidden size, f feed-forward size, t tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from elastrata.planner.efficiency import Efficiency
 from elastrata.planner.hardware import Device
@@ -35,6 +35,13 @@ class Machine:
     device: Device
     efficiency: Efficiency
     stack: Stack
+
+    @cached_property
+    def messages(self) -> Efficiency:
+        """What the system reaches of the links."""
+        link = self.efficiency.link * self.stack.link_factor
+        network = self.efficiency.network * self.stack.network_factor
+        return replace(self.efficiency, link=link, network=network)
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 from elastrata.planner.efficiency import Efficiency
 from elastrata.planner.hardware import Device
@@ -13,7 +13,7 @@ _FILLING = 128
 of cuBLAS' pipeline of loads, with its epilogue."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def shape_efficiency(device: Device, rows: int, columns: int, inner: int, count: int = 1) -> float:
     """Rate of a matrix product over that of one that fills the device.
 
@@ -39,7 +39,7 @@ def shape_efficiency(device: Device, rows: int, columns: int, inner: int, count:
     return best * inner / (inner + _FILLING)
 
 
-@lru_cache(maxsize=None)
+@cache
 def matmul_seconds(
     device: Device,
     efficiency: Efficiency,

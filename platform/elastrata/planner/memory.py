@@ -14,9 +14,6 @@ from elastrata.planner.stack import Stack
 from elastrata.planner.transformer import Transformer
 
 _FP32 = 4
-_FRAGMENTATION = 0.04
-"""Of what is allocated: what PyTorch's allocator cannot use for requests of other sizes. An
-allowance, not a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +21,11 @@ class Memory:
     """Bytes of one device."""
 
     parameters: float
-    """Its share of the parameters and what the optimizer keeps, with reduced gradients."""
+    """Its share of the parameters and of what the optimizer keeps."""
     gathered: float
     """Whole parameters, as they are applied."""
     gradients: float
-    """Gradients as they are added up over micro-batches, and on their way."""
+    """Gradients: added up over micro-batches, reduced, and on their way."""
     activations: float
     """What blocks keep for the backward pass, of all micro-batches in flight."""
     working: float
@@ -47,7 +44,8 @@ class Memory:
 def memory(
     model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
-    """What a step needs at its peak.
+    """What a step needs at its peak: where a backward pass begins, with all activations, or where it
+    ends, with all gradients.
 
     Args:
         model: that is trained.
@@ -71,9 +69,9 @@ def block_activations(model: Transformer, stack: Stack, layout: Layout) -> float
     """
     e, h, f = stack.element_bytes, model.hidden, model.feed_forward
     shared = 4 * e * h + (2 * h if stack.dropout else 0)
-    inner = 4 * f if model.gated else 2 * f
-    own = e * (2 * h + 2 * model.kv_width + inner)
-    if model.position_rows == 0:
+    inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
+    own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
+    if model.position_rows == 0 and not stack.fused:
         own += e * (h + model.kv_width)  # query and key before they were turned
     if stack.flash:
         own += _FP32 * model.heads
@@ -136,17 +134,23 @@ def _stage(
     *,
     has_head: bool,
 ) -> Memory:
-    """Of a stage with so many parameters, before they are divided."""
+    """Of a stage with so many parameters, before they are divided: where its backward pass begins,
+    or where it ends, whichever needs more."""
     own = numbers / layout.tensor
     micro_batches = layout.micro_batches(batch_size)
-    flight = blocks_in_flight(model, layout, micro_batches, stage)
-    activations, working = _activations(model, stack, layout, flight)
-    if has_head:
-        working += _logits(model, stack, layout)
+    flight = blocks_in_flight(model, layout, micro_batches, stage - stack.extra_micro_batches)
+    block = block_activations(model, stack, layout)
+    logits = _logits(model, stack, layout) if has_head else 0.0
+    again = block if layout.checkpointing == "full" else 0.0
     state = own * stack.state_bytes / (layout.shards if stack.sharding != "none" else 1)
     gathered = _gathered(model, stack, layout, own)
-    gradients = _gradients(model, stack, layout, own, micro_batches)
-    allocated = state + gathered + gradients + activations + working
+    begins = (
+        _accumulated(stack, own, micro_batches),
+        _kept(model, stack, layout, block) * flight,
+        max(logits, again),
+    )
+    ends = (_reduced(model, stack, layout, own), 0.0, block)
+    gradients, activations, working = max(begins, ends, key=sum)
     return Memory(
         parameters=state,
         gathered=gathered,
@@ -154,19 +158,16 @@ def _stage(
         activations=activations,
         working=working,
         reserved=device.reserved_bytes,
-        fragmentation=_FRAGMENTATION * allocated,
+        fragmentation=stack.fragmentation * (state + gathered + gradients + activations + working),
     )
 
 
-def _activations(
-    model: Transformer, stack: Stack, layout: Layout, flight: float
-) -> tuple[float, float]:
-    """Kept by blocks, and of the one block that is computed again."""
-    whole = block_activations(model, stack, layout)
+def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> float:
+    """Of a block, for the backward pass: all of it, or its input alone."""
     if layout.checkpointing == "none":
-        return whole * flight, 0.0
+        return block
     hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
-    return hidden * flight / (layout.tensor if layout.sequence else 1), whole
+    return hidden / (layout.tensor if layout.sequence else 1)
 
 
 def _logits(model: Transformer, stack: Stack, layout: Layout) -> float:
@@ -177,30 +178,36 @@ def _logits(model: Transformer, stack: Stack, layout: Layout) -> float:
 
 
 def _gathered(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
-    """FSDP2 holds the block that is computed, the next one, and what is outside of blocks. A single
-    shard is gathered, too, unless it is applied in the format it is kept in."""
+    """FSDP2 holds the block that is computed, the message of the next one, and what is outside of
+    blocks; a lone shard is copied, too."""
     if stack.sharding != "all":
         return own * stack.element_bytes
-    if layout.shards == 1 and stack.element_bytes == _FP32:
-        return 0.0
     if not layout.reshard:
         return own * stack.element_bytes
-    blocks = layout.layers_of_stage(model.layers) * model.block_parameters / layout.tensor
-    outside = max(0.0, own - blocks)
-    ahead = min(blocks, 2 * model.block_parameters / layout.tensor)
+    ahead, outside = _buckets(model, layout, own)
     return (ahead + outside) * stack.element_bytes
 
 
-def _gradients(
-    model: Transformer, stack: Stack, layout: Layout, own: float, micro_batches: int
-) -> float:
-    """Whole where they are added up before they are reduced; else those of the two blocks on their
-    way, and of what is outside of blocks."""
+def _accumulated(stack: Stack, own: float, micro_batches: int) -> float:
+    """Gradients where a backward pass begins: those of the micro-batches before it, whole, as they
+    are reduced once a step."""
     if stack.sharding != "all":
         return own * stack.gradient_bytes
-    if stack.accumulates and micro_batches > 1 and layout.shards > 1:
+    return own * stack.gradient_bytes if stack.accumulates and micro_batches > 1 else 0.0
+
+
+def _reduced(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
+    """Gradients where the last backward pass ends: this shard's, and those on their way, as they
+    are and as a message."""
+    if stack.sharding != "all":
         return own * stack.gradient_bytes
-    blocks = layout.layers_of_stage(model.layers) * model.block_parameters / layout.tensor
-    ahead = min(blocks, 2 * model.block_parameters / layout.tensor)
-    outside = max(0.0, own - blocks)
-    return (ahead + outside) * max(stack.gradient_bytes, stack.reduced_bytes)
+    ahead, outside = _buckets(model, layout, own)
+    on_their_way = max(ahead, outside) * (stack.gradient_bytes + stack.reduced_bytes)
+    return own / layout.shards * stack.gradient_bytes + on_their_way
+
+
+def _buckets(model: Transformer, layout: Layout, own: float) -> tuple[float, float]:
+    """Parameters of two blocks, and of what is outside of blocks."""
+    block = model.block_parameters / layout.tensor
+    blocks = layout.layers_of_stage(model.layers) * block
+    return min(blocks, 2 * block), max(0.0, own - blocks)

@@ -168,6 +168,8 @@ def _misfit(
 def _more_devices(
     recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
 ) -> list[str]:
+    if cluster.device.memory_bytes <= cluster.device.reserved_bytes:
+        return []
     devices = 2 * cluster.devices
     while devices <= _MOST_DEVICES:
         per_node = max(cluster.per_node, min(devices, cluster.device.per_node))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from elastrata.planner.forecast import Forecast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastrata.planner.forecast import Forecast
 
 _WORDS = {
     "matrices": "smaller or fewer matrices",

@@ -136,9 +136,7 @@ def _shapes(
                     )
 
 
-def _stages(
-    layers: int, devices: int, pipelines: bool
-) -> Iterator[tuple[int, int, Schedule]]:
+def _stages(layers: int, devices: int, pipelines: bool) -> Iterator[tuple[int, int, Schedule]]:
     """Numbers of stages, of parts on each, and their schedule."""
     yield 1, 1, "1f1b"
     for stages in _divisors(devices) if pipelines else ():

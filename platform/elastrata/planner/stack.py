@@ -29,18 +29,27 @@ class Stack:
     reduced_bytes: int
     """Of gradients as they travel."""
     state_bytes: int
-    """Of everything the optimizer keeps and updates: fp32 parameters, moments, and with sharding
-    `all` the reduced gradient."""
-    overlapped: bool
-    """Whether data-parallel messages travel while the model is computed."""
+    """Of everything the optimizer keeps: fp32 parameters and moments."""
+    overlap: float
+    """Share of data-parallel messages that computation hides, as far as it takes as long."""
     accumulates: bool
     """Whether gradients are reduced once a step, not after every micro-batch."""
     whole_logits: bool
     """Whether every tensor-parallel device has all logits."""
     logit_bytes: int
-    """Of a logit with all that the loss keeps and makes of it."""
+    """Of a logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32 the
+    softmax, and its gradient twice."""
+    link_factor: float = 1.0
+    """Of what collectives reach on the link inside a node, what this system does."""
     network_factor: float = 1.0
-    """Of the network's rate, what its sharded gathers reach."""
+    """The same for the network."""
+    attention_copies: int = 0
+    """Of attention's result that are kept beside it."""
+    extra_micro_batches: int = 0
+    """That a stage of a pipeline holds beyond those it must."""
+    fragmentation: float = 0.04
+    """Of what is allocated: what the allocator cannot use for requests of other sizes. An allowance,
+    not a measurement."""
 
 
 def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16"]) -> Stack:
@@ -56,11 +65,12 @@ def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16
         element_bytes=element,
         gradient_bytes=4,
         reduced_bytes=4 if reduced == "fp32" else 2,
-        state_bytes=16,
-        overlapped=True,
+        state_bytes=12,
+        overlap=0.9,
         accumulates=True,
         whole_logits=True,
-        logit_bytes=element + 8,
+        logit_bytes=12,
+        attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
     )
 
 
@@ -75,7 +85,7 @@ MEGATRON_2021 = Stack(
     gradient_bytes=2,
     reduced_bytes=2,
     state_bytes=12,
-    overlapped=False,
+    overlap=0.0,
     accumulates=True,
     whole_logits=False,
     logit_bytes=10,
@@ -90,26 +100,30 @@ ZERO3_2021 = Stack(
     element_bytes=2,
     gradient_bytes=2,
     reduced_bytes=2,
-    state_bytes=14,
-    overlapped=True,
+    state_bytes=12,
+    overlap=0.65,
     accumulates=False,
     whole_logits=True,
     logit_bytes=10,
-    network_factor=0.1,
+    network_factor=0.105,
 )
 ALEPH_ALPHA_2023 = Stack(
     name="AA-Scaling, 2023",
     source="arXiv 2311.05610: bf16, FlashAttention-2, fused RMSNorm, ZeRO-1",
     sharding="optimizer",
     flash=True,
-    fused=False,
+    fused=True,
     dropout=False,
     element_bytes=2,
     gradient_bytes=2,
     reduced_bytes=2,
     state_bytes=12,
-    overlapped=False,
+    overlap=0.0,
     accumulates=True,
     whole_logits=True,
-    logit_bytes=28,
+    logit_bytes=24,
+    link_factor=0.3,
+    network_factor=0.1,
+    extra_micro_batches=1,
+    fragmentation=0.0,
 )

@@ -144,7 +144,7 @@ def _tensor_messages(at: _Setting) -> float:
     if at.layout.tensor == 1:
         return 0.0
     sums = 6 if at.layout.checkpointing == "full" else 4
-    one = sum_seconds(at.cluster, at.machine.efficiency, at.hidden_bytes, at.layout.tensor, 1)
+    one = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
     return sums * one
 
 
@@ -154,7 +154,7 @@ def _neighbour_messages(at: _Setting) -> float:
     if at.layout.pipeline == 1:
         return 0.0
     once = neighbour_seconds(
-        at.cluster, at.machine.efficiency, at.hidden_bytes, at.layout.tensor, at.stage_stride
+        at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, at.stage_stride
     )
     return 2 * at.layout.virtual_stages * once
 
@@ -166,8 +166,9 @@ def _data_messages(
     if at.layout.data == 1:
         return 0.0
     if stack.sharding != "all":
-        outside = at.model.embedding_parameters if at.layout.pipeline == 1 else 0
-        numbers = (layers * at.model.block_parameters + outside) / at.layout.tensor
+        outside = at.model.embedding_parameters + at.model.head_parameters
+        own = layers * at.model.block_parameters + outside / at.layout.pipeline
+        numbers = own / at.layout.tensor
         return _sum_at_the_end(at, numbers, block, layers)
     return _sharded(at, block, again, layers, micro_batches)
 
@@ -177,19 +178,15 @@ def _sum_at_the_end(at: _Setting, numbers: float, block: Passes, layers: int) ->
     stack, layout = at.machine.stack, at.layout
     whole = sum_seconds(
         at.cluster,
-        at.machine.efficiency,
+        at.machine.messages,
         numbers * stack.reduced_bytes,
         layout.data,
         at.data_stride,
     )
-    if not stack.overlapped:
-        return whole
-    return max(whole / layers, whole - layers * block.backward)
+    return whole - stack.overlap * min(whole, layers * block.backward)
 
 
-def _sharded(
-    at: _Setting, block: Passes, again: float, layers: int, micro_batches: int
-) -> float:
+def _sharded(at: _Setting, block: Passes, again: float, layers: int, micro_batches: int) -> float:
     """FSDP (arXiv 2304.11277): a block's parameters are gathered while the one before is computed,
     its gradients scattered while the next one's are. What is outside of blocks is gathered before
     anything can be computed."""
@@ -200,41 +197,35 @@ def _sharded(
     first = _gather(at, outside / layout.tensor / layout.pipeline)
     again_gathered = gather if layout.reshard else 0.0
     backward = block.backward + again
-    plain = _exposed(gather, block.forward) + _exposed(again_gathered, backward)
-    last = _exposed(again_gathered + reduction, backward) + _exposed(gather, block.forward)
-    kept = _exposed(reduction, backward)
+    plain = _exposed(at, gather, block.forward) + _exposed(at, again_gathered, backward)
+    last = _exposed(at, again_gathered + reduction, backward) + _exposed(at, gather, block.forward)
+    kept = _exposed(at, reduction, backward)
     if not stack.accumulates:
         return micro_batches * (layers * last + first)
     if layout.reshard:
         return layers * ((micro_batches - 1) * plain + last) + micro_batches * first
-    return layers * (_exposed(gather, block.forward) + kept) + first
+    return layers * (_exposed(at, gather, block.forward) + kept) + first
 
 
-def _exposed(messages: float, computed: float) -> float:
-    return max(0.0, messages - computed)
+def _exposed(at: _Setting, messages: float, computed: float) -> float:
+    return messages - at.machine.stack.overlap * min(messages, computed)
 
 
 def _gather(at: _Setting, numbers: float) -> float:
     num_bytes = numbers * at.machine.stack.element_bytes
-    seconds = gather_seconds(
-        at.cluster, at.machine.efficiency, num_bytes, at.layout.shards, at.data_stride
+    return gather_seconds(
+        at.cluster, at.machine.messages, num_bytes, at.layout.shards, at.data_stride
     )
-    return seconds / _network_factor(at)
 
 
 def _reduction(at: _Setting, numbers: float) -> float:
     """A scatter among the shards, then a sum over the copies."""
     num_bytes, layout = numbers * at.machine.stack.reduced_bytes, at.layout
-    efficiency = at.machine.efficiency
+    efficiency = at.machine.messages
     scattered = gather_seconds(at.cluster, efficiency, num_bytes, layout.shards, at.data_stride)
     stride = at.data_stride * layout.shards
     summed = sum_seconds(at.cluster, efficiency, num_bytes / layout.shards, layout.copies, stride)
-    return scattered / _network_factor(at) + summed
-
-
-def _network_factor(at: _Setting) -> float:
-    is_inside = at.cluster.is_inside_node(at.layout.shards, at.data_stride)
-    return 1.0 if is_inside else at.machine.stack.network_factor
+    return scattered + summed
 
 
 def _update(at: _Setting) -> float:

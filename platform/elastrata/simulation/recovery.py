@@ -48,7 +48,9 @@ def read_recovery(path: str) -> RecoverySeconds:
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where}: expected a table of benchmarks/faults.py, with 'kinds'") from None
+        raise UserError(
+            f"{where}: expected a table of benchmarks/faults.py, with 'kinds'"
+        ) from None
     found = {name: _median(kinds, kind) for name, kind in _KINDS.items()}
     problems = [
         f"{where}: {_KINDS[name]!r}: expected next_step_after_s with a median"

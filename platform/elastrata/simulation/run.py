@@ -196,7 +196,9 @@ class Run:
         """The newest copies that are complete by now."""
         at = self._conditions
         complete = self._done - at.save_seconds / step_seconds
-        self._durable = max(self._durable, int(complete) // at.checkpoint_every * at.checkpoint_every)
+        self._durable = max(
+            self._durable, int(complete) // at.checkpoint_every * at.checkpoint_every
+        )
         if at.hot_every:
             newest = int(self._done) // at.hot_every * at.hot_every
             self._hot = max(self._hot, newest)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _TERMS = {
-    "parameters": "parameters, optimizer states and reduced gradients of this device",
+    "parameters": "parameters and optimizer states of this device",
     "gathered": "whole parameters of the blocks that are computed",
-    "gradients": "gradients as they are added up, and on their way",
+    "gradients": "gradients: added up, reduced, and on their way",
     "activations": "kept by the blocks for the backward pass",
     "working": "the block that is computed again; logits and loss",
     "reserved": "driver, kernels, communication library",

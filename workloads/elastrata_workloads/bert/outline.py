@@ -10,6 +10,7 @@ _TOKEN_TYPES = 2
 
 def transformer(shape: BertShape, seq_len: int, mask_probability: float) -> Transformer:
     """The numbers that memory and time depend on."""
+    pooler = shape.hidden_size * shape.hidden_size if shape.next_sentence else 0
     biases = 5 * shape.hidden_size + shape.intermediate_size
     return Transformer(
         layers=shape.num_layers,
@@ -23,7 +24,7 @@ def transformer(shape: BertShape, seq_len: int, mask_probability: float) -> Tran
         position_rows=shape.max_positions + _TOKEN_TYPES,
         tied=True,
         block_vectors=biases + 4 * shape.hidden_size,
-        head_extra=shape.hidden_size * shape.hidden_size,
+        head_extra=shape.hidden_size * shape.hidden_size + pooler,
         predicted=mask_probability,
         seq_len=seq_len,
     )
