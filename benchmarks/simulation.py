@@ -2,10 +2,10 @@
 
     python benchmarks/simulation.py
 
-scale: 10,000 workers over 30 days, each lost every 100 hours on average and replaced after one, with
-the engine's deal at every number of workers that occurs. intervals: the best number of steps
-between durable checkpoints without hot copies, beside Young's and Daly's formulas. record: the faults
-of the disturbed run in results/elasticity_plain.json, replayed; that record has no time of its last
+scale: 10,000 workers over 30 days, each lost every 100 hours on average and replaced after one,
+with the engine's deal at every number of workers that occurs. intervals: the best number of steps
+between durable checkpoints without hot copies, beside Young's and Daly's formulas. record: the
+faults of the disturbed run in results/elasticity_plain.json, replayed; that has no time of its last
 step, so what can be compared is how many steps were done again and the numbers of workers. Writes
 results/simulation.json.
 """

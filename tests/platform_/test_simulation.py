@@ -173,7 +173,7 @@ def test_the_command_tells_goodput_cost_and_intervals(
 ) -> None:
     cluster = tmp_path / "spot.yaml"
     cluster.write_text("device: A100\ndevices: 8\nprice: 2.0\nspot_price: 0.8\n")
-    changes = ["steps=5000", "checkpoint.hot_steps=0", f"data.path={tmp_path / 'none'}"]
+    changes = ["steps=20_000", "checkpoint.hot_steps=0", f"data.path={tmp_path / 'none'}"]
     options = ["--cluster", str(cluster), "--lost-per-hour", "0.2", "--intervals", "--json"]
     picture = ["--plot", str(tmp_path / "workers.png"), "--step-seconds", "2"]
     assert run(["simulate", "bert/tiny", *changes, *options, *picture]) == 0

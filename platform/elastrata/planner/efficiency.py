@@ -16,7 +16,7 @@ class Efficiency:
     attention: float = 0.6
     """Of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73% on A100)."""
     link: float = 0.75
-    """Of the link inside a node, by collectives (nccl-tests on DGX A100: 225 to 235 GB/s of 300)."""
+    """Of the link inside a node, by collectives (nccl-tests on DGX A100: about 230 GB/s of 300)."""
     network: float = 0.8
     """Of the network, by collectives (nccl-tests on DGX A100: 160 to 190 GB/s of 200 a node)."""
     message_seconds: float = 20e-6

@@ -44,8 +44,8 @@ class Memory:
 def memory(
     model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
-    """What a step needs at its peak: where a backward pass begins, with all activations, or where it
-    ends, with all gradients.
+    """What a step needs at its peak: where a backward pass begins, with all activations, or where
+    it ends, with all gradients.
 
     Args:
         model: that is trained.

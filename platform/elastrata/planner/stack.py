@@ -37,8 +37,8 @@ class Stack:
     whole_logits: bool
     """Whether every tensor-parallel device has all logits."""
     logit_bytes: int
-    """Of a logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32 the
-    softmax, and its gradient twice."""
+    """Of a logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
+    the softmax, and its gradient twice."""
     link_factor: float = 1.0
     """Of what collectives reach on the link inside a node, what this system does."""
     network_factor: float = 1.0
@@ -48,8 +48,8 @@ class Stack:
     extra_micro_batches: int = 0
     """That a stage of a pipeline holds beyond those it must."""
     fragmentation: float = 0.04
-    """Of what is allocated: what the allocator cannot use for requests of other sizes. An allowance,
-    not a measurement."""
+    """Of what is allocated: what the allocator cannot use for requests of other sizes. An
+    allowance, not a measurement."""
 
 
 def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16"]) -> Stack:
@@ -105,7 +105,7 @@ ZERO3_2021 = Stack(
     accumulates=False,
     whole_logits=True,
     logit_bytes=10,
-    network_factor=0.105,
+    network_factor=0.11,
 )
 ALEPH_ALPHA_2023 = Stack(
     name="AA-Scaling, 2023",
@@ -122,8 +122,8 @@ ALEPH_ALPHA_2023 = Stack(
     accumulates=True,
     whole_logits=True,
     logit_bytes=24,
-    link_factor=0.3,
-    network_factor=0.1,
+    link_factor=0.55,
+    network_factor=0.075,
     extra_micro_batches=1,
     fragmentation=0.0,
 )

@@ -59,8 +59,8 @@ def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
         )
     console.print(table)
     console.print(
-        f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to divide "
-        f"the model; {found.found.too_large:,} need more memory than a device has",
+        f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to "
+        f"divide the model; {found.found.too_large:,} need more memory than a device has",
         markup=False,
     )
 
