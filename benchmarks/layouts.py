@@ -4,8 +4,8 @@
 
 A GPT of 12 million parameters on CPU processes of one thread each, which run the engine's own
 loop over random samples of full length. Memory is the largest resident set of the process that
-needs most; what Python, PyTorch and gloo take is measured with a model of nearly nothing, and is
-the planner's term `reserved`. Memory that is freed goes back to the system at once
+needs most; what Python, PyTorch and gloo take is what a process has with a model of nearly nothing
+in the end: the planner's term `reserved`. Memory that is freed goes back to the system at once
 (MALLOC_MMAP_THRESHOLD_), as PyTorch's allocator for CPUs keeps none. Rates of the core (matrix
 products, copies) are measured first, by PyTorch alone. Writes results/layouts.json; layouts that
 are not measured again stay in it.
@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from report import RESULTS, write_result
@@ -39,7 +40,7 @@ NEW = {
     "workers.threads": 1,
 }
 NOTHING = {"workload.num_layers": 1, "workload.hidden_size": 12, "data.prepare.seq_len": 8}
-STEPS = 3
+STEPS = 2
 MIB = 2**20
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -100,13 +101,14 @@ def train(
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out.put((peak, statistics.median(seconds[1:])))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    out.put((peak, resident, seconds[-1]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(name: str, changes: dict[str, Any]) -> tuple[float, float]:
-    """Bytes of the largest process, seconds of the slowest."""
+def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
+    """Bytes of the process that had most at its peak, and in the end; seconds of the slowest."""
     context = multiprocessing.get_context("spawn")
     processes, out = LAYOUTS[name][0], context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ def measured(name: str, changes: dict[str, Any]) -> tuple[float, float]:
         found = [out.get(timeout=200) for _ in started]
         for one in started:
             one.join()
-    return max(peak for peak, _ in found), max(seconds for _, seconds in found)
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def rates() -> tuple[float, float]:
@@ -171,7 +173,7 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     core = replace(
         DEVICES["CPU"], peak_flops=flops, memory_bandwidth=copied, reserved_bytes=reserved
     )
-    stack = elastrata("fp32", "fp32")
+    stack = replace(elastrata("fp32", "fp32"), fragmentation=0.0)
     reached = replace(CPU, matmul=1.0, memory=1.0, attention=0.5)
     cluster = Cluster(device=core, devices=processes, per_node=processes)
     machine = Machine(core, replace(reached, link=1.0), stack)
@@ -188,13 +190,13 @@ def main() -> None:
     chosen: list[str] = parser.parse_args().only
     result = RESULTS / "layouts.json"
     before = json.loads(result.read_text())["layouts"] if result.exists() else {}
-    reserved = {
-        1: measured("one process", NOTHING)[0],
-        2: measured("two shards", NOTHING)[0],
-    }
+    reserved = {1: 0.0, 2: 0.0}
+    for processes, name in ((1, "one process"), (2, "two shards")):
+        reserved[processes] = measured(name, NOTHING)[1]
+        print("reserved", processes, reserved[processes] / MIB, flush=True)
     flops, copied = rates()
     for name in chosen:
-        peak, seconds = measured(name, {})
+        peak, _, seconds = measured(name, {})
         memory, step = predicted(name, reserved[LAYOUTS[name][0]], flops, copied)
         before[name] = {
             "measured_mib": round(peak / MIB, 1),
@@ -206,8 +208,8 @@ def main() -> None:
             "gflops": round(flops / 1e9, 1),
         }
         print(name, before[name], flush=True)
-    figures = {"layouts": {name: before[name] for name in LAYOUTS if name in before}}
-    write_result("layouts", figures, ("elastrata", "torch"))
+        figures = {"layouts": {name: before[name] for name in LAYOUTS if name in before}}
+        write_result("layouts", figures, ("elastrata", "torch"))
 
 
 if __name__ == "__main__":

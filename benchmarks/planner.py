@@ -146,6 +146,7 @@ def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[S
              label="predicted")  # fmt: skip
     one.set(title="Megatron-LM, table 1", xlabel="billion parameters", ylabel="TFLOP/s a GPU")
     one.set_ylim(0, 190)
+    one.tick_params(axis="x", rotation=45)
     for size, color in ((174.6, "#1769aa"), (529.6, "#2a9d8f")):
         some = [row for row in compared if row.params_billion == size]
         gpus = [row.gpus for row in some]

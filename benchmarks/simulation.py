@@ -77,6 +77,7 @@ def intervals() -> dict[str, Any]:
         save_seconds=0.0,
         hot_every=0,
         hot_seconds=0.0,
+        hot_save_seconds=0.0,
         resize_seconds=60.0,
         recovery=RecoverySeconds(),
     )
@@ -115,6 +116,7 @@ def record() -> dict[str, Any]:
         save_seconds=0.0,
         hot_every=5,
         hot_seconds=0.0,
+        hot_save_seconds=0.2,
         resize_seconds=1.0,
         recovery=replace(recovery, lost=max(recovery.lost, hung)),
     )
@@ -127,7 +129,7 @@ def record() -> dict[str, Any]:
             kind, at_second = fault["kind"], fault.get("seconds", 0.0) + shift
             if kind in ("kill worker", "hang worker"):
                 # The process is gone; its machine is not, and another takes its place at once.
-                events += [Event(at_second, "lose"), Event(at_second, "join")]
+                events += [Event(at_second, "lose"), Event(at_second + 0.001, "join")]
             elif kind == "kill node":
                 events.append(Event(at_second, "lose"))
             elif kind == "add node":

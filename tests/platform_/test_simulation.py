@@ -33,6 +33,7 @@ PLAIN = Conditions(
     save_seconds=0.0,
     hot_every=10,
     hot_seconds=0.0,
+    hot_save_seconds=0.0,
     resize_seconds=60.0,
     recovery=RecoverySeconds(lost=20.0, drained=10.0, joined=15.0, driver=30.0),
 )

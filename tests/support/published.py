@@ -32,7 +32,7 @@ _TOKENS_A_STEP = 4_194_304
 _LLAMA = {13: (40, 5120, 40, 13824), 30: (60, 6656, 52, 17920), 65: (80, 8192, 64, 22016)}
 """Layers, hidden size, heads, feed-forward size."""
 _LLAMA_VOCABULARY = 128_000
-"""arXiv 2311.05610, section 3; also what its MFU and step times give."""
+"""What the published MFU and step times give, by the parameters they count: 14.0 billion of 13."""
 
 Row = dict[str, float]
 
@@ -143,8 +143,9 @@ class Compared:
 
 
 def table2(path: Path, efficiency: Efficiency, zero3: Stack = ZERO3_2021) -> list[Compared]:
-    """PTD-P and ZeRO-3. The layouts are the paper's: 8 tensor-parallel GPUs, 12 or 35 stages
-    without interleaving, micro-batches of one sample; ZeRO-3's are as large as the batch allows."""
+    """PTD-P and ZeRO-3. 96 and 280 model-parallel GPUs are the paper's: 8 x 12, 8 x 35. That stages
+    are not interleaved is what its figures tell, whose bubbles are (p - 1) / m. Micro-batches of
+    PTD-P have one sample, those of ZeRO-3 as many as the batch allows."""
     found = []
     for row in rows(path):
         is_large = row["params_billion"] > 200

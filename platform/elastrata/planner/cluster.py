@@ -135,8 +135,9 @@ def _from_values(values: Mapping[str, Any], where: str) -> Cluster:
 def _is_valid(key: str, value: Any) -> bool:
     if key == "device":
         return isinstance(value, str)
-    kinds: tuple[type, ...] = (int,) if key in ("devices", "per_node") else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value > 0 and (isinstance(value, int) or key not in ("devices", "per_node"))
 
 
 def _cluster(devices: int, device: Device, per_node: int | None = None) -> Cluster:

@@ -33,6 +33,8 @@ class Conditions:
     """Steps between hot copies; 0: there are none."""
     hot_seconds: float
     """That a hot copy holds training up."""
+    hot_save_seconds: float
+    """From its start until it is whole, in other processes' memory."""
     resize_seconds: float
     """Between two looks at whether there are more workers."""
     recovery: RecoverySeconds
@@ -200,8 +202,8 @@ class Run:
             self._durable, int(complete) // at.checkpoint_every * at.checkpoint_every
         )
         if at.hot_every:
-            newest = int(self._done) // at.hot_every * at.hot_every
-            self._hot = max(self._hot, newest)
+            whole = int(self._done - at.hot_save_seconds / step_seconds)
+            self._hot = max(self._hot, whole // at.hot_every * at.hot_every)
 
     def _to(self, now: float) -> None:
         paid = min(self._there, self._conditions.workers_max)

@@ -19,6 +19,9 @@ _COPIED_PER_SECOND = 9.4e9
 101 MB a rank in 10.7 ms."""
 _SAVED_PER_SECOND = 0.28e9
 """Bytes a worker writes to storage, in the background: the same, 559 MB/s by two ranks."""
+_LEAST_HOT_SECONDS, _SENT_PER_SECOND = 0.19, 0.42e9
+"""Until a hot copy is whole: benchmarks/results/hot_tier.json, 0.19 s for next to nothing, 0.43 s
+for 101 MB a rank."""
 _TRIED = tuple(2.0**power for power in range(-4, 5))
 """Intervals over the one that Young's formula gives."""
 
@@ -90,6 +93,7 @@ def conditions(
         save_seconds=own / _SAVED_PER_SECOND,
         hot_every=recipe.checkpoint.hot_every if recipe.checkpoint.hot_steps else 0,
         hot_seconds=own / _COPIED_PER_SECOND,
+        hot_save_seconds=_LEAST_HOT_SECONDS + own / _SENT_PER_SECOND,
         resize_seconds=recipe.workers.resize_seconds,
         recovery=recovery,
     )

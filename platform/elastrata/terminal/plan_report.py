@@ -37,31 +37,32 @@ _TERMS = {
 
 def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
     """The best layouts in a table, with what makes each slower than the first."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("layout", no_wrap=True)
-    for heading in ("GiB", "s/step", "tokens/s", "MFU", "bubble", "exposed", "hours", "cost"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("why not this one")
-    for one in best:
-        table.add_row(
-            str(one.layout),
-            f"{one.memory.total / _GIB:.1f}",
-            f"{one.time.total:.4g}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.mfu:.1%}",
-            f"{one.bubble:.1%}",
-            f"{one.exposed:.1%}",
-            f"{one.hours:,.1f}",
-            "" if one.cost is None else f"{one.cost:,.0f}",
-            why_slower(best[0], one),
-        )
-    console.print(table)
+    headings = ("layout", "GiB", "s/step", "tokens/s", "MFU", "bubble", "exposed", "hours", "cost", "")
+    rows = [headings, *(_cells(best[0], one) for one in best)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *numbers, why in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
+        console.print("  ".join([*cells, why]).rstrip(), markup=False)
     console.print(
         f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to "
         f"divide the model; {found.found.too_large:,} need more memory than a device has",
         markup=False,
+    )
+
+
+def _cells(best: Forecast, one: Forecast) -> tuple[str, ...]:
+    return (
+        str(one.layout),
+        f"{one.memory.total / _GIB:.1f}",
+        f"{one.time.total:.4g}",
+        f"{one.tokens_per_second:,.0f}",
+        f"{one.mfu:.1%}",
+        f"{one.bubble:.1%}",
+        f"{one.exposed:.1%}",
+        f"{one.hours:,.1f}",
+        "" if one.cost is None else f"{one.cost:,.0f}",
+        why_slower(best, one),
     )
 
 

@@ -125,9 +125,10 @@ def layout_cloud(
     figure, axes = _canvas("Layouts that fit", "GiB on the fullest device", "tokens/s")
     stages = sorted({stage for _, _, stage in layouts})
     for number, stage in enumerate(stages):
-        points = [(x, y) for x, y, own in layouts if own == stage]
+        xs = [x for x, _, own in layouts if own == stage]
+        ys = [y for _, y, own in layouts if own == stage]
         color = colormaps["viridis"](0.1 + 0.8 * number / max(1, len(stages) - 1))
-        axes.scatter(*zip(*points, strict=True), s=9, color=color, linewidths=0,
+        axes.scatter(xs, ys, s=9, color=color, linewidths=0,
                      label=f"{stage} stage{'s' * (stage > 1)}")  # fmt: skip
     axes.axvline(memory, color=_HELD_OUT, linewidth=1.5)
     for number, (x, y, name) in enumerate(named):
