@@ -37,7 +37,18 @@ _TERMS = {
 
 def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
     """The best layouts in a table, with what makes each slower than the first."""
-    headings = ("layout", "GiB", "s/step", "tokens/s", "MFU", "bubble", "exposed", "hours", "cost", "")
+    headings = (
+        "layout",
+        "GiB",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "exposed",
+        "hours",
+        "cost",
+        "",
+    )
     rows = [headings, *(_cells(best[0], one) for one in best)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *numbers, why in rows:
