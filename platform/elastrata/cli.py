@@ -18,9 +18,11 @@ from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
 from elastrata.commands.generate import generate
 from elastrata.commands.inspect import inspect
+from elastrata.commands.plan import plan
 from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
+from elastrata.commands.simulate import simulate
 from elastrata.commands.status import status
 from elastrata.commands.train import train
 from elastrata.terminal.console import print_error, print_json_line
@@ -28,7 +30,20 @@ from elastrata_pipelines.errors import UserError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
-_COMMANDS = (quickstart, prepare, inspect, train, status, audit, export, generate, doctor, schema)
+_COMMANDS = (
+    quickstart,
+    prepare,
+    inspect,
+    plan,
+    simulate,
+    train,
+    status,
+    audit,
+    export,
+    generate,
+    doctor,
+    schema,
+)
 
 app = typer.Typer(
     name="elastrata",

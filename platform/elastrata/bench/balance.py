@@ -33,7 +33,7 @@ def measure_balances(
     Raises:
         UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
     """
-    batches = _batches(recipe, wanted)
+    batches = batches_of_lengths(recipe, wanted)
     work = recipe.workload.work(data_outline(recipe).vocabulary)
     return {
         number: measure_balance(
@@ -46,7 +46,8 @@ def measure_balances(
     }
 
 
-def _batches(recipe: Recipe, wanted: str | None) -> BatchesOfLengths:
+def batches_of_lengths(recipe: Recipe, wanted: str | None) -> BatchesOfLengths:
+    """Batches in the recipe's order, or drawn from a histogram; see `choose_lengths`."""
     outline = data_outline(recipe)
     chosen = choose_lengths(wanted, seq_len=outline.seq_len, prepared=outline.prepared)
     histogram = chosen.histogram

@@ -155,6 +155,57 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
     _save(figure, path)
 
 
+def layout_cloud(
+    layouts: Sequence[tuple[float, float, int]],
+    named: Sequence[tuple[float, float, str]],
+    memory: float,
+    path: Path,
+) -> None:
+    """Draws the rate of layouts over the memory they need.
+
+    Args:
+        layouts: GiB, tokens per second and pipeline stages of each.
+        named: GiB, tokens per second and name of those that are named.
+        memory: GiB of a device.
+        path: PNG file to write.
+    """
+    from matplotlib import colormaps
+
+    figure, axes = _canvas("Layouts that fit", "GiB on the fullest device", "tokens/s")
+    stages = sorted({stage for _, _, stage in layouts})
+    for number, stage in enumerate(stages):
+        xs = [x for x, _, own in layouts if own == stage]
+        ys = [y for _, y, own in layouts if own == stage]
+        color = colormaps["viridis"](0.1 + 0.8 * number / max(1, len(stages) - 1))
+        axes.scatter(xs, ys, s=9, color=color, linewidths=0,
+                     label=f"{stage} stage{'s' * (stage > 1)}")  # fmt: skip
+    axes.axvline(memory, color=_HELD_OUT, linewidth=1.5)
+    for number, (x, y, name) in enumerate(named):
+        axes.annotate(f"{number + 1}. {name}", (x, y), xytext=(8, 4 - 12 * number),
+                      textcoords="offset points", color=_INK, fontsize=8)  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _save(figure, path)
+
+
+def workers_over_time(sizes: Sequence[tuple[float, int]], seconds: float, path: Path) -> None:
+    """Draws how many workers compute.
+
+    Args:
+        sizes: since when, in seconds, and how many.
+        seconds: when the run ended.
+        path: PNG file to write.
+    """
+    figure, axes = _canvas("Workers", "hours", "workers that compute")
+    hours = [since / 3600 for since, _ in sizes] + [seconds / 3600]
+    counts = [size for _, size in sizes]
+    axes.step(hours, [*counts, counts[-1]] if counts else [0], where="post", color=_SMOOTH,
+              linewidth=1)  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.02)
+    _save(figure, path)
+
+
 def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
     """Both axes logarithmic, with a tick for the largest size and all that leave it room."""
     from matplotlib.ticker import FuncFormatter, NullLocator

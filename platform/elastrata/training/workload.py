@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastrata.planner.transformer import Transformer
 from elastrata.recipe.config import Config
 from elastrata.training.device import Abilities
 from elastrata_pipelines.deal import WorkModel
@@ -180,6 +181,14 @@ class Workload(Config):
         6 per matmul parameter and token it is applied to, plus attention, halved where it is
         causal. Recomputation is not counted.
         """
+
+    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
+        """The numbers that `elastrata plan` computes memory and time from.
+
+        Raises:
+            UserError: the model is not made of equal blocks, or nobody has told how.
+        """
+        raise UserError(f"workload.name: {self.name}: such models cannot be planned")
 
     @abstractmethod
     def export(

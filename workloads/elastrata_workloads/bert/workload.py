@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from elastrata.planner.transformer import Transformer
 from elastrata.training.device import Abilities
 from elastrata.training.workload import Batch, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
@@ -19,6 +20,7 @@ from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
+from elastrata_workloads.bert.outline import transformer
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
 from elastrata_workloads.unpadded.sizes import check_divides, tensor_problems
@@ -182,6 +184,10 @@ class Bert(Workload):
         from elastrata_workloads.bert.export import export
 
         export(self.shape(vocabulary), state, tokenizer, path)
+
+    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
+        """The numbers that `elastrata plan` computes memory and time from."""
+        return transformer(self.shape(vocabulary), seq_len, self.mask_probability)
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:
         """The model's shape with that vocabulary."""

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from elastrata.planner.transformer import Transformer
 from elastrata.training.device import Abilities
 from elastrata.training.workload import Batch, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
@@ -18,6 +19,7 @@ from elastrata_pipelines.rows import Rows
 from elastrata_workloads.gpt import cost
 from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.gpt.objective import collate, loss
+from elastrata_workloads.gpt.outline import transformer
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
@@ -214,6 +216,10 @@ class Gpt(Workload):
         from elastrata_workloads.gpt.export import export
 
         export(self.shape(vocabulary.size), state, tokenizer, path)
+
+    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
+        """The numbers that `elastrata plan` computes memory and time from."""
+        return transformer(self.shape(vocabulary.size), seq_len)
 
     def shape(self, num_ids: int) -> GptShape:
         """The model's shape with a vocabulary of so many ids."""

@@ -1,0 +1,216 @@
+"""Memory and time of steps under several layouts, measured on this machine, beside the planner's.
+
+    PYTHONPATH=tests python benchmarks/layouts.py [--only NAME...]
+
+A GPT of 12 million parameters on CPU processes of one thread each, which run the engine's own
+loop over random samples of full length. Memory is the largest resident set of the process that
+needs most; what Python, PyTorch and gloo take is what a process has with a model of nearly nothing
+in the end: the planner's term `reserved`. Memory that is freed goes back to the system at once
+(MALLOC_MMAP_THRESHOLD_), as PyTorch's allocator for CPUs keeps none. Rates of the core (matrix
+products, copies) are measured first, by PyTorch alone. Writes results/layouts.json; layouts that
+are not measured again stay in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, write_result
+
+NEW = {
+    "workload.num_layers": 6,
+    "workload.hidden_size": 384,
+    "workload.num_heads": 6,
+    "workload.max_positions": 256,
+    "workload.embedding_multiple": 64,
+    "data.path": "nowhere",
+    "data.prepare.seq_len": 256,
+    "data.prepare.tokenizer.vocab_size": 4096,
+    "optimizer.fused": "false",
+    "workers.threads": 1,
+}
+NOTHING = {"workload.num_layers": 1, "workload.hidden_size": 12, "data.prepare.seq_len": 8}
+STEPS = 2
+MIB = 2**20
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "one process, two micro-batches": (1, {"micro_batch_tokens": 1024}),
+    "one process, recomputed": (1, {"activation_checkpointing": "full"}),
+    "two shards": (2, {}),
+    "two shards, kept": (2, {"parallel.reshard_after_forward": "false"}),
+    "two shards, two micro-batches": (2, {"micro_batch_tokens": 1024}),
+    "two copies": (2, {"parallel.replicate": "all"}),
+    "tensor": (2, {"parallel.tensor": 2}),
+    "tensor and sequence": (2, {"parallel.tensor": 2, "parallel.sequence": "true"}),
+}
+"""Processes, and what differs. Every process computes 2,048 tokens a step, or its half of them
+with each neighbour of its tensor-parallel group."""
+TOKENS = 2048
+
+
+def recipe_of(name: str, changes: dict[str, Any]) -> Any:
+    """A recipe; rules about runs through Ray do not count here."""
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.yaml_reader import read_recipe_text
+
+    processes, different = LAYOUTS[name]
+    values = {**NEW, "micro_batch_tokens": TOKENS, **different, **changes}
+    text = read_recipe_text("gpt/tiny", [f"{key}={value}" for key, value in values.items()])
+    recipe = Recipe.model_validate(text.values)
+    seq_len = recipe.data.prepare.seq_len  # type: ignore[union-attr]
+    ranks = processes // recipe.parallel.tensor
+    return recipe.model_copy(update={"batch_size": TOKENS // seq_len * ranks, "steps": 100})
+
+
+def train(
+    rank: int, processes: int, name: str, changes: dict[str, Any], store: str, out: Any
+) -> None:
+    """One process: some steps, then what they took."""
+    import torch
+    import torch.distributed as dist
+
+    from elastrata.bench.samples import bench_samples
+    from elastrata.training.optimizer import build_optimizer
+    from elastrata.training.request import Act
+    from elastrata.workers.engine import sharded_model, training_loop
+    from elastrata_pipelines.batches import Start
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    recipe = recipe_of(name, changes)
+    ranks = processes // recipe.parallel.tensor
+    own = recipe.model_copy(update={"batch_size": recipe.batch_size // ranks})
+    samples = bench_samples(own, "full", steps=STEPS)
+    device = torch.device("cpu")
+    model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, processes)
+    blocks = recipe.workload.blocks(model)
+    optimizer = build_optimizer(recipe.optimizer, model, blocks)
+    loop = training_loop(recipe, model, samples.vocabulary, device, processes)
+    seconds, began = [], time.perf_counter()
+    for _ in loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
+        seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    out.put((peak, resident, seconds[-1]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
+    """Bytes of the process that had most at its peak, and in the end; seconds of the slowest."""
+    context = multiprocessing.get_context("spawn")
+    processes, out = LAYOUTS[name][0], context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(
+                target=train, args=(rank, processes, name, changes, f"{folder}/store", out)
+            )
+            for rank in range(processes)
+        ]
+        for one in started:
+            one.start()
+        found = [out.get(timeout=200) for _ in started]
+        for one in started:
+            one.join()
+    return tuple(map(max, zip(*found, strict=True)))
+
+
+def rates() -> tuple[float, float]:
+    """FLOP/s and bytes/s of one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    a, b = torch.randn(2048, 384), torch.randn(384, 1536)
+    big = torch.randn(2**23)
+    flops, copies = [], []
+    for _ in range(7):
+        began = time.perf_counter()
+        a @ b
+        flops.append(2 * 2048 * 384 * 1536 / (time.perf_counter() - began))
+        began = time.perf_counter()
+        big + 1.0
+        copies.append(2 * 4 * 2**23 / (time.perf_counter() - began))
+    return statistics.median(flops), statistics.median(copies)
+
+
+def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[Any, Any]:
+    """The planner's memory and time."""
+    from elastrata.launch.data_outline import data_outline
+    from elastrata.planner.block import Machine
+    from elastrata.planner.cluster import Cluster
+    from elastrata.planner.efficiency import CPU
+    from elastrata.planner.hardware import DEVICES
+    from elastrata.planner.layout import Layout
+    from elastrata.planner.memory import memory
+    from elastrata.planner.stack import elastrata
+    from elastrata.planner.step_time import step_time
+
+    recipe, processes = recipe_of(name, {}), LAYOUTS[name][0]
+    outline = data_outline(recipe)
+    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    tensor, is_copy = recipe.parallel.tensor, recipe.parallel.replicate == "all"
+    data = processes // tensor
+    layout = Layout(
+        tensor=tensor,
+        sequence=recipe.parallel.sequence,
+        shards=1 if is_copy else data,
+        copies=data if is_copy else 1,
+        micro_batch=recipe.micro_batch_tokens // model.seq_len,
+        checkpointing=recipe.activation_checkpointing,
+        reshard=recipe.parallel.reshard_after_forward,
+    )
+    core = replace(
+        DEVICES["CPU"], peak_flops=flops, memory_bandwidth=copied, reserved_bytes=reserved
+    )
+    stack = replace(elastrata("fp32", "fp32"), fragmentation=0.0)
+    reached = replace(CPU, matmul=1.0, memory=1.0, attention=0.5)
+    cluster = Cluster(device=core, devices=processes, per_node=processes)
+    machine = Machine(core, replace(reached, link=1.0), stack)
+    return (
+        memory(model, core, stack, layout, recipe.batch_size),
+        step_time(model, cluster, machine, layout, recipe.batch_size),
+    )
+
+
+def main() -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
+    chosen: list[str] = parser.parse_args().only
+    result = RESULTS / "layouts.json"
+    before = json.loads(result.read_text())["layouts"] if result.exists() else {}
+    reserved = {1: 0.0, 2: 0.0}
+    for processes, name in ((1, "one process"), (2, "two shards")):
+        reserved[processes] = measured(name, NOTHING)[1]
+        print("reserved", processes, reserved[processes] / MIB, flush=True)
+    flops, copied = rates()
+    for name in chosen:
+        peak, _, seconds = measured(name, {})
+        memory, step = predicted(name, reserved[LAYOUTS[name][0]], flops, copied)
+        before[name] = {
+            "measured_mib": round(peak / MIB, 1),
+            "predicted_mib": round(memory.total / MIB, 1),
+            "error": round(memory.total / peak - 1, 4),
+            "terms_mib": {key: round(value / MIB, 1) for key, value in vars(memory).items()},
+            "measured_seconds": round(seconds, 3),
+            "predicted_seconds": round(step.total, 3),
+            "gflops": round(flops / 1e9, 1),
+        }
+        print(name, before[name], flush=True)
+        figures = {"layouts": {name: before[name] for name in LAYOUTS if name in before}}
+        write_result("layouts", figures, ("elastrata", "torch"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The planner beside what was published: Megatron-LM's tables, and arXiv 2311.05610.
+
+    PYTHONPATH=tests python benchmarks/planner.py ../shared/data
+
+The folder holds `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473). Two
+constants, the shares of the peak and of the memory's bandwidth that kernels reach, are fitted on
+four rows of table 1; all else is from data sheets and papers. The fit is repeated on every four of
+the ten rows. Also: how long the search over all layouts of 175 billion parameters on 1,024 GPUs
+takes. Writes results/planner.json and results/planner.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from report import RESULTS, write_result
+
+from elastrata.planner.block import Machine
+from elastrata.planner.cluster import read_cluster
+from elastrata.planner.efficiency import GPU, Efficiency
+from elastrata.planner.search import search
+from elastrata.planner.stack import elastrata
+from support.published import (
+    DEVICE,
+    FITTED_ROWS,
+    Compared,
+    Row,
+    Setting,
+    fit,
+    gpt,
+    rows,
+    settings,
+    table1_errors,
+    table1_time,
+    table2,
+)
+
+ROTATIONS = [tuple(sorted((row + turn) % 10 for row in FITTED_ROWS)) for turn in range(10)]
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float]:
+    absolute = [abs(error) for error in errors]
+    return {"mean": round(statistics.mean(absolute), 4), "worst": round(max(absolute), 4)}
+
+
+def of_fit(table: Sequence[Row], chosen: Sequence[int]) -> dict[str, Any]:
+    """Errors where the constants are fitted on the chosen rows."""
+    efficiency = fit([table[row] for row in chosen])
+    errors = table1_errors(table, efficiency)
+    others = [error for row, error in enumerate(errors) if row not in chosen]
+    return {
+        "rows": [row + 1 for row in chosen],
+        "matmul": round(efficiency.matmul, 4),
+        "memory": round(efficiency.memory, 4),
+        "fitted": _errors([errors[row] for row in chosen]),
+        "others": _errors(others),
+        "all": _errors(errors),
+    }
+
+
+def table1(table: Sequence[Row], efficiency: Efficiency) -> dict[str, Any]:
+    every = [of_fit(table, chosen) for chosen in itertools.combinations(range(len(table)), 4)]
+    within = [one for one in every if one["all"]["mean"] <= 0.03 and one["all"]["worst"] <= 0.06]
+    found = []
+    for row in table:
+        tflops, step = table1_time(row, efficiency)
+        found.append(
+            {
+                "params_billion": row["params_billion"],
+                "published": row["tflops_per_gpu"],
+                "predicted": round(tflops, 1),
+                "error": round(tflops / row["tflops_per_gpu"] - 1, 4),
+                "seconds": {key: round(value, 4) for key, value in asdict(step).items()},
+            }
+        )
+    constant = statistics.mean(row["tflops_per_gpu"] for row in table)
+    return {
+        "rows": found,
+        "fit": of_fit(table, FITTED_ROWS),
+        "with_the_shipped_constants": _errors(table1_errors(table, efficiency)),
+        "a_constant_for_every_row": _errors(
+            [constant / row["tflops_per_gpu"] - 1 for row in table]
+        ),
+        "rotated": [of_fit(table, chosen) for chosen in ROTATIONS],
+        "every_four_rows": {
+            "fits": len(every),
+            "median_of_means": statistics.median(one["all"]["mean"] for one in every),
+            "largest_mean": max(one["all"]["mean"] for one in every),
+            "largest_worst": max(one["all"]["worst"] for one in every),
+            "share_within_3_and_6_percent": round(len(within) / len(every), 3),
+        },
+    }
+
+
+def of_setting(one: Setting) -> dict[str, Any]:
+    winner = one.winner
+    best = sorted((run for run in one.runs if run.fits), key=lambda run: -run.mfu)[:3]
+    return {
+        "params_billion": one.params_billion,
+        "sequence": one.sequence,
+        "gpus": one.gpus,
+        "runs": len(one.runs),
+        "winner": str(winner.layout),
+        "published_mfu": winner.published,
+        "predicted_mfu": round(winner.mfu, 1),
+        "error": round(one.error, 3),
+        "rank": one.rank,
+        "best_predicted": [str(run.layout) for run in best],
+        "fit_told_right": sum(run.fits == run.fitted for run in one.runs),
+        "predicted_to_fit_ran_out": sum(run.fits and not run.fitted for run in one.runs),
+        "predicted_too_large_ran": sum(run.fitted and not run.fits for run in one.runs),
+    }
+
+
+def search_seconds() -> dict[str, Any]:
+    model, cluster = gpt(96, 12288, 96), read_cluster(f"1024x{DEVICE.name}")
+    machine = Machine(DEVICE, GPU, elastrata("bf16", "fp32"))
+    began = time.perf_counter()
+    found = search(model, cluster, machine, batch_size=1536, steps=1, tensor_sizes=(1, 2, 4, 8))
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": round(seconds, 2),
+        "layouts": len(found.forecasts),
+        "do_not_fit": found.too_large,
+        "best": str(found.forecasts[0].layout),
+    }
+
+
+def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[Setting]) -> None:
+    figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    one, two, three = figure.subplots(1, 3)
+    published = [row["published"] for row in table["rows"]]
+    sizes = [f"{row['params_billion']:g}" for row in table["rows"]]
+    one.plot(sizes, published, "o", color="#1f2933", label="published")
+    one.plot(sizes, [row["predicted"] for row in table["rows"]], "x-", color="#d1495b",
+             label="predicted")  # fmt: skip
+    one.set(title="Megatron-LM, table 1", xlabel="billion parameters", ylabel="TFLOP/s a GPU")
+    one.set_ylim(0, 190)
+    one.tick_params(axis="x", rotation=45)
+    for size, color in ((174.6, "#1769aa"), (529.6, "#2a9d8f")):
+        some = [row for row in compared if row.params_billion == size]
+        gpus = [row.gpus for row in some]
+        for kind, line in (("ptdp", "-"), ("zero3", ":")):
+            two.plot(gpus, [getattr(row, kind) for row in some], line, color=color,
+                     label=f"{kind} {size:g}")  # fmt: skip
+            two.plot(gpus, [getattr(row, f"{kind}_published") for row in some], "o", color=color)
+    two.set(title="PTD-P and ZeRO-3 (dots: published)", xlabel="GPUs", ylabel="TFLOP/s a GPU")
+    runs = [run for setting in llamas for run in setting.runs if run.fitted]
+    three.scatter([r.published for r in runs], [r.mfu for r in runs], s=8, color="#7b8794")
+    three.scatter([s.winner.published for s in llamas], [s.winner.mfu for s in llamas], s=30,
+                  color="#d1495b", label="winners")  # fmt: skip
+    three.plot([20, 75], [20, 75], color="#1f2933", linewidth=1)
+    three.set(title="arXiv 2311.05610, MFU in %", xlabel="published", ylabel="predicted")
+    for axes in (one, two, three):
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(RESULTS / "planner.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder with Megatron-LM's tables")
+    data: Path = parser.parse_args().data
+    table = table1(rows(data / "megatron_sc21_table1.csv"), GPU)
+    compared = table2(data / "megatron_sc21_vs_zero3.csv", GPU)
+    llamas = settings(GPU)
+    good = [s for s in llamas if s.rank and s.rank <= 3 and abs(s.error) <= 0.1]
+    figures = {
+        "table1": table,
+        "table2": [
+            {key: round(value, 3) for key, value in asdict(row).items()} for row in compared
+        ],
+        "layouts_2311_05610": {
+            "settings": [of_setting(one) for one in llamas],
+            "winner_in_best_three_and_mfu_within_10_percent": len(good),
+        },
+        "search_175b_on_1024": search_seconds(),
+    }
+    write_result("planner", figures, ("numpy",))
+    draw(table, compared, llamas)
+
+
+if __name__ == "__main__":
+    main()

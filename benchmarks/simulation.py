@@ -1,0 +1,153 @@
+"""Runs on machines that come and go, simulated: how fast, how right, and the best interval.
+
+    python benchmarks/simulation.py
+
+scale: 10,000 workers over 30 days, each lost every 100 hours on average and replaced after one,
+with the engine's deal at every number of workers that occurs. intervals: the best number of steps
+between durable checkpoints without hot copies, beside Young's and Daly's formulas. record: the
+faults of the disturbed run in results/elasticity_plain.json, replayed; that has no time of its last
+step, so what can be compared is how many steps were done again and the numbers of workers. Writes
+results/simulation.json.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from report import RESULTS, write_result
+
+from elastrata.recipe.file import load_recipe
+from elastrata.simulation.pace import Pace, step_seconds
+from elastrata.simulation.recovery import RecoverySeconds, read_recovery
+from elastrata.simulation.run import Conditions, Run
+from elastrata.simulation.simulate import conditions, simulate, sweep
+from elastrata.simulation.trace import Event, Rates, drawn_events
+
+DAY = 86_400.0
+SEEDS = range(20)
+
+
+def scale() -> dict[str, Any]:
+    workers = 10_000
+    recipe = load_recipe("gpt/13b", [f"batch_size={2 * workers}", "steps=10_000_000"])
+    rates = Rates(lost_per_hour=0.01, hours_away=1.0)
+    began = time.perf_counter()
+    pace = Pace(worker_seconds=10.0 * workers, fixed_seconds=0.5)
+    at = conditions(
+        recipe,
+        step_seconds(recipe, pace, group=8),
+        RecoverySeconds(),
+        parameters=13_000_000_000,
+        workers=workers,
+        group=8,
+    )
+    events = 0
+
+    def counted() -> Iterable[Event]:
+        nonlocal events
+        for event in drawn_events(workers, rates, seconds=30 * DAY, seed=0):
+            events += 1
+            yield event
+
+    found = simulate(at, counted, seconds=30 * DAY, prices=None).outcome
+    return {
+        "workers": workers,
+        "days": 30,
+        "events": events,
+        "seconds_of_simulation": round(time.perf_counter() - began, 2),
+        "steps": found.steps,
+        "goodput": round(found.goodput, 4),
+        "faults": found.faults,
+    }
+
+
+def intervals() -> dict[str, Any]:
+    at = Conditions(
+        steps=10**9,
+        step_seconds=lambda workers: 1.0,
+        workers_min=1,
+        workers_max=64,
+        checkpoint_every=1,
+        checkpoint_seconds=10.0,
+        save_seconds=0.0,
+        hot_every=0,
+        hot_seconds=0.0,
+        hot_save_seconds=0.0,
+        resize_seconds=60.0,
+        recovery=RecoverySeconds(),
+    )
+    rates = Rates(lost_per_hour=1 / 64, hours_away=0.0)
+
+    def events() -> Iterable[Event]:
+        return drawn_events(64, rates, seconds=90 * DAY, seed=0)
+
+    found = sweep(at, events, seconds=90 * DAY)
+    assert found is not None
+    return {
+        "checkpoint_seconds": at.checkpoint_seconds,
+        "seconds_between_faults": round(found.seconds_between_faults, 1),
+        "best": found.best,
+        "young": found.young,
+        "daly": found.daly,
+        "goodput": {key: round(value, 5) for key, value in found.goodput.items()},
+    }
+
+
+def record() -> dict[str, Any]:
+    """The disturbed run of `elasticity.py`: hot copies every 5 steps, up to two workers there."""
+    run = json.loads((RESULTS / "elasticity_plain.json").read_text())
+    disturbed = run["through faults"]
+    seconds = run["median_step_seconds"]
+    recovery = read_recovery(str(RESULTS / "faults.json"))
+    table = json.loads((RESULTS / "faults.json").read_text())["kinds"]
+    hung = table["worker hung (SIGSTOP), 10 s allowed"]["next_step_after_s"]["median"]
+    at = Conditions(
+        steps=run["steps"],
+        step_seconds=lambda workers: seconds[f"{workers} worker{'s' * (workers > 1)}"],
+        workers_min=1,
+        workers_max=2,
+        checkpoint_every=200,
+        checkpoint_seconds=0.0,
+        save_seconds=0.0,
+        hot_every=5,
+        hot_seconds=0.0,
+        hot_save_seconds=0.2,
+        resize_seconds=1.0,
+        recovery=replace(recovery, lost=max(recovery.lost, hung)),
+    )
+    lost = []
+    for seed in SEEDS:
+        # Where in a step a fault falls is not in the record: it is moved by up to a few steps.
+        shift = 3.0 * seed / len(SEEDS)
+        events = [Event(0.0, "join", 2)]
+        for fault in disturbed["faults"]:
+            kind, at_second = fault["kind"], fault.get("seconds", 0.0) + shift
+            if kind in ("kill worker", "hang worker"):
+                # The process is gone; its machine is not, and another takes its place at once.
+                events += [Event(at_second, "lose"), Event(at_second + 0.001, "join")]
+            elif kind == "kill node":
+                events.append(Event(at_second, "lose"))
+            elif kind == "add node":
+                events.append(Event(at_second, "join"))
+        found = Run(at).replay(sorted(events), DAY)
+        lost.append(found.lost_steps / max(1, found.faults.get("lose", 0)))
+    again = disturbed["steps_done_again"]
+    return {
+        "faults": [fault["kind"] for fault in disturbed["faults"]],
+        "steps_again_for_each_rollback_recorded": round(statistics.mean(again), 2),
+        "steps_again_for_each_rollback_simulated": round(statistics.mean(lost), 2),
+    }
+
+
+def main() -> None:
+    figures = {"scale": scale(), "intervals": intervals(), "record": record()}
+    write_result("simulation", figures, ("numpy",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Seconds of one block, and of the head, for one micro-batch on one device.
+
+Letters: T tokens of the micro-batch, h hidden size, f feed-forward size, t tensor-parallel devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from elastrata.planner.efficiency import Efficiency
+from elastrata.planner.hardware import Device
+from elastrata.planner.kernels import matmul_seconds, traffic_seconds
+from elastrata.planner.stack import Stack
+from elastrata.planner.transformer import Transformer
+
+_FP32 = 4
+_FLASH_BACKWARD = 2.5
+"""Matrix products of flash attention's backward pass over those of its forward pass: five, of which
+one computes the scores again, over two (arXiv 2307.08691, section 3)."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds forward and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels run on and how."""
+
+    device: Device
+    efficiency: Efficiency
+    stack: Stack
+
+    @cached_property
+    def messages(self) -> Efficiency:
+        """What the system reaches of the links."""
+        link = self.efficiency.link * self.stack.link_factor
+        network = self.efficiency.network * self.stack.network_factor
+        return replace(self.efficiency, link=link, network=network)
+
+
+@lru_cache(maxsize=4096)
+def block_passes(
+    model: Transformer, machine: Machine, samples: int, tensor: int, sequence: bool
+) -> Passes:
+    """Of a block without its messages."""
+    linear = _linear(model, machine, samples, tensor)
+    attention = _attention(model, machine, samples, tensor)
+    elementwise = _elementwise(model, machine, samples, tensor, sequence)
+    parts = (linear, attention, elementwise)
+    return Passes(sum(p.forward for p in parts), sum(p.backward for p in parts))
+
+
+@lru_cache(maxsize=4096)
+def head_passes(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+    """Of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four times
+    and the logit itself twice."""
+    tokens = max(1, round(samples * model.seq_len * model.predicted))
+    columns = -(-model.vocabulary // tensor)
+    product = _product(machine, tokens, columns, model.hidden)
+    element = machine.stack.element_bytes
+    logits = tokens * (model.vocabulary if machine.stack.whole_logits else columns)
+    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * _FP32 + element))
+    return Passes(product.forward + loss, product.backward + loss)
+
+
+def _product(machine: Machine, rows: int, columns: int, inner: int) -> Passes:
+    """A linear layer: forward one product, backward one for the input and one for the weight."""
+
+    def seconds(*shape: int) -> float:
+        a, b, c = shape
+        return matmul_seconds(
+            machine.device, machine.efficiency, (a, b, c), machine.stack.element_bytes
+        )
+
+    return Passes(
+        seconds(rows, columns, inner), seconds(rows, inner, columns) + seconds(inner, columns, rows)
+    )
+
+
+def _linear(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+    tokens = samples * model.seq_len
+    wide = (2 if model.gated else 1) * model.feed_forward
+    products = [
+        _product(machine, tokens, -(-(model.hidden + 2 * model.kv_width) // tensor), model.hidden),
+        _product(machine, tokens, model.hidden, -(-model.hidden // tensor)),
+        _product(machine, tokens, -(-wide // tensor), model.hidden),
+        _product(machine, tokens, model.hidden, -(-model.feed_forward // tensor)),
+    ]
+    return Passes(sum(p.forward for p in products), sum(p.backward for p in products))
+
+
+def _attention(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+    """Scores and their products with the values."""
+    length, width = model.seq_len, model.hidden // model.heads
+    count = samples * -(-model.heads // tensor)
+    if machine.stack.flash:
+        flops = 4 * count * length * length * width * (0.5 if model.causal else 1.0)
+        forward = flops / (machine.device.peak_flops * machine.efficiency.attention)
+        return Passes(forward, _FLASH_BACKWARD * forward)
+
+    def seconds(*shape: int) -> float:
+        a, b, c = shape
+        return matmul_seconds(
+            machine.device, machine.efficiency, (a, b, c), machine.stack.element_bytes, count
+        )
+
+    scores, values = seconds(length, length, width), seconds(length, width, length)
+    # Backward: for scores the gradients of query and key, for values those of both factors.
+    return Passes(scores + values, 2 * values + scores + seconds(width, length, length))
+
+
+def _elementwise(
+    model: Transformer, machine: Machine, samples: int, tensor: int, sequence: bool
+) -> Passes:
+    """What is read and written between the matrix products, in bytes per token.
+
+    Norms and residuals are computed by every tensor-parallel device for all tokens, unless these
+    are divided, too.
+    """
+    stack, h, e = machine.stack, model.hidden, machine.stack.element_bytes
+    mask = 1 if stack.dropout else 0
+    # Two norms (read, write), two residual additions (read twice, write; the mask of dropout).
+    shared = 2 * 2 * e * h + 2 * (3 * e + mask) * h
+    # Norms read the gradient as well; gradients of the two branches are added up.
+    shared_backward = 2 * 3 * e * h + 2 * 3 * e * h + 2 * mask * (2 * e + 1) * h
+    own, own_backward = _own_traffic(model, stack)
+    parts = tensor if sequence else 1
+    tokens = samples * model.seq_len
+
+    def seconds(num_bytes: float) -> float:
+        return traffic_seconds(machine.device, machine.efficiency, tokens * num_bytes)
+
+    return Passes(
+        seconds(shared / parts + own / tensor),
+        seconds(shared_backward / parts + own_backward / tensor),
+    )
+
+
+def _own_traffic(model: Transformer, stack: Stack) -> tuple[float, float]:
+    """Bytes per token, forward and backward, of what tensor-parallel devices divide."""
+    e, f = stack.element_bytes, model.feed_forward
+    if model.gated:
+        numbers, backward = (3, 5) if stack.fused else (5, 8)
+    else:
+        numbers, backward = 2, 3
+    own, own_backward = numbers * e * f, backward * e * f
+    if model.position_rows == 0:
+        turned = 2 * e * (model.hidden + model.kv_width)
+        own, own_backward = own + turned, own_backward + turned
+    if not stack.flash:
+        scores = model.heads * model.seq_len
+        dropped = 2 * e + 1 if stack.dropout else 0
+        own += scores * (2 * e + dropped)
+        own_backward += scores * (3 * e + dropped)
+    return own, own_backward

@@ -1,0 +1,31 @@
+"""What of the data sheets' figures is reached: the model's only free constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of peak rates, and what every message costs whatever its size."""
+
+    matmul: float
+    """Of the peak, by matrix products that fill the device. Fitted."""
+    memory: float
+    """Of the memory's bandwidth, by element-wise kernels. Fitted."""
+    attention: float = 0.6
+    """Of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73% on A100)."""
+    link: float = 0.75
+    """Of the link inside a node, by collectives (nccl-tests on DGX A100: about 230 GB/s of 300)."""
+    network: float = 0.8
+    """Of the network, by collectives (nccl-tests on DGX A100: 160 to 190 GB/s of 200 a node)."""
+    message_seconds: float = 20e-6
+    """Before a message's first byte: the launch of a kernel, and its way through a ring."""
+
+
+GPU_PRIOR = Efficiency(matmul=0.75, memory=0.75)
+"""Before any fit."""
+GPU = replace(GPU_PRIOR, matmul=0.741, memory=0.735)
+"""Fitted on four rows of Megatron-LM's table 1; tests/platform_/test_planner_published.py."""
+CPU = Efficiency(matmul=0.6, memory=0.6, attention=0.3, link=0.5, network=0.5, message_seconds=5e-4)
+"""Nothing fitted: of a core among others, as they come."""

@@ -1,0 +1,188 @@
+"""Devices and the links between them: what their data sheets say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastrata_pipelines.errors import UserError, nearest
+
+_GB = 1e9
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU, or one CPU core."""
+
+    name: str
+    peak_flops: float
+    """Dense matrix products per second in `dtype`."""
+    dtype: str
+    """The format the peak is of."""
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second."""
+    multiprocessors: int
+    tiles: tuple[tuple[int, int, float], ...]
+    """Rows and columns of the parts that a matrix product is cut into, one for each
+    multiprocessor at a time, with the rate relative to the best of them."""
+    link: float
+    """Bytes per second, each way, to the other devices of a node."""
+    link_name: str
+    network: float
+    """Bytes per second, each way, for each device, to other nodes, as machines with it usually
+    have."""
+    per_node: int
+    """Devices in such a machine."""
+    reserved_bytes: float
+    """What the driver, its kernels and the communication library take."""
+    source: str
+
+
+_TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
+"""The largest tiles of cuBLAS; smaller ones read more bytes for each product
+(NVIDIA, Matrix Multiplication Background User's Guide, section 3)."""
+_SMALL_TILES = ((128, 128, 1.0), (128, 64, 0.85))
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(
+            name="A100-80GB",
+            peak_flops=312e12,
+            dtype="bf16",
+            memory_bytes=79.2 * _GIB,
+            memory_bandwidth=2039 * _GB,
+            multiprocessors=108,
+            tiles=_TENSOR_CORE_TILES,
+            link=300 * _GB,
+            link_name="NVLink 3",
+            network=25 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
+        ),
+        Device(
+            name="A100-40GB",
+            peak_flops=312e12,
+            dtype="bf16",
+            memory_bytes=39.4 * _GIB,
+            memory_bandwidth=1555 * _GB,
+            multiprocessors=108,
+            tiles=_TENSOR_CORE_TILES,
+            link=300 * _GB,
+            link_name="NVLink 3",
+            network=25 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
+        ),
+        Device(
+            name="H100-80GB",
+            peak_flops=989e12,
+            dtype="bf16",
+            memory_bytes=79.1 * _GIB,
+            memory_bandwidth=3350 * _GB,
+            multiprocessors=132,
+            tiles=_TENSOR_CORE_TILES,
+            link=450 * _GB,
+            link_name="NVLink 4",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA H100 data sheet (SXM); DGX H100 data sheet: 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="H200",
+            peak_flops=989e12,
+            dtype="bf16",
+            memory_bytes=139.8 * _GIB,
+            memory_bandwidth=4800 * _GB,
+            multiprocessors=132,
+            tiles=_TENSOR_CORE_TILES,
+            link=450 * _GB,
+            link_name="NVLink 4",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA H200 data sheet (SXM); DGX H200 data sheet: 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="V100-32GB",
+            peak_flops=125e12,
+            dtype="fp16",
+            memory_bytes=31.7 * _GIB,
+            memory_bandwidth=900 * _GB,
+            multiprocessors=80,
+            tiles=_SMALL_TILES,
+            link=150 * _GB,
+            link_name="NVLink 2",
+            network=6.25 * _GB,
+            per_node=8,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
+        ),
+        Device(
+            name="V100-16GB",
+            peak_flops=125e12,
+            dtype="fp16",
+            memory_bytes=15.8 * _GIB,
+            memory_bandwidth=900 * _GB,
+            multiprocessors=80,
+            tiles=_SMALL_TILES,
+            link=150 * _GB,
+            link_name="NVLink 2",
+            network=6.25 * _GB,
+            per_node=8,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
+        ),
+        Device(
+            name="T4",
+            peak_flops=65e12,
+            dtype="fp16",
+            memory_bytes=14.6 * _GIB,
+            memory_bandwidth=320 * _GB,
+            multiprocessors=40,
+            tiles=_SMALL_TILES,
+            link=15.75 * _GB,
+            link_name="PCIe 3 x16",
+            network=1.5625 * _GB,
+            per_node=4,
+            reserved_bytes=0.7 * _GIB,
+            source="NVIDIA T4 data sheet; 50 Gbit/s for 4 GPUs, as cloud machines have",
+        ),
+        Device(
+            name="CPU",
+            peak_flops=80e9,
+            dtype="fp32",
+            memory_bytes=4 * _GIB,
+            memory_bandwidth=10 * _GB,
+            multiprocessors=1,
+            tiles=((1, 1, 1.0),),
+            link=2 * _GB,
+            link_name="gloo over loopback",
+            network=1.25 * _GB,
+            per_node=2,
+            reserved_bytes=0.3 * _GIB,
+            source="one core at 2.5 GHz with two AVX2 multiply-add units: 32 FLOPs a cycle",
+        ),
+    )
+}
+"""By name. A peak without bf16 is fp16's: these devices compute bf16 slower."""
+
+ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
+
+
+def device_named(name: str) -> Device:
+    """A device of the table, by its name in any case or by a short one.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = {key.lower(): key for key in DEVICES} | {k.lower(): v for k, v in ALIASES.items()}
+    found = known.get(name.lower())
+    if found is None:
+        hint = nearest(name.upper(), [*DEVICES, *ALIASES])
+        raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
+    return DEVICES[found]

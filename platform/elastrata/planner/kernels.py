@@ -1,0 +1,73 @@
+"""Seconds of single kernels on a device, by their shapes."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from elastrata.planner.efficiency import Efficiency
+from elastrata.planner.hardware import Device
+
+_FILLING = 128
+"""Products along the inner dimension that a tile takes to get going and to be written: the depth
+of cuBLAS' pipeline of loads, with its epilogue."""
+
+
+@cache
+def shape_efficiency(device: Device, rows: int, columns: int, inner: int, count: int = 1) -> float:
+    """Rate of a matrix product over that of one that fills the device.
+
+    A product is cut into tiles, a multiprocessor computes one at a time: tiles that hang over the
+    edge, and a last wave with fewer tiles than multiprocessors, are lost. The best of the known
+    tiles counts.
+
+    Args:
+        device: it is computed on.
+        rows: of the result.
+        columns: of the result.
+        inner: length of the sums.
+        count: products that are computed together.
+    """
+    best = 0.0
+    for height, width, rate in device.tiles:
+        tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
+        waves = math.ceil(tiles / device.multiprocessors)
+        filled = count * rows * columns / (waves * device.multiprocessors * height * width)
+        best = max(best, rate * filled)
+    if device.multiprocessors == 1:
+        return 1.0
+    return best * inner / (inner + _FILLING)
+
+
+@cache
+def matmul_seconds(
+    device: Device,
+    efficiency: Efficiency,
+    shape: tuple[int, int, int],
+    element_bytes: int,
+    count: int = 1,
+) -> float:
+    """Of `count` products [rows, inner] x [inner, columns]: by arithmetic, or by what they read and
+    write, whichever takes longer (the roofline of Williams et al. 2009).
+
+    Args:
+        device: it is computed on.
+        efficiency: what of its rates is reached.
+        shape: rows, columns, inner.
+        element_bytes: of each number.
+        count: products that are computed together.
+    """
+    rows, columns, inner = shape
+    rate = (
+        device.peak_flops
+        * efficiency.matmul
+        * shape_efficiency(device, rows, columns, inner, count)
+    )
+    numbers = rows * inner + inner * columns + rows * columns
+    arithmetic = 2 * count * rows * columns * inner / rate
+    return max(arithmetic, traffic_seconds(device, efficiency, count * numbers * element_bytes))
+
+
+def traffic_seconds(device: Device, efficiency: Efficiency, num_bytes: float) -> float:
+    """Of element-wise kernels that read and write so many bytes."""
+    return num_bytes / (device.memory_bandwidth * efficiency.memory)

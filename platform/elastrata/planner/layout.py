@@ -1,0 +1,63 @@
+"""A layout: how devices divide a model and its batch among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Checkpointing = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes whose product is the number of devices. Neighbouring devices share a sample (`tensor`),
+    then a copy of the state (`shards`), then come other copies, then the next stage."""
+
+    tensor: int = 1
+    sequence: bool = False
+    """Whether tokens are divided as well, between the matrices."""
+    pipeline: int = 1
+    virtual_stages: int = 1
+    """Parts of the model on each device of a pipeline."""
+    schedule: Schedule = "1f1b"
+    shards: int = 1
+    """Devices that share one copy of parameters, gradients and optimizer states."""
+    copies: int = 1
+    """Of the model; HSDP where there are several and each is sharded."""
+    micro_batch: int = 1
+    """Samples that go through the model together."""
+    checkpointing: Checkpointing = "none"
+    reshard: bool = True
+    """Whether gathered parameters are dropped after each block's forward pass."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: each has samples of its own."""
+        return self.shards * self.copies
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return self.tensor * self.pipeline * self.data
+
+    def micro_batches(self, batch_size: int) -> int:
+        """That each data-parallel rank runs through the model in a step."""
+        return -(-batch_size // (self.data * self.micro_batch))
+
+    def layers_of_stage(self, layers: int) -> int:
+        """Of the device that has most of them."""
+        parts = self.pipeline * self.virtual_stages
+        return self.virtual_stages * -(-layers // parts)
+
+    def __str__(self) -> str:
+        pieces = [f"tp{self.tensor}{'+sp' if self.sequence else ''}", f"pp{self.pipeline}"]
+        if self.pipeline > 1:
+            pieces[-1] += f" {self.schedule}" + (
+                f" x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+            )
+        pieces.append(f"{self.copies}x{self.shards}")
+        pieces.append(f"mb{self.micro_batch}")
+        pieces += ["recompute"] if self.checkpointing == "full" else []
+        pieces += [] if self.reshard else ["keep"]
+        return " ".join(pieces)

@@ -1,0 +1,213 @@
+"""Bytes on the device that needs most of them, term by term.
+
+Letters: T tokens of the micro-batch, h hidden size, f feed-forward size, t tensor-parallel devices,
+e bytes of an activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastrata.planner.hardware import Device
+from elastrata.planner.layout import Layout
+from elastrata.planner.stack import Stack
+from elastrata.planner.transformer import Transformer
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device."""
+
+    parameters: float
+    """Its share of the parameters and of what the optimizer keeps."""
+    gathered: float
+    """Whole parameters, as they are applied."""
+    gradients: float
+    """Gradients: added up over micro-batches, reduced, and on their way."""
+    activations: float
+    """What blocks keep for the backward pass, of all micro-batches in flight."""
+    working: float
+    """The block that is computed, where its activations are computed again; logits and loss."""
+    reserved: float
+    """The driver, its kernels, the communication library."""
+    fragmentation: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        kept = self.parameters + self.gathered + self.gradients + self.activations
+        return kept + self.working + self.reserved + self.fragmentation
+
+
+def memory(
+    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+) -> Memory:
+    """What a step needs at its peak: where a backward pass begins, with all activations, or where
+    it ends, with all gradients.
+
+    Args:
+        model: that is trained.
+        device: it is trained on.
+        stack: the system that trains it.
+        layout: how devices divide it.
+        batch_size: samples of a step, over all devices.
+    """
+    stages = [_first_stage, _last_stage] if layout.pipeline > 1 else [_only_stage]
+    found = [stage(model, device, stack, layout, batch_size) for stage in stages]
+    return max(found, key=lambda one: one.total)
+
+
+def block_activations(model: Transformer, stack: Stack, layout: Layout) -> float:
+    """Bytes that a block keeps for the backward pass of one micro-batch.
+
+    As in arXiv 2205.05198, section 4.1, counted for the operations of each kind of block. What
+    every tensor-parallel device keeps whole, unless tokens are divided: inputs of the two norms, of
+    the projections to query, key and value and of the feed-forward's first. What they divide:
+    query, key, value, attention's result, and the feed-forward's inner numbers.
+    """
+    e, h, f = stack.element_bytes, model.hidden, model.feed_forward
+    shared = 4 * e * h + (2 * h if stack.dropout else 0)
+    inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
+    own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
+    if model.position_rows == 0 and not stack.fused:
+        own += e * (h + model.kv_width)  # query and key before they were turned
+    if stack.flash:
+        own += _FP32 * model.heads
+    else:
+        own += model.heads * model.seq_len * (2 * e + (1 if stack.dropout else 0))
+    parts = layout.tensor if layout.sequence else 1
+    tokens = layout.micro_batch * model.seq_len
+    return tokens * (shared / parts + own / layout.tensor)
+
+
+def blocks_in_flight(model: Transformer, layout: Layout, micro_batches: int, stage: int) -> float:
+    """Blocks times micro-batches whose activations a stage holds at once.
+
+    GPipe holds all micro-batches; 1F1B, and ZB-H1, as many as there are stages from here to the
+    end; interleaved stages (p - 1) / (p v) more than these (arXiv 2104.04473, section 2.2;
+    arXiv 2205.05198, section 4.2.3).
+    """
+    layers = layout.layers_of_stage(model.layers)
+    if layout.pipeline == 1:
+        return layers
+    if layout.schedule == "gpipe":
+        return layers * micro_batches
+    p, v = layout.pipeline, layout.virtual_stages
+    held = p - stage + ((p - 1) / v if v > 1 else 0)
+    return layers * min(held, micro_batches)
+
+
+def _only_stage(
+    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+) -> Memory:
+    numbers = float(model.parameters)
+    return _stage(model, device, stack, layout, batch_size, numbers, 0, has_head=True)
+
+
+def _first_stage(
+    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+) -> Memory:
+    blocks = layout.layers_of_stage(model.layers) * model.block_parameters
+    numbers = float(blocks + model.embedding_parameters)
+    return _stage(model, device, stack, layout, batch_size, numbers, 0, has_head=False)
+
+
+def _last_stage(
+    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+) -> Memory:
+    blocks = layout.layers_of_stage(model.layers) * model.block_parameters
+    numbers = float(blocks + model.vocabulary * model.hidden + model.head_extra)
+    stage = layout.pipeline - 1
+    return _stage(model, device, stack, layout, batch_size, numbers, stage, has_head=True)
+
+
+def _stage(
+    model: Transformer,
+    device: Device,
+    stack: Stack,
+    layout: Layout,
+    batch_size: int,
+    numbers: float,
+    stage: int,
+    *,
+    has_head: bool,
+) -> Memory:
+    """Of a stage with so many parameters, before they are divided: where its backward pass begins,
+    or where it ends, whichever needs more."""
+    own = numbers / layout.tensor
+    micro_batches = layout.micro_batches(batch_size)
+    flight = blocks_in_flight(model, layout, micro_batches, stage - stack.extra_micro_batches)
+    block = block_activations(model, stack, layout)
+    logits = _logits(model, stack, layout) if has_head else 0.0
+    again = block if layout.checkpointing == "full" else 0.0
+    state = own * stack.state_bytes / (layout.shards if stack.sharding != "none" else 1)
+    gathered = _gathered(model, stack, layout, own)
+    begins = (
+        _accumulated(stack, own, micro_batches),
+        _kept(model, stack, layout, block) * flight,
+        max(logits, again),
+    )
+    ends = (_reduced(model, stack, layout, own), 0.0, block)
+    gradients, activations, working = max(begins, ends, key=sum)
+    return Memory(
+        parameters=state,
+        gathered=gathered,
+        gradients=gradients,
+        activations=activations,
+        working=working,
+        reserved=device.reserved_bytes,
+        fragmentation=stack.fragmentation * (state + gathered + gradients + activations + working),
+    )
+
+
+def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> float:
+    """Of a block, for the backward pass: all of it, or its input alone."""
+    if layout.checkpointing == "none":
+        return block
+    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
+    return hidden / (layout.tensor if layout.sequence else 1)
+
+
+def _logits(model: Transformer, stack: Stack, layout: Layout) -> float:
+    """Of one micro-batch, with what the loss makes of them."""
+    tokens = layout.micro_batch * model.seq_len * model.predicted
+    columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
+    return tokens * columns * stack.logit_bytes
+
+
+def _gathered(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
+    """FSDP2 holds the block that is computed, the message of the next one, and what is outside of
+    blocks; a lone shard is copied, too."""
+    if stack.sharding != "all":
+        return own * stack.element_bytes
+    if not layout.reshard:
+        return own * stack.element_bytes
+    ahead, outside = _buckets(model, layout, own)
+    return (ahead + outside) * stack.element_bytes
+
+
+def _accumulated(stack: Stack, own: float, micro_batches: int) -> float:
+    """Gradients where a backward pass begins: those of the micro-batches before it, whole, as they
+    are reduced once a step."""
+    if stack.sharding != "all":
+        return own * stack.gradient_bytes
+    return own * stack.gradient_bytes if stack.accumulates and micro_batches > 1 else 0.0
+
+
+def _reduced(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
+    """Gradients where the last backward pass ends: this shard's, and those on their way, as they
+    are and as a message."""
+    if stack.sharding != "all":
+        return own * stack.gradient_bytes
+    ahead, outside = _buckets(model, layout, own)
+    on_their_way = max(ahead, outside) * (stack.gradient_bytes + stack.reduced_bytes)
+    return own / layout.shards * stack.gradient_bytes + on_their_way
+
+
+def _buckets(model: Transformer, layout: Layout, own: float) -> tuple[float, float]:
+    """Parameters of two blocks, and of what is outside of blocks."""
+    block = model.block_parameters / layout.tensor
+    blocks = layout.layers_of_stage(model.layers) * block
+    return min(blocks, 2 * block), max(0.0, own - blocks)

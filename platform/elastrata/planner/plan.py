@@ -1,0 +1,191 @@
+"""The plan of a recipe on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from elastrata.launch.data_outline import data_outline
+from elastrata.planner.block import Machine
+from elastrata.planner.cluster import Cluster
+from elastrata.planner.efficiency import CPU, GPU
+from elastrata.planner.hardware import DEVICES
+from elastrata.planner.layout import Layout
+from elastrata.planner.search import Found, search
+from elastrata.planner.stack import elastrata
+from elastrata.planner.transformer import Transformer
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata_pipelines.errors import UserError
+
+_TENSOR_SIZES = (1, 2, 4, 8, 16)
+_MOST_DEVICES = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All layouts that fit, and what they were computed from."""
+
+    model: Transformer
+    cluster: Cluster
+    machine: Machine
+    batch_size: int
+    steps: int
+    prepared: bool
+    """Whether the data set is there; else vocabulary and length are those asked for."""
+    found: Found
+
+
+def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
+    """Searches the layouts of one phase of a recipe. Samples count as if all were of full length.
+
+    Args:
+        recipe: what is to be trained.
+        part: one of its phases.
+        cluster: that it is to be trained on.
+
+    Raises:
+        UserError: the model fits under no layout, with what is missing and what would make it fit;
+            or its workload cannot be planned.
+    """
+    outline = data_outline(recipe)
+    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    machine = machine_of(recipe, cluster)
+    if part.batch_size < 1:
+        raise UserError("batch_size: 0: expected at least 1")
+    found = _search(recipe, part, model, cluster, machine)
+    if not found.forecasts:
+        raise UserError(*_misfit(recipe, part, model, cluster, machine, found))
+    return Plan(
+        model=model,
+        cluster=cluster,
+        machine=machine,
+        batch_size=part.batch_size,
+        steps=part.steps,
+        prepared=outline.prepared,
+        found=found,
+    )
+
+
+def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
+    """The cluster's device with this engine, in the recipe's precision."""
+    is_cpu = cluster.device.name == "CPU"
+    stack = elastrata(recipe.precision, recipe.parallel.reduce_dtype)
+    return Machine(cluster.device, CPU if is_cpu else GPU, stack)
+
+
+def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, object]:
+    """The recipe's keys, by dotted path, that make it train under a layout, where they differ from
+    what it says."""
+    copies: object = "all" if layout.shards == 1 and layout.data > 1 else layout.copies
+    wanted: dict[str, object] = {
+        "workers.min": min(recipe.workers.min, layout.devices),
+        "workers.max": layout.devices,
+        "micro_batch_tokens": layout.micro_batch * seq_len,
+        "activation_checkpointing": layout.checkpointing,
+        "parallel.tensor": layout.tensor,
+        "parallel.sequence": layout.sequence,
+        "parallel.replicate": copies,
+        "parallel.reshard_after_forward": layout.reshard,
+    }
+    if layout.tensor * layout.pipeline > 1:
+        wanted["workers.min"] = layout.tensor * layout.pipeline
+    if layout.pipeline > 1:
+        wanted |= {
+            "parallel.pipeline": layout.pipeline,
+            "parallel.virtual_stages": layout.virtual_stages,
+            "parallel.schedule": layout.schedule,
+        }
+    values = recipe.model_dump(mode="json")
+    return {path: value for path, value in wanted.items() if _value(values, path) != value}
+
+
+def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
+    """Why this version cannot train the recipe under a layout, a line each; empty if it can."""
+    values = recipe.model_dump(mode="json")
+    for path, value in recipe_keys(recipe, layout, seq_len).items():
+        *sections, key = path.split(".")
+        section = values
+        for name in sections:
+            section = section[name]
+        section[key] = value
+    try:
+        changed = Recipe.model_validate(values)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    return [line for _, line in cross_field_problems(changed)]
+
+
+def _value(values: object, path: str) -> object:
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _search(
+    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+) -> Found:
+    sizes = [n for n in _TENSOR_SIZES if n == 1 or not recipe.workload.tensor_problems(n)]
+    return search(
+        model,
+        cluster,
+        machine,
+        batch_size=part.batch_size,
+        steps=part.steps,
+        tensor_sizes=sizes,
+    )
+
+
+def _misfit(
+    recipe: Recipe,
+    part: PhaseKeys,
+    model: Transformer,
+    cluster: Cluster,
+    machine: Machine,
+    found: Found,
+) -> list[str]:
+    """By how much the model does not fit, and what would make it fit."""
+    nearest, device = found.nearest, cluster.device
+    if nearest is None:
+        return [
+            f"--cluster: {cluster.devices} devices: expected at most batch_size "
+            f"({part.batch_size}), a sample for each that has its own"
+        ]
+    line = (
+        f"--cluster: {cluster.devices}x{device.name}: the model fits under no layout; nearest is "
+        f"{nearest.layout}, which needs {nearest.needed / 2**30:.1f} GiB on a device of "
+        f"{device.memory_bytes / 2**30:.1f}: {nearest.missing / 2**30:.1f} GiB too much"
+    )
+    remedies = [*_more_devices(recipe, part, model, cluster, machine)]
+    remedies += _larger_devices(recipe, part, model, cluster, machine)
+    if not remedies:
+        return [f"{line}; nor does it on {_MOST_DEVICES:,} of them"]
+    return [line, f"it would fit on {' or '.join(remedies)}"]
+
+
+def _more_devices(
+    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+) -> list[str]:
+    if cluster.device.memory_bytes <= cluster.device.reserved_bytes:
+        return []
+    devices = 2 * cluster.devices
+    while devices <= _MOST_DEVICES:
+        per_node = max(cluster.per_node, min(devices, cluster.device.per_node))
+        larger = replace(cluster, devices=devices, per_node=per_node)
+        if _search(recipe, part, model, larger, machine).forecasts:
+            return [f"{devices}x{cluster.device.name}"]
+        devices *= 2
+    return []
+
+
+def _larger_devices(
+    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+) -> list[str]:
+    for device in sorted(DEVICES.values(), key=lambda one: one.memory_bytes):
+        if device.memory_bytes > cluster.device.memory_bytes and device.name != "CPU":
+            other = replace(cluster, device=device)
+            if _search(recipe, part, model, other, replace(machine, device=device)).forecasts:
+                return [f"{cluster.devices}x{device.name}"]
+    return []

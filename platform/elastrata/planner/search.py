@@ -1,0 +1,165 @@
+"""All layouts of a model on a cluster, looked at one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from elastrata.planner.block import Machine
+from elastrata.planner.cluster import Cluster
+from elastrata.planner.forecast import Forecast, forecast
+from elastrata.planner.layout import Checkpointing, Layout, Schedule
+from elastrata.planner.memory import memory
+from elastrata.planner.step_time import step_time
+from elastrata.planner.transformer import Transformer
+
+_MOST_SAMPLES = 64
+"""In a micro-batch: devices are full long before."""
+_MOST_PARTS = 8
+"""Of the model on one device of a pipeline."""
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """The layout that is nearest to fitting."""
+
+    layout: Layout
+    needed: float
+    """Bytes."""
+    missing: float
+    """Bytes beyond the device's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found."""
+
+    forecasts: tuple[Forecast, ...]
+    """Of the layouts that fit, the fastest first; maybe none."""
+    too_large: int
+    """Layouts that do not fit."""
+    nearest: Misfit | None
+    """None where there was nothing that does not fit."""
+
+    @property
+    def families(self) -> tuple[Forecast, ...]:
+        """The best of all layouts that divide the model alike."""
+        best: dict[tuple[int, ...], Forecast] = {}
+        for one in self.forecasts:
+            best.setdefault(family(one.layout), one)
+        return tuple(best.values())
+
+
+def family(layout: Layout) -> tuple[int, ...]:
+    """What of a layout says how devices divide the model."""
+    return layout.tensor, layout.pipeline, layout.copies, layout.shards
+
+
+def search(
+    model: Transformer,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    batch_size: int,
+    steps: int,
+    tensor_sizes: Sequence[int],
+    pipelines: bool = True,
+) -> Found:
+    """Looks at every layout that uses all devices.
+
+    Args:
+        model: that is to be trained.
+        cluster: that it is to be trained on.
+        machine: the cluster's device, and the system.
+        batch_size: samples of a step.
+        steps: of the run.
+        tensor_sizes: into how many parts the model's matrices can be divided.
+        pipelines: whether models may be cut into stages.
+    """
+    fitting, too_large, nearest = list[Forecast](), 0, None
+    for shape in _shapes(model, cluster.devices, cluster.per_node, tensor_sizes, pipelines):
+        for layout in _micro_batched(shape, batch_size):
+            needed = memory(model, cluster.device, machine.stack, layout, batch_size)
+            missing = needed.total - cluster.device.memory_bytes
+            if missing > 0:
+                too_large += 1
+                if nearest is None or missing < nearest.missing:
+                    nearest = Misfit(layout=layout, needed=needed.total, missing=missing)
+                break  # a larger micro-batch needs more
+            time = step_time(model, cluster, machine, layout, batch_size)
+            fitting.append(
+                forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
+            )
+    fitting.sort(key=lambda one: (one.time.total, one.memory.total))
+    return Found(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
+
+
+def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
+    """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank."""
+    samples = 1
+    while samples <= min(_MOST_SAMPLES, -(-batch_size // shape.data)):
+        yield Layout(**{**vars(shape), "micro_batch": samples})
+        samples *= 2
+
+
+def _shapes(
+    model: Transformer,
+    devices: int,
+    per_node: int,
+    tensor_sizes: Sequence[int],
+    pipelines: bool,
+) -> Iterator[Layout]:
+    """Layouts with micro-batches of one sample."""
+    for tensor in tensor_sizes:
+        if devices % tensor or tensor > per_node:
+            continue  # such devices talk in every block: they belong on one node
+        for stages, parts, schedule in _stages(model.layers, devices // tensor, pipelines):
+            data = devices // tensor // stages
+            for shards, sequence, checkpointing in product(
+                _shard_counts(data, tensor, per_node),
+                (False, True) if tensor > 1 else (False,),
+                _CHECKPOINTING,
+            ):
+                for reshard in (True, False) if shards > 1 else (True,):
+                    yield Layout(
+                        tensor=tensor,
+                        sequence=sequence,
+                        pipeline=stages,
+                        virtual_stages=parts,
+                        schedule=schedule,
+                        shards=shards,
+                        copies=data // shards,
+                        checkpointing=checkpointing,
+                        reshard=reshard,
+                    )
+
+
+def _stages(layers: int, devices: int, pipelines: bool) -> Iterator[tuple[int, int, Schedule]]:
+    """Numbers of stages, of parts on each, and their schedule."""
+    yield 1, 1, "1f1b"
+    for stages in _divisors(devices) if pipelines else ():
+        if not 1 < stages <= layers:
+            continue
+        yield stages, 1, "1f1b"
+        yield stages, 1, "zero_bubble"
+        if layers % stages == 0:
+            for parts in _divisors(layers // stages):
+                if 1 < parts <= _MOST_PARTS:
+                    yield stages, parts, "interleaved_1f1b"
+
+
+def _shard_counts(data: int, tensor: int, per_node: int) -> list[int]:
+    """All data-parallel devices, those of a node, those of two, four... nodes, or one."""
+    inside = max(1, per_node // tensor)
+    counts = {1, data}
+    while inside < data:
+        if data % inside == 0:
+            counts.add(inside)
+        inside *= 2
+    return sorted(counts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

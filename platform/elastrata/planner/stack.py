@@ -1,0 +1,129 @@
+"""What training systems do, as far as the memory and time of a step depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sharding = Literal["none", "optimizer", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A training system. Bytes are per number."""
+
+    name: str
+    source: str
+    sharding: Sharding
+    """What data-parallel devices divide among them: nothing, the optimizer's states (ZeRO-1), or
+    parameters and gradients as well (ZeRO-3, FSDP)."""
+    flash: bool
+    """Whether attention keeps no matrix of scores, and skips what causality masks."""
+    fused: bool
+    """Whether neighbouring element-wise operations are one kernel."""
+    dropout: bool
+    element_bytes: int
+    """Of activations and of parameters as they are applied."""
+    gradient_bytes: int
+    """Of gradients as they are added up over micro-batches."""
+    reduced_bytes: int
+    """Of gradients as they travel."""
+    state_bytes: int
+    """Of everything the optimizer keeps: fp32 parameters and moments."""
+    overlap: float
+    """Share of data-parallel messages that computation hides, as far as it takes as long."""
+    accumulates: bool
+    """Whether gradients are reduced once a step, not after every micro-batch."""
+    whole_logits: bool
+    """Whether every tensor-parallel device has all logits."""
+    logit_bytes: int
+    """Of a logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
+    the softmax, and its gradient twice."""
+    link_factor: float = 1.0
+    """Of what collectives reach on the link inside a node, what this system does."""
+    network_factor: float = 1.0
+    """The same for the network."""
+    attention_copies: int = 0
+    """Of attention's result that are kept beside it."""
+    extra_micro_batches: int = 0
+    """That a stage of a pipeline holds beyond those it must."""
+    fragmentation: float = 0.04
+    """Of what is allocated: what the allocator cannot use for requests of other sizes. An
+    allowance, not a measurement."""
+
+
+def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16"]) -> Stack:
+    """This project's engine: FSDP2, states in fp32."""
+    element = 4 if precision == "fp32" else 2
+    return Stack(
+        name="elastrata",
+        source="training/parallel.py",
+        sharding="all",
+        flash=True,
+        fused=False,
+        dropout=False,
+        element_bytes=element,
+        gradient_bytes=4,
+        reduced_bytes=4 if reduced == "fp32" else 2,
+        state_bytes=12,
+        overlap=0.9,
+        accumulates=True,
+        whole_logits=True,
+        logit_bytes=12,
+        attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
+    )
+
+
+MEGATRON_2021 = Stack(
+    name="Megatron-LM, 2021",
+    source="arXiv 2104.04473: fp16, fused kernels of section 4.2, no overlap of the gradients",
+    sharding="none",
+    flash=False,
+    fused=True,
+    dropout=True,
+    element_bytes=2,
+    gradient_bytes=2,
+    reduced_bytes=2,
+    state_bytes=12,
+    overlap=0.0,
+    accumulates=True,
+    whole_logits=False,
+    logit_bytes=10,
+)
+ZERO3_2021 = Stack(
+    name="DeepSpeed ZeRO-3, 2021",
+    source="arXiv 2104.04473, section 5.2: the same kernels, everything sharded",
+    sharding="all",
+    flash=False,
+    fused=True,
+    dropout=True,
+    element_bytes=2,
+    gradient_bytes=2,
+    reduced_bytes=2,
+    state_bytes=12,
+    overlap=0.65,
+    accumulates=False,
+    whole_logits=True,
+    logit_bytes=10,
+    network_factor=0.11,
+)
+ALEPH_ALPHA_2023 = Stack(
+    name="AA-Scaling, 2023",
+    source="arXiv 2311.05610: bf16, FlashAttention-2, fused RMSNorm, ZeRO-1",
+    sharding="optimizer",
+    flash=True,
+    fused=True,
+    dropout=False,
+    element_bytes=2,
+    gradient_bytes=2,
+    reduced_bytes=2,
+    state_bytes=12,
+    overlap=0.0,
+    accumulates=True,
+    whole_logits=True,
+    logit_bytes=24,
+    link_factor=0.55,
+    network_factor=0.075,
+    extra_micro_batches=1,
+    fragmentation=0.0,
+)

@@ -1,0 +1,242 @@
+"""Seconds of a training step under a layout, term by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastrata.planner.block import Machine, Passes, block_passes, head_passes
+from elastrata.planner.cluster import Cluster
+from elastrata.planner.kernels import traffic_seconds
+from elastrata.planner.layout import Layout
+from elastrata.planner.messages import gather_seconds, neighbour_seconds, sum_seconds
+from elastrata.planner.transformer import Transformer
+
+_UPDATE_BYTES = 40
+"""AdamW, per number: reads parameter, gradient and two moments, writes three of them and the
+parameter as it is applied; the norm reads the gradient once more, and it is set to zero."""
+_ZERO_BUBBLE = 1 / 3
+"""Of 1F1B's bubble, what ZB-H1 leaves where its three passes take equally long
+(arXiv 2401.10241, section 2)."""
+_TOKENS_PER_SECOND_LOADED = 100e6
+"""By one consumer through Ray Data: benchmarks/results/data_loading.json has 241 M on two shared
+cores; less than half of it is counted on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds. What is hidden behind computation is not in them."""
+
+    matrices: float
+    """Forward and backward of the device with most layers, over all its micro-batches."""
+    recomputation: float
+    head: float
+    """Logits and loss, as far as they make the last stage the slowest."""
+    tensor_messages: float
+    pipeline_messages: float
+    bubble: float
+    data_messages: float
+    update: float
+    loading: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole step."""
+        return self.busy + self.messages + self.bubble + self.loading
+
+    @property
+    def busy(self) -> float:
+        """The device computes."""
+        return self.matrices + self.recomputation + self.head + self.update
+
+    @property
+    def messages(self) -> float:
+        """The device waits for messages."""
+        return self.tensor_messages + self.pipeline_messages + self.data_messages
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What every term depends on."""
+
+    model: Transformer
+    cluster: Cluster
+    machine: Machine
+    layout: Layout
+    batch_size: int
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of a micro-batch's hidden states."""
+        tokens = self.layout.micro_batch * self.model.seq_len
+        return float(tokens * self.model.hidden * self.machine.stack.element_bytes)
+
+    @property
+    def data_stride(self) -> int:
+        return self.layout.tensor
+
+    @property
+    def stage_stride(self) -> int:
+        return self.layout.tensor * self.layout.data
+
+
+def step_time(
+    model: Transformer, cluster: Cluster, machine: Machine, layout: Layout, batch_size: int
+) -> StepTime:
+    """What a step of `batch_size` samples takes.
+
+    Args:
+        model: that is trained.
+        cluster: with as many devices as the layout has.
+        machine: the cluster's device, and the system.
+        layout: how they are used.
+        batch_size: samples of a step, over all devices.
+    """
+    at = _Setting(model, cluster, machine, layout, batch_size)
+    micro_batches = layout.micro_batches(batch_size)
+    layers = layout.layers_of_stage(model.layers)
+    block = block_passes(
+        model, machine, layout.micro_batch, layout.tensor, layout.sequence and layout.tensor > 1
+    )
+    again = block.forward if layout.checkpointing == "full" else 0.0
+    talk = _tensor_messages(at)
+    head = _head_excess(at, block, again, layers)
+    per_layer = block.forward + block.backward + again + talk
+    stage = per_layer * model.layers / layout.pipeline + head / layout.pipeline
+    return StepTime(
+        matrices=micro_batches * layers * (block.forward + block.backward),
+        recomputation=micro_batches * layers * again,
+        head=micro_batches * head,
+        tensor_messages=micro_batches * layers * talk,
+        pipeline_messages=micro_batches * _neighbour_messages(at),
+        bubble=bubble_passes(layout, micro_batches) * stage,
+        data_messages=_data_messages(at, block, again, layers, micro_batches),
+        update=_update(at),
+        loading=_loading(at, micro_batches * layers * per_layer),
+    )
+
+
+def bubble_passes(layout: Layout, micro_batches: int) -> float:
+    """Micro-batches' worth of time in which a device of a pipeline has nothing to do.
+
+    p - 1 of them where a device has one part of the model, (p - 1) / v with v parts
+    (arXiv 2104.04473, section 2.2); a zero-bubble schedule fills two thirds of it with gradients of
+    weights. GPipe's is 1F1B's.
+    """
+    if layout.pipeline == 1:
+        return 0.0
+    idle = (layout.pipeline - 1) / layout.virtual_stages
+    return idle * (_ZERO_BUBBLE if layout.schedule == "zero_bubble" else 1.0)
+
+
+def _head_excess(at: _Setting, block: Passes, again: float, layers: int) -> float:
+    """What logits and loss add to the slowest stage: all of it, unless the last stage has fewer
+    layers than the first."""
+    passes = head_passes(at.model, at.machine, at.layout.micro_batch, at.layout.tensor)
+    missing = layers * at.layout.pipeline - at.model.layers if at.layout.pipeline > 1 else 0
+    spared = missing * (block.forward + block.backward + again)
+    return max(0.0, passes.forward + passes.backward - spared)
+
+
+def _tensor_messages(at: _Setting) -> float:
+    """Two sums of the hidden states forward and two backward, in every block, and the two forward
+    ones again where it is recomputed (arXiv 1909.08053, section 3). Dividing the tokens makes a
+    gather and a scatter of each sum (arXiv 2205.05198, section 4.2.2). None is hidden."""
+    if at.layout.tensor == 1:
+        return 0.0
+    sums = 6 if at.layout.checkpointing == "full" else 4
+    one = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
+    return sums * one
+
+
+def _neighbour_messages(at: _Setting) -> float:
+    """Hidden states forward and their gradients backward, at every part of the model. What a
+    device waits for, per micro-batch."""
+    if at.layout.pipeline == 1:
+        return 0.0
+    once = neighbour_seconds(
+        at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, at.stage_stride
+    )
+    return 2 * at.layout.virtual_stages * once
+
+
+def _data_messages(
+    at: _Setting, block: Passes, again: float, layers: int, micro_batches: int
+) -> float:
+    stack = at.machine.stack
+    if at.layout.data == 1:
+        return 0.0
+    if stack.sharding != "all":
+        outside = at.model.embedding_parameters + at.model.head_parameters
+        own = layers * at.model.block_parameters + outside / at.layout.pipeline
+        numbers = own / at.layout.tensor
+        return _sum_at_the_end(at, numbers, block, layers)
+    return _sharded(at, block, again, layers, micro_batches)
+
+
+def _sum_at_the_end(at: _Setting, numbers: float, block: Passes, layers: int) -> float:
+    """Gradients are summed, or scattered and the parameters gathered: the same bytes."""
+    stack, layout = at.machine.stack, at.layout
+    whole = sum_seconds(
+        at.cluster,
+        at.machine.messages,
+        numbers * stack.reduced_bytes,
+        layout.data,
+        at.data_stride,
+    )
+    return whole - stack.overlap * min(whole, layers * block.backward)
+
+
+def _sharded(at: _Setting, block: Passes, again: float, layers: int, micro_batches: int) -> float:
+    """FSDP (arXiv 2304.11277): a block's parameters are gathered while the one before is computed,
+    its gradients scattered while the next one's are. What is outside of blocks is gathered before
+    anything can be computed."""
+    stack, layout = at.machine.stack, at.layout
+    reduction = _reduction(at, at.model.block_parameters / layout.tensor)
+    gather = _gather(at, at.model.block_parameters / layout.tensor)
+    outside = at.model.embedding_parameters + at.model.head_parameters
+    first = _gather(at, outside / layout.tensor / layout.pipeline)
+    again_gathered = gather if layout.reshard else 0.0
+    backward = block.backward + again
+    plain = _exposed(at, gather, block.forward) + _exposed(at, again_gathered, backward)
+    last = _exposed(at, again_gathered + reduction, backward) + _exposed(at, gather, block.forward)
+    kept = _exposed(at, reduction, backward)
+    if not stack.accumulates:
+        return micro_batches * (layers * last + first)
+    if layout.reshard:
+        return layers * ((micro_batches - 1) * plain + last) + micro_batches * first
+    return layers * (_exposed(at, gather, block.forward) + kept) + first
+
+
+def _exposed(at: _Setting, messages: float, computed: float) -> float:
+    return messages - at.machine.stack.overlap * min(messages, computed)
+
+
+def _gather(at: _Setting, numbers: float) -> float:
+    num_bytes = numbers * at.machine.stack.element_bytes
+    return gather_seconds(
+        at.cluster, at.machine.messages, num_bytes, at.layout.shards, at.data_stride
+    )
+
+
+def _reduction(at: _Setting, numbers: float) -> float:
+    """A scatter among the shards, then a sum over the copies."""
+    num_bytes, layout = numbers * at.machine.stack.reduced_bytes, at.layout
+    efficiency = at.machine.messages
+    scattered = gather_seconds(at.cluster, efficiency, num_bytes, layout.shards, at.data_stride)
+    stride = at.data_stride * layout.shards
+    summed = sum_seconds(at.cluster, efficiency, num_bytes / layout.shards, layout.copies, stride)
+    return scattered + summed
+
+
+def _update(at: _Setting) -> float:
+    """The optimizer reads and writes this device's share of the states."""
+    layout, stack = at.layout, at.machine.stack
+    numbers = at.model.parameters / (layout.tensor * layout.pipeline)
+    numbers /= 1 if stack.sharding == "none" else layout.shards
+    return traffic_seconds(at.machine.device, at.machine.efficiency, numbers * _UPDATE_BYTES)
+
+
+def _loading(at: _Setting, computed: float) -> float:
+    """Reading is hidden behind the step before, as far as it is faster."""
+    tokens = at.batch_size * at.model.seq_len
+    return max(0.0, tokens / (_TOKENS_PER_SECOND_LOADED * at.layout.data) - computed)

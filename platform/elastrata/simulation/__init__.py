@@ -1,0 +1,1 @@
+"""Runs on workers that come and go, in simulated time."""

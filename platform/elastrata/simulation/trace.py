@@ -1,0 +1,143 @@
+"""What happens to the workers of a run: from a file, or drawn at given rates."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from elastrata_pipelines.errors import UserError, nearest
+
+Kind = Literal["join", "lose", "drain", "driver"]
+KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "driver")
+_HOUR = 3600.0
+_COLUMNS = ("seconds", "event", "workers")
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """Something happens to some workers."""
+
+    seconds: float
+    """Since the start of the run."""
+    kind: Kind
+    """join: they are there, idle. lose: they are gone. drain: they are about to go. driver: the
+    driver is gone, whatever the number."""
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How often workers go and come back."""
+
+    lost_per_hour: float
+    """Of each worker."""
+    with_notice: float = 0.0
+    """Share of the losses that are told before."""
+    hours_away: float = 1.0
+    """Mean time until another worker takes the place of a lost one."""
+    driver_lost_per_hour: float = 0.0
+
+
+def read_trace(path: str) -> list[Event]:
+    """Events from a CSV file with the columns seconds, event and workers, in order of time.
+
+    Raises:
+        UserError: it cannot be read; or one line for each line that is wrong.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--trace: {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--trace: {path}: not UTF-8 text") from None
+    numbered = [
+        (number, line)
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if numbered and [cell.strip() for cell in numbered[0][1].split(",")] == list(_COLUMNS):
+        numbered = numbered[1:]
+    events, problems, before = list[Event](), list[str](), 0.0
+    for number, line in numbered:
+        cells = [cell.strip() for cell in next(csv.reader([line]))]
+        problem = _problem(cells, before)
+        if problem:
+            problems.append(f"{path}:{number}: {problem}")
+            continue
+        before = float(cells[0])
+        events.append(Event(before, _kind(cells[1]), int(cells[2])))
+    if problems:
+        raise UserError(*problems)
+    if not events:
+        raise UserError(f"--trace: {path}: no events: expected lines such as 0,join,8")
+    return events
+
+
+def _problem(cells: list[str], before: float) -> str:
+    if len(cells) != len(_COLUMNS):
+        return f"{len(cells)} values: expected seconds,event,workers"
+    try:
+        seconds = float(cells[0])
+    except ValueError:
+        return f"seconds: {cells[0]!r}: expected a number"
+    if not before <= seconds < float("inf"):
+        return f"seconds: {cells[0]}: expected at least {before:g}, the time of the line before"
+    if cells[1] not in KINDS:
+        return f"event: {cells[1]!r}: expected {', '.join(KINDS)}{nearest(cells[1], KINDS)}"
+    if not cells[2].isdecimal() or not int(cells[2]):
+        return f"workers: {cells[2]!r}: expected a whole number above 0"
+    return ""
+
+
+def _kind(text: str) -> Kind:
+    return next(kind for kind in KINDS if kind == text)
+
+
+def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
+    """All workers at the start, then losses and returns, each at exponential times.
+
+    Args:
+        workers: that are wanted, and there at the start.
+        rates: how often they go, and how long they are away.
+        seconds: until when.
+        seed: of the draws.
+    """
+    draw = np.random.default_rng(seed)
+    yield Event(0.0, "join", workers)
+    coming: list[float] = []
+    there, now = workers, 0.0
+    driver = _next(draw, 0.0, rates.driver_lost_per_hour)
+    going = _next(draw, 0.0, there * rates.lost_per_hour)
+    while (now := min(going, driver, coming[0] if coming else np.inf)) <= seconds:
+        if coming and now == coming[0]:
+            heapq.heappop(coming)
+            there += 1
+            yield Event(now, "join")
+        elif now == driver:
+            yield Event(now, "driver")
+            driver = _next(draw, now, rates.driver_lost_per_hour)
+            continue
+        else:
+            there -= 1
+            heapq.heappush(coming, now + draw.exponential(rates.hours_away * _HOUR))
+            yield Event(now, "drain" if draw.random() < rates.with_notice else "lose")
+        # Exponential times have no memory: the next loss may be drawn anew whenever the number of
+        # workers changes.
+        going = _next(draw, now, there * rates.lost_per_hour)
+
+
+def _next(draw: np.random.Generator, now: float, per_hour: float) -> float:
+    return float(now + draw.exponential(_HOUR / per_hour)) if per_hour > 0 else float("inf")
+
+
+def write_trace(events: Iterable[Event], path: Path) -> None:
+    """Writes events so that `read_trace` reads them."""
+    lines = [",".join(_COLUMNS)]
+    lines += [f"{event.seconds:.3f},{event.kind},{event.workers}" for event in events]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

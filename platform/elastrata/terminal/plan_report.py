@@ -1,0 +1,129 @@
+"""The report on a plan: the best layouts, why the others lose, and where every second goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from elastrata.planner.reasons import why_slower
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.planner.forecast import Forecast
+    from elastrata.planner.plan import Plan
+
+_GIB = 2**30
+_TERMS = {
+    "parameters": "parameters and optimizer states of this device",
+    "gathered": "whole parameters of the blocks that are computed",
+    "gradients": "gradients: added up, reduced, and on their way",
+    "activations": "kept by the blocks for the backward pass",
+    "working": "the block that is computed again; logits and loss",
+    "reserved": "driver, kernels, communication library",
+    "fragmentation": "an allowance for the allocator",
+    "matrices": "forward and backward, over all micro-batches",
+    "recomputation": "activations computed again",
+    "head": "logits and loss, as far as they make the last stage the slowest",
+    "tensor_messages": "sums of hidden states in every block",
+    "pipeline_messages": "hidden states from stage to stage",
+    "bubble": "stages with nothing to do",
+    "data_messages": "parameters and gradients that no computation hides",
+    "update": "the optimizer",
+    "loading": "data that no computation hides",
+}
+
+
+def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
+    """The best layouts in a table, with what makes each slower than the first."""
+    headings = (
+        "layout",
+        "GiB",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "exposed",
+        "hours",
+        "cost",
+        "",
+    )
+    rows = [headings, *(_cells(best[0], one) for one in best)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *numbers, why in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
+        console.print("  ".join([*cells, why]).rstrip(), markup=False)
+    console.print(
+        f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to "
+        f"divide the model; {found.found.too_large:,} need more memory than a device has",
+        markup=False,
+    )
+
+
+def _cells(best: Forecast, one: Forecast) -> tuple[str, ...]:
+    return (
+        str(one.layout),
+        f"{one.memory.total / _GIB:.1f}",
+        f"{one.time.total:.4g}",
+        f"{one.tokens_per_second:,.0f}",
+        f"{one.mfu:.1%}",
+        f"{one.bubble:.1%}",
+        f"{one.exposed:.1%}",
+        f"{one.hours:,.1f}",
+        "" if one.cost is None else f"{one.cost:,.0f}",
+        why_slower(best, one),
+    )
+
+
+def show_terms(console: Console, found: Plan, one: Forecast) -> None:
+    """Every term of one layout's memory and time, and the figures that they are computed from."""
+    device, efficiency = found.cluster.device, found.machine.efficiency
+    console.print(f"\n{one.layout}\n\nmemory, GiB", markup=False)
+    for name, value in asdict(one.memory).items():
+        console.print(f"  {name:<18}{value / _GIB:9.3f}  {_TERMS[name]}", markup=False)
+    console.print("\ntime, seconds a step")
+    for name, value in asdict(one.time).items():
+        console.print(f"  {name:<18}{value:9.4f}  {_TERMS[name]}", markup=False)
+    console.print(
+        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.dtype}, "
+        f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
+        f"{device.link_name}, {device.network / 1e9:g} GB/s to other nodes ({device.source})\n"
+        f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "
+        f"{efficiency.memory:.0%} of the memory, {efficiency.attention:.0%} by flash attention, "
+        f"{efficiency.link:.0%} of the link, {efficiency.network:.0%} of the network",
+        markup=False,
+    )
+
+
+def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "device": found.cluster.device.name,
+        "devices": found.cluster.devices,
+        "per_node": found.cluster.per_node,
+        "parameters": found.model.parameters,
+        "batch_size": found.batch_size,
+        "steps": found.steps,
+        "seq_len": found.model.seq_len,
+        "fitting": len(found.found.forecasts),
+        "too_large": found.found.too_large,
+        "layouts": [
+            {
+                "layout": asdict(one.layout),
+                "memory_bytes": one.memory.total,
+                "step_seconds": one.time.total,
+                "tokens_per_second": one.tokens_per_second,
+                "mfu": one.mfu,
+                "bubble": one.bubble,
+                "exposed": one.exposed,
+                "hours": one.hours,
+                "cost": one.cost,
+                "memory": asdict(one.memory),
+                "time": asdict(one.time),
+                "why_not": why_slower(best[0], one),
+            }
+            for one in best
+        ],
+    }

@@ -1,0 +1,199 @@
+"""The planner's parts: clusters, memory, time, bubbles, the search, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastrata.launch.data_outline import data_outline
+from elastrata.planner.block import Machine
+from elastrata.planner.cluster import Cluster, read_cluster
+from elastrata.planner.efficiency import GPU
+from elastrata.planner.hardware import DEVICES, device_named
+from elastrata.planner.kernels import shape_efficiency
+from elastrata.planner.layout import Layout
+from elastrata.planner.memory import blocks_in_flight, memory
+from elastrata.planner.messages import gather_seconds, sum_seconds
+from elastrata.planner.plan import plan, problems_of, recipe_keys
+from elastrata.planner.reasons import why_slower
+from elastrata.planner.search import search
+from elastrata.planner.stack import elastrata
+from elastrata.planner.step_time import StepTime, bubble_passes, step_time
+from elastrata.recipe.file import load_recipe
+from elastrata_pipelines.errors import UserError
+from support.published import gpt
+
+A100 = DEVICES["A100-80GB"]
+MACHINE = Machine(A100, GPU, elastrata("bf16", "fp32"))
+SMALL = gpt(24, 2304, 24)
+
+
+def _step(layout: Layout, devices: int = 32, batch_size: int = 512) -> StepTime:
+    return step_time(SMALL, read_cluster(f"{devices}xA100"), MACHINE, layout, batch_size)
+
+
+def _bytes(layout: Layout) -> float:
+    return memory(SMALL, A100, MACHINE.stack, layout, 512).total
+
+
+@pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "gpt/megatron-1.7b", "bert/base"])
+def test_the_parameters_are_those_of_the_model(name: str) -> None:
+    recipe = load_recipe(name)
+    outline = data_outline(recipe)
+    with torch.device("meta"):
+        built = recipe.workload.build_model(outline.vocabulary, outline.seq_len)
+    counted = sum(parameter.numel() for parameter in built.parameters())
+    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    assert model.parameters == pytest.approx(counted, rel=2e-3)
+    blocks = recipe.workload.blocks(built)
+    own = sum(parameter.numel() for parameter in blocks[0].parameters())
+    assert model.block_parameters == own
+
+
+@pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "bert/base"])
+def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
+    recipe = load_recipe(name)
+    outline = data_outline(recipe)
+    length, vocabulary = outline.seq_len, outline.vocabulary
+    model = recipe.workload.transformer(vocabulary, length)
+    weight = {"lm": length, "mlm": round(0.15 * length)}
+    counted = recipe.workload.flops([length], weight, vocabulary)
+    assert model.flops_per_sample == pytest.approx(counted, rel=0.01)
+
+
+def test_a_cluster_in_short() -> None:
+    cluster = read_cluster("128xa100")
+    assert (cluster.device.name, cluster.devices, cluster.per_node) == ("A100-80GB", 128, 8)
+    assert read_cluster("2xT4").per_node == 2
+
+
+def test_a_cluster_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: H100\ndevices: 16\nper_node: 4\nnetwork_gbit: 100\nprice: 2.5\n")
+    cluster = read_cluster(str(path))
+    assert (cluster.device.network, cluster.per_node, cluster.price) == (12.5e9, 4, 2.5)
+
+
+def test_every_mistake_of_a_cluster_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("devices: 0\npernode: 8\nprice: cheap\n")
+    with pytest.raises(UserError) as found:
+        read_cluster(str(path))
+    told = "\n".join(found.value.problems)
+    assert "pernode: 8: unknown key (did you mean 'per_node'?)" in told
+    assert "devices: 0: expected a whole number above 0" in told
+    assert "price: cheap: expected a number above 0" in told
+    assert "device: missing" in told
+
+
+def test_unknown_hardware_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean 'H100-80GB'\?"):
+        device_named("h100-8GB")
+    with pytest.raises(UserError, match="no such file"):
+        read_cluster("my-cluster.yaml")
+
+
+def test_a_product_that_fills_the_device_is_the_fastest() -> None:
+    large = shape_efficiency(A100, 8192, 27648, 8192)
+    assert large > 0.9
+    assert shape_efficiency(A100, 128, 128, 8192) < 0.02 * large
+    assert shape_efficiency(A100, 8192, 27648, 64) < 0.5 * large
+
+
+def test_groups_with_many_members_in_a_node_use_all_its_cards() -> None:
+    cluster = read_cluster("64xA100")
+    assert cluster.bus(8, 1) == A100.link
+    assert cluster.bus(64, 1) == 8 * A100.network
+    assert cluster.bus(8, 8) == A100.network
+
+
+def test_a_sum_takes_twice_a_gather_and_a_lone_device_nothing() -> None:
+    cluster = read_cluster("64xA100")
+    assert sum_seconds(cluster, GPU, 1e9, 64, 1) == 2 * gather_seconds(cluster, GPU, 1e9, 64, 1)
+    assert gather_seconds(cluster, GPU, 1e9, 1, 1) == 0
+
+
+def test_bubbles_by_schedule() -> None:
+    plain = Layout(pipeline=8)
+    assert bubble_passes(plain, 64) == 7
+    assert bubble_passes(replace(plain, virtual_stages=2, schedule="interleaved_1f1b"), 64) == 3.5
+    assert bubble_passes(replace(plain, schedule="zero_bubble"), 64) == pytest.approx(7 / 3)
+    assert bubble_passes(Layout(), 64) == 0
+
+
+def test_blocks_in_flight_by_schedule() -> None:
+    plain = Layout(pipeline=4)
+    assert blocks_in_flight(SMALL, plain, 64, 0) == 6 * 4
+    assert blocks_in_flight(SMALL, plain, 64, 3) == 6
+    assert blocks_in_flight(SMALL, plain, 2, 0) == 6 * 2
+    assert blocks_in_flight(SMALL, replace(plain, schedule="gpipe"), 64, 3) == 6 * 64
+
+
+def test_what_saves_memory_and_what_it_costs() -> None:
+    plain = Layout(shards=32, micro_batch=4)
+    again = replace(plain, checkpointing="full")
+    kept = replace(plain, reshard=False)
+    copied = replace(plain, shards=1, copies=32)
+    assert _bytes(again) < _bytes(plain) < _bytes(kept) < _bytes(copied)
+    assert _step(again).total > _step(plain).total
+    divided = Layout(tensor=4, shards=8, micro_batch=4)
+    assert _bytes(replace(divided, sequence=True)) < _bytes(divided) < _bytes(plain)
+    assert _step(divided).tensor_messages > 0
+
+
+def test_the_terms_of_a_step_add_up() -> None:
+    time = _step(Layout(tensor=2, pipeline=4, shards=4))
+    assert sum(vars(time).values()) == pytest.approx(time.total)
+    assert time.bubble > 0
+    assert time.pipeline_messages > 0
+
+
+def test_the_best_layout_is_the_fastest_that_fits() -> None:
+    found = search(
+        SMALL, read_cluster("16xA100"), MACHINE, batch_size=64, steps=10, tensor_sizes=(1, 2)
+    )
+    times = [one.time.total for one in found.forecasts]
+    assert times == sorted(times)
+    assert all(one.memory.total <= A100.memory_bytes for one in found.forecasts)
+    assert all(one.layout.devices == 16 for one in found.forecasts)
+    best, second = found.families[:2]
+    assert why_slower(best, second).startswith("+")
+    assert why_slower(best, best) == ""
+
+
+def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:
+    recipe = load_recipe("gpt/megatron-145.6b")
+    with pytest.raises(UserError) as found:
+        plan(recipe, recipe, read_cluster("8xA100-80GB"))
+    line, remedy = found.value.problems
+    assert "the model fits under no layout" in line
+    assert "GiB too much" in line
+    assert remedy.startswith("it would fit on ")
+
+
+def test_a_small_cluster_of_cpus_can_be_planned() -> None:
+    recipe = load_recipe("bert/tiny")
+    found = plan(recipe, recipe, read_cluster("2xCPU"))
+    assert found.found.forecasts[0].layout.devices == 2
+
+
+def test_the_keys_of_a_layout_are_those_that_differ() -> None:
+    recipe = load_recipe("gpt/125m", ["workers.max=8"])
+    layout = Layout(shards=8, micro_batch=8, checkpointing=recipe.activation_checkpointing)
+    tokens = recipe.micro_batch_tokens
+    keys = recipe_keys(recipe, layout, tokens // 8)
+    assert keys == {}
+    assert recipe_keys(recipe, replace(layout, reshard=False), tokens // 8) == {
+        "parallel.reshard_after_forward": False
+    }
+    assert problems_of(recipe, layout, tokens // 8) == []
+
+
+def test_a_device_of_its_own(tmp_path: Path) -> None:
+    cluster = Cluster(device=replace(A100, memory_bytes=1e9), devices=1, per_node=1)
+    recipe = load_recipe("gpt/7b")
+    with pytest.raises(UserError, match="it would fit on"):
+        plan(recipe, recipe, cluster)
