@@ -1,7 +1,8 @@
 """A file of masks: which weights of a model are held at zero, a bit for each.
 
 A safetensors file: for every layer its mask, row by row and packed into bytes, and in the metadata
-`format` and `shapes`, the layers' rows and columns in JSON.
+`format` and `shapes`, the layers' rows and columns in JSON. That library is imported where a file is
+read or written: training does without it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from elastrata_pipelines.errors import UserError, nearest
@@ -31,6 +30,8 @@ def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
     Args:
         masks: by layer, whole, of shape [m, n]; true where a weight is held at zero.
     """
+    from safetensors.torch import save
+
     packed = {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
     shapes = {name: list(mask.shape) for name, mask in masks.items()}
     return save(packed, {"format": _FORMAT, "shapes": json.dumps(shapes)})
@@ -46,6 +47,8 @@ def read_masks(path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Te
     Raises:
         UserError: there is no such file, it is no file of masks, or it is that of another model.
     """
+    from safetensors.torch import load
+
     folder, _, name = path.rpartition("/")
     try:
         data = Storage(folder or ".").read(name)
@@ -68,6 +71,9 @@ def read_masks(path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Te
 
 
 def _shapes(data: bytes, path: str) -> dict[str, list[int]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         header: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])

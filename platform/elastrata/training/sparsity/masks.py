@@ -19,6 +19,7 @@ from elastrata.training.sparsity.draw import drawn, zeros_of
 from elastrata.training.sparsity.flops import flops_of_zeros
 from elastrata.training.sparsity.layers import layer_of
 from elastrata.training.sparsity.levels import Shapes, layer_levels
+from elastrata.training.sparsity.mask_file import read_masks
 from elastrata.training.sparsity.places import rows_and_columns
 from elastrata.training.sparsity.plan import planned_zeros
 from elastrata.training.sparsity.shard_sums import sums_over_shards
@@ -208,9 +209,6 @@ class Masks:
         }
 
     def _from_file(self, path: str, sparse: Iterable[str]) -> dict[str, Tensor]:
-        # Imported here: the rest of the core does without safetensors.
-        from elastrata.training.sparsity.mask_file import read_masks
-
         whole = read_masks(path, self._shapes)
         found = {name: _no_mask(self._matrices[name]) for name in sparse}
         for name in found:
