@@ -1,8 +1,8 @@
 """A file of masks: which weights of a model are held at zero, a bit for each.
 
 A safetensors file: for every layer its mask, row by row and packed into bytes, and in the metadata
-`format` and `shapes`, the layers' rows and columns in JSON. That library is imported where a file is
-read or written: training does without it.
+`format` and `shapes`, the layers' rows and columns in JSON. That library is imported where a file
+is read or written: training does without it.
 """
 
 from __future__ import annotations
