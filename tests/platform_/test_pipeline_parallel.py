@@ -90,7 +90,7 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
     ("world_size", "ways"),
     [
         pytest.param(4, [("gpt2", PIPELINE), ("llama", INTERLEAVED)], id="pp2 dp2"),
-        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2"),
+        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=pytest.mark.slow),
         *(
             pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=pytest.mark.slow)
             for name in RUNS

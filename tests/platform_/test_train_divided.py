@@ -21,6 +21,7 @@ RELATIVE = 1e-4
 """As in `test_train_choices.py`."""
 
 
+@pytest.mark.slow
 def test_killed_and_continued_by_one_worker_it_is_the_same_run(tmp_path: Path) -> None:
     write_data_set(tmp_path / "data", samples=400)
     values = tiny_recipe(
