@@ -197,3 +197,10 @@ def test_a_device_of_its_own(tmp_path: Path) -> None:
     recipe = load_recipe("gpt/7b")
     with pytest.raises(UserError, match="it would fit on"):
         plan(recipe, recipe, cluster)
+
+
+def test_a_recipe_in_stages_is_written_for_a_layout_without() -> None:
+    recipe = load_recipe("gpt/megatron-145.6b")
+    keys = recipe_keys(recipe, Layout(tensor=8, shards=64), 2048)
+    assert keys["parallel.pipeline"] == keys["parallel.virtual_stages"] == 1
+    assert problems_of(recipe, Layout(tensor=8, shards=64), 2048) == []

@@ -114,9 +114,9 @@ def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace
     from elastrata.planner.plan import plan, problems_of
     from elastrata.simulation.pace import Pace
 
-    tensor = recipe.parallel.tensor
     if seconds is not None:
-        return Pace(worker_seconds=seconds * cluster.devices, fixed_seconds=0.0), tensor
+        work = seconds * cluster.devices
+        return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
     found = plan(recipe, recipe.parts[0], cluster)
     for one in found.found.families:
         if not problems_of(recipe, one.layout, found.model.seq_len):

@@ -87,17 +87,17 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
         "activation_checkpointing": layout.checkpointing,
         "parallel.tensor": layout.tensor,
         "parallel.sequence": layout.sequence,
+        "parallel.pipeline": layout.pipeline,
+        "parallel.virtual_stages": layout.virtual_stages,
         "parallel.replicate": copies,
         "parallel.reshard_after_forward": layout.reshard,
     }
     if layout.tensor * layout.pipeline > 1:
         wanted["workers.min"] = layout.tensor * layout.pipeline
     if layout.pipeline > 1:
-        wanted |= {
-            "parallel.pipeline": layout.pipeline,
-            "parallel.virtual_stages": layout.virtual_stages,
-            "parallel.schedule": layout.schedule,
-        }
+        wanted["parallel.schedule"] = layout.schedule
+    if layout.pipeline != recipe.parallel.pipeline:
+        wanted["parallel.micro_batches"] = None  # by the number of stages
     values = recipe.model_dump(mode="json")
     return {path: value for path, value in wanted.items() if _value(values, path) != value}
 
