@@ -6,6 +6,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+# Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
+TESTS := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .PHONY: quickstart test check slow chaos clean
 
@@ -14,7 +16,7 @@ quickstart: $(READY)
 
 test: $(READY)
 	@echo "== running the tests"
-	@$(BIN)/python -m pytest -q
+	@$(TESTS)
 
 slow: $(READY)
 	@echo "== running the slow tests"
@@ -33,7 +35,7 @@ check: $(READY)
 	@echo "== imports (import-linter)"
 	@$(BIN)/lint-imports
 	@echo "== tests (pytest)"
-	@$(BIN)/python -m pytest -q
+	@$(TESTS)
 
 clean:
 	@echo "== removing .venv, ./quickstart and the tools' caches"

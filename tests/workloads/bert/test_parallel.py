@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elastrata_workloads.bert.model import Block
+from support.ranks import run_ranks
 
 torchs_own_warnings = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:`torch.jit:DeprecationWarning"
@@ -93,10 +94,8 @@ def test_compiled_blocks_give_equal_gradients(case) -> None:
     torch.testing.assert_close(gradients(bert, compiled, batch), gradients(bert, model, batch))
 
 
-def _sharded_worker(rank: int, world_size: int, folder: Path, bert, vocabulary, parts) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def _sharded_gradients(rank: int, world_size: int, bert, vocabulary, parts) -> dict:
+    """Of every parameter, whole; the same on every rank."""
     torch.manual_seed(0)
     model = bert.build_model(vocabulary, 64)
     for module in (*bert.blocks(model), model):
@@ -104,25 +103,18 @@ def _sharded_worker(rank: int, world_size: int, folder: Path, bert, vocabulary, 
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     found = gradients(bert, model, *(bert.collate(p, vocabulary, 0) for p in parts[rank]))
-    whole = {name: g.full_tensor() for name, g in found.items() if isinstance(g, DTensor)}
-    if rank == 0:
-        torch.save(whole, folder / "gradients.pt")
-    dist.destroy_process_group()
+    return {name: g.full_tensor() for name, g in found.items() if isinstance(g, DTensor)}
 
 
-def test_sharded_gradients_equal_those_of_one_process(
-    make_bert, make_rows, vocabulary, tmp_path: Path
-) -> None:
+def test_sharded_gradients_equal_those_of_one_process(make_bert, make_rows, vocabulary) -> None:
     """Rank 1 has an empty micro-batch second, and still takes part in every collective."""
     bert, rows = make_bert(), make_rows(LENGTHS)
     parts = [[rows[:1], rows[1:3]], [rows[3:], rows[:0]]]
-    torch.multiprocessing.spawn(
-        _sharded_worker, args=(2, tmp_path, bert, vocabulary, parts), nprocs=2
-    )
+    sharded, _ = run_ranks(2, _sharded_gradients, bert, vocabulary, parts)
     torch.manual_seed(0)
     model = bert.build_model(vocabulary, 64)
     torch.testing.assert_close(
-        torch.load(tmp_path / "gradients.pt"),
+        sharded,
         gradients(bert, model, bert.collate(rows, vocabulary, 0)),
         rtol=1e-4,
         atol=1e-5,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elastrata_workloads.gpt.model import Block
+from support.ranks import run_ranks
 
 torchs_own_warnings = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:`torch.jit:DeprecationWarning"
@@ -93,10 +94,8 @@ def test_compiled_blocks_give_equal_gradients(case) -> None:
     torch.testing.assert_close(gradients(gpt, compiled, batch), gradients(gpt, model, batch))
 
 
-def _sharded_worker(rank: int, world_size: int, folder: Path, gpt, vocabulary, parts) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def _sharded_gradients(rank: int, world_size: int, gpt, vocabulary, parts) -> dict:
+    """Of every parameter, whole; the same on every rank."""
     torch.manual_seed(0)
     model = gpt.build_model(vocabulary, 64)
     for module in (*gpt.blocks(model), model):
@@ -104,26 +103,21 @@ def _sharded_worker(rank: int, world_size: int, folder: Path, gpt, vocabulary, p
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     found = gradients(gpt, model, *(gpt.collate(p, vocabulary, 0) for p in parts[rank]))
-    whole = {name: g.full_tensor() for name, g in found.items() if isinstance(g, DTensor)}
-    if rank == 0:
-        torch.save(whole, folder / "gradients.pt")
-    dist.destroy_process_group()
+    return {name: g.full_tensor() for name, g in found.items() if isinstance(g, DTensor)}
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_sharded_gradients_equal_those_of_one_process(
-    style: str, make_gpt, make_rows, vocabulary, tmp_path: Path
+    style: str, make_gpt, make_rows, vocabulary
 ) -> None:
     """Rank 1 has an empty micro-batch second, and still takes part in every collective."""
     gpt, rows = make_gpt(style), make_rows(LENGTHS)
     parts = [[rows[:1], rows[1:3]], [rows[3:], rows[:0]]]
-    torch.multiprocessing.spawn(
-        _sharded_worker, args=(2, tmp_path, gpt, vocabulary, parts), nprocs=2
-    )
+    sharded, _ = run_ranks(2, _sharded_gradients, gpt, vocabulary, parts)
     torch.manual_seed(0)
     model = gpt.build_model(vocabulary, 64)
     torch.testing.assert_close(
-        torch.load(tmp_path / "gradients.pt"),
+        sharded,
         gradients(gpt, model, gpt.collate(rows, vocabulary, 0)),
         rtol=1e-4,
         atol=1e-5,
