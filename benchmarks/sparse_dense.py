@@ -2,15 +2,16 @@
 
     python benchmarks/sparse_dense.py ../shared/data/wikitext
 
-Trains the small Llama of `gpt/quick` on WikiText, as often as there are seeds, on equal tokens:
+Trains a Llama of a million weights on WikiText and the sources of this Python's standard library,
+as often as there are seeds, on equal tokens:
 
 dense: from the first step to the last.
 dense, two phases: likewise, with the rates of what follows: a warm-up in the last phase, too.
 static 50%, static 75%: so many of the matrices' weights at zero, drawn at random, then dense.
 rigl 75%: the zeros move, by RigL, then dense.
 
-All seeds have the same samples; weights, order and masks differ. The validation loss is that after
-the last step, and that at the end of the sparse phase. FLOPs are counted, not timed: unstructured
+All seeds have the same samples; weights, order and masks differ. The validation loss is that of
+WikiText's validation text after the last step, and that at the end of the sparse phase. FLOPs are counted, not timed: unstructured
 zeros make no step faster, on a CPU or a GPU.
 
 `--steps 40 --seeds 1 --tiny` tries the script. Writes benchmarks/results/sparse_dense.json and
@@ -29,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from report import RESULTS, write_result
+from training_text import ARTICLE, prepare, sources
 from wikitext import command
 
 from elastrata.runs import history
@@ -48,9 +49,9 @@ CASES: dict[str, dict[str, Any] | None] = {
     "rigl 75%": {"method": "rigl", "level": 0.75, "schedule": {"every": 20, "fraction": 0.3}},
 }
 COLORS = ("tab:gray", "black", "tab:blue", "tab:red", "tab:green")
-TINY = {"workload": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}}
-ARTICLE, SEQ_LEN = r"^ = [^=].* = $", 256
-EVALUATIONS, CURVE_POINTS = 12, 60
+SMALL = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}
+TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
+VOCABULARY, EVALUATIONS, CURVE_POINTS = 4096, 8, 60
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,18 @@ class Trained:
 
 def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
     """The recipe that all runs vary, its data prepared."""
-    texts = {part: arguments.wikitext / f"{part}.txt" for part in ("train", "validation")}
-    source = {
-        part: {"name": part, "paths": str(text.resolve()), "document_start": ARTICLE}
-        for part, text in texts.items()
-    }
+    text = str((arguments.wikitext / "validation.txt").resolve())
+    train, _, library = sources(arguments.wikitext, folder / "python", "whole")
     values: dict[str, Any] = {
         "extends": "gpt/quick",
-        **(TINY if arguments.tiny else {}),
+        "workload": TINY if arguments.tiny else SMALL,
         "data": {
             "path": str(folder / "data"),
-            "prepare": {"sources": [source["train"]], "held_out": [source["validation"]]},
+            "prepare": {
+                "sources": [train, library],
+                "tokenizer": {"vocab_size": VOCABULARY},
+                "held_out": [{"name": "validation", "paths": text, "document_start": ARTICLE}],
+            },
         },
         "evaluation": {"every": max(1, arguments.steps // EVALUATIONS), "samples": 256},
         "checkpoint": {"every": 10 * arguments.steps, "hot_steps": 0},
@@ -85,8 +87,7 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
         "storage": str(folder / "runs"),
     }
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
-    command("prepare", str(recipe))
+    prepare(recipe, values)
     return recipe
 
 
