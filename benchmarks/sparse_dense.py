@@ -11,11 +11,11 @@ static 50%, static 75%: so many of the matrices' weights at zero, drawn at rando
 rigl 75%: the zeros move, by RigL, then dense.
 
 All seeds have the same samples; weights, order and masks differ. The validation loss is that of
-WikiText's validation text after the last step, and that at the end of the sparse phase. FLOPs are counted, not timed: unstructured
-zeros make no step faster, on a CPU or a GPU.
+WikiText's validation text after the last step, and that at the end of the sparse phase. FLOPs are
+counted, not timed: unstructured zeros make no step faster, on a CPU or a GPU.
 
-`--steps 40 --seeds 1 --tiny` tries the script. Writes benchmarks/results/sparse_dense.json and
-sparse_dense.png.
+`--steps 40 --seeds 1 --tiny` tries the script; with `--scratch FOLDER` it goes on where it was
+interrupted. Writes benchmarks/results/sparse_dense.json and sparse_dense.png.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ CASES: dict[str, dict[str, Any] | None] = {
 COLORS = ("tab:gray", "black", "tab:blue", "tab:red", "tab:green")
 SMALL = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}
 TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
-VOCABULARY, EVALUATIONS, CURVE_POINTS = 4096, 8, 60
+VOCABULARY, BATCH_SIZE, EVALUATIONS, CURVE_POINTS = 4096, 4, 8, 60
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
     values: dict[str, Any] = {
         "extends": "gpt/quick",
         "workload": TINY if arguments.tiny else SMALL,
+        "batch_size": BATCH_SIZE,
         "data": {
             "path": str(folder / "data"),
             "prepare": {
@@ -184,23 +186,35 @@ def _needed(run: Trained, step: int) -> float:
     return float(np.interp(step / total * shares[-1], shares, ends))
 
 
+@contextmanager
+def scratch_folder(wanted: Path | None) -> Iterator[Path]:
+    """The one that is wanted, or one that goes away again."""
+    if wanted:
+        wanted.mkdir(parents=True, exist_ok=True)
+        yield wanted
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all runs")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--dense-share", type=float, default=0.2, help="of the steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--scratch", type=Path, help="a folder that keeps data and runs")
     parser.add_argument("--cases", help="some of " + "; ".join(CASES) + ", with ';' between")
     arguments = parser.parse_intermixed_args()
     chosen = arguments.cases.split(";") if arguments.cases else list(CASES)
     if unknown := set(chosen) - set(CASES):
         parser.error(f"--cases: {'; '.join(sorted(unknown))}: expected some of {'; '.join(CASES)}")
     found: dict[str, list[Trained]] = {case: [] for case in chosen}
-    with tempfile.TemporaryDirectory() as scratch:
-        recipe = write_recipe(arguments, Path(scratch))
+    with scratch_folder(arguments.scratch) as scratch:
+        recipe = write_recipe(arguments, scratch)
         for seed in range(arguments.seeds):
             for case in chosen:
                 found[case].append(train(arguments, recipe, case, seed))
