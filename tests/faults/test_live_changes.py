@@ -165,7 +165,7 @@ def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
     checkpoints.write_text("no folder can be made here")
     wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 400, "a failed save")
     checkpoints.unlink()
-    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 120, "a commit")[0]
+    newest = wait_until(lambda: commits(Storage(str(checkpoints))), 300, "a commit")[0]
     assert every < newest.step < 2 * every
     live.send(signal.SIGINT)
     assert live.driver.wait(timeout=120) == 130, live.output
@@ -179,9 +179,9 @@ def test_the_last_state_outlives_storage_and_worker(recipe, tmp_path) -> None:
     live.wait_for_group(1)
     checkpoints = recipe.parent / "runs" / "last-save" / "checkpoints"
     checkpoints.write_text("no folder can be made here")
-    wait_until(lambda: "checkpoint of step 200 failed" in live.output, 120, "a failed save")
+    wait_until(lambda: "checkpoint of step 200 failed" in live.output, 300, "a failed save")
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
-    wait_until(lambda: live.groups() == 2, 120, "another group")
+    wait_until(lambda: live.groups() == 2, 300, "another group")
     checkpoints.unlink()
     live.end()
     assert [entry["step"] for entry in live.of_kind("started")] == [0, 200]

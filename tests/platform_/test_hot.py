@@ -206,7 +206,7 @@ os._exit(0)
     found = subprocess.run(
         [sys.executable, "-c", code, address], capture_output=True, text=True, check=True
     )
-    pids = [int(pid) for pid in found.stdout.split()]
+    pids = [int(pid) for pid in found.stdout.splitlines()[-1].split()]  # Ray may speak first
     assert pids
     until(lambda: not any(map(is_running, pids)))
 

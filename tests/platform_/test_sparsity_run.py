@@ -61,7 +61,7 @@ def test_a_killed_and_resized_run_is_the_undisturbed_one(folder: Path) -> None:
     two = ("workers.min=2", "workers.max=2")
     killed = start("train", recipe, *two, "--name", "killed", log=folder / "log")
     checkpoints = Storage(str(runs / "killed" / "checkpoints"))
-    wait_until(lambda: any(c.step >= 20 for c in commits(checkpoints)), 120, "twenty steps")
+    wait_until(lambda: any(c.step >= 20 for c in commits(checkpoints)), 300, "twenty steps")
     kill_group(killed)
     done = run_json("train", recipe, "--name", "killed")
     assert done["world_sizes"] == [2, 1]

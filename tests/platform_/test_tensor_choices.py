@@ -80,8 +80,9 @@ def _assert_equal(found: list[Any], wanted: list[Any], relative: float, case: st
 @pytest.mark.parametrize(
     ("world_size", "ways"),
     [
-        pytest.param(2, [TENSOR, SEQUENCE], id="tp2", marks=slow),
-        pytest.param(4, [SEQUENCE], id="dp2 tp2"),
+        pytest.param(2, [SEQUENCE], id="tp2"),
+        pytest.param(2, [TENSOR], id="tp2 without sequence", marks=slow),
+        pytest.param(4, [SEQUENCE], id="dp2 tp2", marks=slow),
         pytest.param(4, [TENSOR, HYBRID, {**SEQUENCE, "overlap_on_cpu": True}], marks=slow),
         pytest.param(8, [HYBRID], id="2 copies of dp2 tp2", marks=slow),
     ],

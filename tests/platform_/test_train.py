@@ -91,7 +91,7 @@ def test_killed_driver_resumes_at_another_size(recipe, undisturbed, tmp_path) ->
     two = start(
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
     )
-    wait_until(lambda: _has_commit(recipe, name), 120, "a first checkpoint")
+    wait_until(lambda: _has_commit(recipe, name), 300, "a first checkpoint")
     kill_group(two)
 
     done = run_json("train", recipe, "workers.min=3", "workers.max=3", "--name", name)
@@ -133,7 +133,7 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
     driver = start(
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
     )
-    wait_until(lambda: _has_commit(recipe, name), 120, "a first checkpoint")
+    wait_until(lambda: _has_commit(recipe, name), 300, "a first checkpoint")
     started = psutil.Process(driver.pid).children(recursive=True)
     workers = [process for process in started if _is_actor(process, "RayTrainWorker")]
     # it would take the workers' resources away as soon as another cluster has a dashboard here
@@ -160,6 +160,7 @@ def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> N
     _assert_same_run(recipe, "elastic")
 
 
+@pytest.mark.slow
 def test_workers_may_claim_every_cpu(recipe, undisturbed) -> None:
     done = run_json("train", recipe, f"workers.cpus={os.cpu_count()}", "--name", "all-cpus")
     assert done["status"] == "FINISHED"

@@ -85,7 +85,7 @@ def test_killed_and_continued_at_another_size_it_is_the_same_run(
     checkpoints = Storage(str(folder / "runs" / name / "checkpoints"))
     train, log = ("train", recipe, "compile=true"), tmp_path / "log"
     two = start(*train, "workers.min=2", "workers.max=2", log=log)
-    wait_until(lambda: commits(checkpoints) and MISSING[-1] in log.read_text(), 120, "a checkpoint")
+    wait_until(lambda: commits(checkpoints) and MISSING[-1] in log.read_text(), 300, "a checkpoint")
     kill_group(two)
 
     one = run(*train)

@@ -32,7 +32,7 @@ def test_killed_and_continued_by_one_worker_it_is_the_same_run(tmp_path: Path) -
     folder = tmp_path / "runs" / "divided"
     checkpoints = Storage(str(folder / "checkpoints"))
     divided = start("train", recipe, *DIVIDED, log=tmp_path / "log")
-    wait_until(lambda: commits(checkpoints), 120, "a checkpoint")
+    wait_until(lambda: commits(checkpoints), 300, "a checkpoint")
     kill_group(divided)
 
     alone = run("train", recipe)

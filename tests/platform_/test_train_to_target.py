@@ -113,6 +113,7 @@ def _assert_a_further_target_goes_on(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.slow
 def test_a_run_that_misses_its_target_does_all_its_steps_and_says_so(folder: Path) -> None:
     done = _train(folder, "missed", steps=12, target=OUT_OF_REACH)
     assert (done.status, done.steps) == ("FINISHED", 12)
@@ -135,7 +136,7 @@ def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_p
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)))
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")
     checkpoints = _run(folder, "killed").sub("checkpoints")
-    wait_until(lambda: commits(checkpoints), 120, "the checkpoint of the target")
+    wait_until(lambda: commits(checkpoints), 300, "the checkpoint of the target")
     kill_group(driver)
 
     done = run_json("train", folder / "recipe.yaml", "--name", "killed")
@@ -159,9 +160,9 @@ def test_a_target_reached_in_memory_alone_is_kept(folder: Path, tmp_path: Path) 
     live.wait_for_group(1)
     checkpoints = folder / "runs" / "hot" / "checkpoints"
     checkpoints.write_text("no folder can be made here")
-    wait_until(lambda: f"checkpoint of step {step} failed" in live.output, 120, "a failed save")
+    wait_until(lambda: f"checkpoint of step {step} failed" in live.output, 300, "a failed save")
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
-    wait_until(lambda: live.groups() == 2, 120, "another group")
+    wait_until(lambda: live.groups() == 2, 300, "another group")
     checkpoints.unlink()
     live.end()
     assert [entry["step"] for entry in live.of_kind("started")] == [0, step]

@@ -39,7 +39,7 @@ class LiveRun:
         """How many groups of workers have been ready for a step."""
         return sum(line.startswith(GROUP) for line in self.output.splitlines())
 
-    def wait_for_group(self, number: int, steps: int = 30, seconds: float = 180) -> None:
+    def wait_for_group(self, number: int, steps: int = 30, seconds: float = 300) -> None:
         """Waits until the `number`-th group of workers, or a later one, has taken so many steps."""
 
         def has_stepped() -> bool:
@@ -51,11 +51,11 @@ class LiveRun:
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
-    def wait_for_checkpoint(self, seconds: float = 120) -> None:
+    def wait_for_checkpoint(self, seconds: float = 300) -> None:
         """Waits until this launch has taken a checkpoint."""
         wait_until(lambda: "\ncheckpoint of step" in self.output, seconds, "a checkpoint")
 
-    def wait_for_more(self, steps: int, seconds: float = 120) -> None:
+    def wait_for_more(self, steps: int, seconds: float = 300) -> None:
         """Waits until so many more steps are done than there are now."""
 
         def last() -> int:
