@@ -22,13 +22,26 @@ from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
 from elastrata.commands.status import status
+from elastrata.commands.sweep import sweep
 from elastrata.commands.train import train
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
-_COMMANDS = (quickstart, prepare, inspect, train, status, audit, export, generate, doctor, schema)
+_COMMANDS = (
+    quickstart,
+    prepare,
+    inspect,
+    train,
+    sweep,
+    status,
+    audit,
+    export,
+    generate,
+    doctor,
+    schema,
+)
 
 app = typer.Typer(
     name="elastrata",

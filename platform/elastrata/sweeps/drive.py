@@ -1,0 +1,372 @@
+"""The drive of a sweep: one launch of it, from the first look at its keys to the report."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any
+
+import ray
+from ray import tune
+
+from elastrata.checkpoints.commit import commits
+from elastrata.launch.interrupt import Interrupt
+from elastrata.launch.preflight import check_storage, training_data
+from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.preparations import preparations
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata.runs.folder import flatten
+from elastrata.runs.history import HistoryWriter
+from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run
+from elastrata.sweeps.domains import Value
+from elastrata.sweeps.file import check_sweep
+from elastrata.sweeps.folder import JOURNAL, TRIALS, check_same_sweep, write_sweep
+from elastrata.sweeps.job import TrialJob
+from elastrata.sweeps.publish import publish
+from elastrata.sweeps.record import SweepRecord
+from elastrata.sweeps.result import SweepResult
+from elastrata.sweeps.schedulers import PbtConfig, build_scheduler
+from elastrata.sweeps.searchers import GridConfig, build_searcher
+from elastrata.sweeps.slots import Slots, slots
+from elastrata.sweeps.space import grid_points
+from elastrata.sweeps.standings import CONCLUDED, SUGGESTED, Standings
+from elastrata.sweeps.suggestions import Suggestions
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.trainable import TrialActor
+from elastrata.sweeps.trial_recipe import at_home
+from elastrata.sweeps.watch import Watch
+from elastrata.tracking.facts import start_tags
+from elastrata.tracking.tracker import Status, open_tracker
+from elastrata_pipelines.batch_size_warmup import samples_in
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.preparation import prepare
+from elastrata_pipelines.storage import Storage
+
+LAUNCHED = "launched"
+"""Kind of the entry with which a launch begins in the journal."""
+TUNE_SETTINGS = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+"""Tune keeps no notes of its own: the journal says all, and is not bound to Ray's version."""
+_GRACE_SECONDS = 60.0
+Show = Callable[[Standings], None]
+
+
+def sweep(
+    config: SweepConfig,
+    *,
+    name: str,
+    address: str | None = None,
+    show: Show = lambda standings: None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> SweepResult:
+    """Runs the trials of a sweep, or those that are left of the sweep of that name.
+
+    Args:
+        config: what is tried.
+        name: of the sweep; its folder in the recipe's storage.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with the standings after everything that happens.
+        warn: called with one line about what went wrong and did not end the sweep.
+
+    Raises:
+        UserError: something in the sweep, its recipe, the data or the cluster cannot work.
+    """
+    began = time.monotonic()
+    base = at_home(check_sweep(config))
+    root = Storage(base.recipe.storage)
+    missing = _missing_data(base.recipe)
+    if not missing:
+        _trial_tokens(base.recipe)
+    check_storage(root)
+    folder = root.sub(name)
+    interrupt = Interrupt()
+    with _owned(folder, interrupt, warn):
+        check_same_sweep(folder, config)
+        with ray_session(address):
+            for path, preparation in missing.items():
+                prepare(preparation, path)
+            tokens = _trial_tokens(base.recipe)
+            trials = _most(config)
+            shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
+            write_sweep(folder, config)
+            job = TrialJob(
+                base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
+            )
+            drive = Drive.begin(config, folder, job, interrupt, show, warn)
+            status = drive.to_end(shares, trials, tokens, began)
+    return SweepResult(
+        name=name,
+        folder=folder.uri(),
+        mlflow_run_id=drive.record.whole.run_id,
+        status=status,
+        config=config,
+        standings=drive.standings,
+        seconds=time.monotonic() - began,
+    )
+
+
+@contextmanager
+def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
+    """Runs its block as the sweep's only driver. A sweep that was never begun leaves no folder."""
+    ownership: Ownership | None = None
+    try:
+        with own_run(folder, lost=interrupt.lose, warn=warn) as ownership:
+            yield
+    finally:
+        if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
+            folder.delete()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """One driver's part in a sweep."""
+
+    config: SweepConfig
+    folder: Storage
+    job: TrialJob
+    interrupt: Interrupt
+    show: Show
+    warn: Callable[[str], None]
+    standings: Standings
+    entries: list[dict[str, Any]]
+    journal: HistoryWriter
+    record: SweepRecord
+    launch: int
+    """1, then 2..."""
+    lock: Lock
+
+    @classmethod
+    def begin(
+        cls,
+        config: SweepConfig,
+        folder: Storage,
+        job: TrialJob,
+        interrupt: Interrupt,
+        show: Show,
+        warn: Callable[[str], None],
+    ) -> Drive:
+        """Reads the journal and opens the record."""
+        storage = folder.sub(JOURNAL)
+        entries = history.read(storage)
+        recipe = job.base.recipe
+        launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
+        whole = open_tracker(
+            recipe.tracking,
+            Storage(recipe.storage),
+            run_name=folder.url.rpartition("/")[2],
+            run_id=launches[-1]["mlflow_run_id"] if launches else None,
+            params=flatten(config.model_dump(mode="json")),
+            tags=start_tags(training_data(recipe).train.manifest.fingerprint, folder.uri()),
+        )
+        launch = history.next_attempt(storage)
+        journal = HistoryWriter(storage, launch, warn)
+        journal.add(LAUNCHED, {"mlflow_run_id": whole.run_id})
+        journal.flush()
+        standings = Standings(config.metric, config.mode, entries)
+        record = SweepRecord(whole, job.folder)
+        told = {trial.id: trial.last.step for trial in standings.trials.values() if trial.last}
+        drive = cls(
+            config=config,
+            folder=folder,
+            job=replace(job, told=told),
+            interrupt=interrupt,
+            show=show,
+            warn=warn,
+            standings=standings,
+            entries=entries,
+            journal=journal,
+            record=record,
+            launch=launch,
+            lock=Lock(),
+        )
+        for trial in standings.trials.values():
+            record.begin(trial, drive.recipe_of(trial.id, trial.values))
+        return drive
+
+    def to_end(self, shares: Slots, trials: int, tokens: int, began: float) -> Status:
+        """Runs what is left, and makes the report, whatever came."""
+        status: Status = "FAILED"
+        try:
+            with self.interrupt.heard(lambda name: self.warn(f"{name}: ending with the best so far")):
+                self.interrupt.run(
+                    lambda: self._tune(shares, trials, tokens, began),
+                    _GRACE_SECONDS,
+                    lambda name: None,
+                )
+            over = all(trial.is_over for trial in self.standings.trials.values())
+            status = "FINISHED" if over and not self.interrupt.signal else "KILLED"
+            self._crown()
+            self._clean(at_the_end=status == "FINISHED")
+            self._publish()
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            self.journal.flush()
+            self.record.whole.finish(status)
+        return status
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Something has happened: it is in the journal before anything follows from it."""
+        kind = entry["kind"]
+        with self.lock:
+            self.journal.add(kind, {key: value for key, value in entry.items() if key != "kind"})
+            self.journal.flush()
+            self.standings.apply(entry)
+        if kind == SUGGESTED:
+            trial = self.standings.trials[entry["trial"]]
+            self.record.begin(trial, self.recipe_of(trial.id, trial.values))
+        elif kind == CONCLUDED:
+            self.record.conclude(self.standings.trials[entry["trial"]])
+            self._clean(but=entry["trial"])
+        self.show(self.standings)
+
+    def recipe_of(self, id: str, values: Mapping[str, Value]) -> Recipe | None:
+        """The recipe of a trial; None where its values make none."""
+        try:
+            return self.job.recipe(id, values)
+        except UserError:
+            return None
+
+    def _tune(self, shares: Slots, trials: int, tokens: int, began: float) -> None:
+        config = self.config
+        common = {"metric": config.metric, "mode": config.mode}
+        scheduler = build_scheduler(config.scheduler, config.space, **common, trial_tokens=tokens)
+        is_pbt = isinstance(config.scheduler, PbtConfig)
+        at_a_time = trials if is_pbt else shares.count
+        suggestions = Suggestions(
+            build_searcher(config.searcher, config.space, **common),
+            scheduler,
+            self.standings,
+            self.entries,
+            most=trials,
+            at_a_time=at_a_time,
+            problem=self._problem,
+            note=self.note,
+        )
+        os.environ.update(TUNE_SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(at_a_time))
+        trainable = tune.with_parameters(TrialActor, job=self.job)
+        bundle = {"CPU": shares.cpus, **({"GPU": shares.gpus} if shares.gpus else {})}
+        end = began + config.max_seconds if config.max_seconds else math.inf
+        tuner = tune.Tuner(
+            tune.with_resources(trainable, tune.PlacementGroupFactory([bundle])),
+            tune_config=tune.TuneConfig(
+                search_alg=suggestions, scheduler=scheduler, reuse_actors=True
+            ),
+            run_config=tune.RunConfig(
+                name=f"launch-{self.launch:04d}",
+                storage_path=self.folder.uri("ray"),
+                stop=_Stop(lambda: self.interrupt.signal is not None or time.monotonic() > end),
+                failure_config=tune.FailureConfig(max_failures=config.max_failures),
+                callbacks=[Watch(self.standings, self.note, self.record.report, self.warn)],
+                verbose=0,
+            ),
+        )
+        tuner.fit()
+        self.folder.sub("ray").delete()
+
+    def _problem(self, id: str, values: Mapping[str, Value]) -> str | None:
+        try:
+            self.job.recipe(id, values)
+        except UserError as error:
+            return "; ".join(error.problems)
+        return None
+
+    def _crown(self) -> None:
+        best = self.standings.best()
+        if best is None:
+            return
+        checkpoints = self.job.folder.sub(best.id, "checkpoints")
+        found = commits(checkpoints)
+        newest = (checkpoints.uri(found[0].folder), found[0].step) if found else None
+        self.record.crown(best, best.value(self.config.metric), newest)
+
+    def _clean(self, *, but: str = "", at_the_end: bool = False) -> None:
+        """Deletes the checkpoints of trials that are over and not the best."""
+        if self.config.keep == "all" or (
+            isinstance(self.config.scheduler, PbtConfig) and not at_the_end
+        ):
+            return
+        best = self.standings.best()
+        for trial in self.standings.trials.values():
+            if trial.is_over and trial is not best and trial.id != but:
+                self.job.folder.sub(trial.id).delete("checkpoints")
+
+    def _publish(self) -> None:
+        try:
+            publish(self.folder, self.standings, self.config, self.record.whole)
+        except Exception as error:  # pictures do not undo a sweep
+            self.warn(f"no report of the sweep: {error}")
+
+
+class _Stop(tune.Stopper):  # type: ignore[misc]
+    """Ends all trials when it is time."""
+
+    def __init__(self, is_time: Callable[[], bool]) -> None:
+        self._is_time = is_time
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._is_time()
+
+
+def _resources() -> dict[str, float]:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _most(config: SweepConfig) -> int:
+    """Trials in all."""
+    if isinstance(config.searcher, GridConfig):
+        return sum(1 for _ in grid_points(config.space))
+    return config.trials
+
+
+def _missing_data(recipe: Recipe) -> dict[str, Any]:
+    """How to prepare those of the recipe's data sets that are not there.
+
+    Raises:
+        UserError: one is not there, and the recipe does not say how to make it.
+    """
+    missing = {part.data.path for part in recipe.parts}
+    missing = {path for path in missing if not Storage(path).exists("manifest.json")}
+    if not missing:
+        return {}
+    return {path: how for path, how in preparations(recipe).items() if path in missing}
+
+
+def _trial_tokens(recipe: Recipe) -> int:
+    """Tokens of a trial that runs to its end, about.
+
+    Raises:
+        UserError: a data set cannot work, or has nothing held out to compare trials by.
+    """
+    data = training_data(recipe)
+    if None in data.held_out:
+        raise UserError(
+            f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "
+            "compared by; prepare with data.prepare.held_out, or give evaluation.path"
+        )
+    return sum(
+        samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
+        * _mean_length(phase.batches.manifest)
+        for phase in data.phases
+    )
+
+
+def _mean_length(manifest: Manifest) -> int:
+    return max(1, manifest.tokens // manifest.samples)
