@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from elastrata.cli import run
+from elastrata.recipe.recipe import WorkersConfig
 from elastrata.sweeps.file import load_sweep
 from elastrata.sweeps.folder import check_same_sweep, write_sweep
 from elastrata.sweeps.slots import slots
 from elastrata.sweeps.trial_recipe import base_recipe
-from elastrata.recipe.recipe import WorkersConfig
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -109,7 +109,10 @@ def test_population_based_training_changes_only_what_a_run_can_go_on_with(tmp_pa
         "workload.mask_probability": {"uniform": [0.1, 0.2], "points": 2},
         "optimizer.lr": {"loguniform": [1e-4, 1e-2], "points": 2},
     })  # fmt: skip
-    assert [line.split(":")[0] for line in told] == ["searcher.name", "space.workload.mask_probability"]
+    assert [line.split(":")[0] for line in told] == [
+        "searcher.name",
+        "space.workload.mask_probability",
+    ]
 
 
 def test_the_command_ends_with_2_and_starts_nothing(

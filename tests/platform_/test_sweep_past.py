@@ -45,9 +45,7 @@ class Rehearsal:
         self.entries = list(entries)
         self.standings = Standings(METRIC, "min", entries)
         common = {"metric": METRIC, "mode": "min"}
-        self.scheduler = build_scheduler(
-            scheduler, SPACE, **common, trial_tokens=TOKENS_OF_A_TRIAL
-        )
+        self.scheduler = build_scheduler(scheduler, SPACE, **common, trial_tokens=TOKENS_OF_A_TRIAL)
         self.suggestions = Suggestions(
             build_searcher(searcher, SPACE, **common),
             self.scheduler,

@@ -27,7 +27,10 @@ SPACE = {
 
 @given(share=SHARES, low=st.floats(1e-6, 1e3), factor=st.floats(1.01, 1e4))
 def test_a_value_is_found_again_at_its_share(share: float, low: float, factor: float) -> None:
-    for domain in (Uniform(uniform=(low, low * factor)), LogUniform(loguniform=(low, low * factor))):
+    for domain in (
+        Uniform(uniform=(low, low * factor)),
+        LogUniform(loguniform=(low, low * factor)),
+    ):
         value = domain.value_at(share)
         assert low <= value <= low * factor
         assert domain.share_of(value) == pytest.approx(share, abs=1e-6)

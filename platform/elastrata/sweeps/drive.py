@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -146,6 +147,8 @@ class Drive:
     launch: int
     """1, then 2..."""
     lock: Lock
+    cleaned: set[str]
+    """Trials whose checkpoints were deleted."""
 
     @classmethod
     def begin(
@@ -190,6 +193,7 @@ class Drive:
             record=record,
             launch=launch,
             lock=Lock(),
+            cleaned=set(),
         )
         for trial in standings.trials.values():
             record.begin(trial, drive.recipe_of(trial.id, trial.values))
@@ -199,7 +203,9 @@ class Drive:
         """Runs what is left, and makes the report, whatever came."""
         status: Status = "FAILED"
         try:
-            with self.interrupt.heard(lambda name: self.warn(f"{name}: ending with the best so far")):
+            with self.interrupt.heard(
+                lambda name: self.warn(f"{name}: ending with the best so far")
+            ):
                 self.interrupt.run(
                     lambda: self._tune(shares, trials, tokens, began),
                     _GRACE_SECONDS,
@@ -260,21 +266,21 @@ class Drive:
         trainable = tune.with_parameters(TrialActor, job=self.job)
         bundle = {"CPU": shares.cpus, **({"GPU": shares.gpus} if shares.gpus else {})}
         end = began + config.max_seconds if config.max_seconds else math.inf
-        tuner = tune.Tuner(
+        # What goes wrong is in the journal; Tune would tell it in pages.
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        tune.run(
             tune.with_resources(trainable, tune.PlacementGroupFactory([bundle])),
-            tune_config=tune.TuneConfig(
-                search_alg=suggestions, scheduler=scheduler, reuse_actors=True
-            ),
-            run_config=tune.RunConfig(
-                name=f"launch-{self.launch:04d}",
-                storage_path=self.folder.uri("ray"),
-                stop=_Stop(lambda: self.interrupt.signal is not None or time.monotonic() > end),
-                failure_config=tune.FailureConfig(max_failures=config.max_failures),
-                callbacks=[Watch(self.standings, self.note, self.record.report, self.warn)],
-                verbose=0,
-            ),
+            name=f"launch-{self.launch:04d}",
+            storage_path=self.folder.uri("ray"),
+            search_alg=suggestions,
+            scheduler=scheduler,
+            stop=_Stop(lambda: self.interrupt.signal is not None or time.monotonic() > end),
+            callbacks=[Watch(self.standings, self.note, self.record.report, self.warn)],
+            max_failures=config.max_failures,
+            reuse_actors=True,
+            raise_on_failed_trial=False,
+            verbose=0,
         )
-        tuner.fit()
         self.folder.sub("ray").delete()
 
     def _problem(self, id: str, values: Mapping[str, Value]) -> str | None:
@@ -301,8 +307,10 @@ class Drive:
             return
         best = self.standings.best()
         for trial in self.standings.trials.values():
-            if trial.is_over and trial is not best and trial.id != but:
+            is_cleaned = trial.id in self.cleaned and not at_the_end
+            if trial.is_over and trial is not best and trial.id != but and not is_cleaned:
                 self.job.folder.sub(trial.id).delete("checkpoints")
+                self.cleaned.add(trial.id)
 
     def _publish(self) -> None:
         try:
@@ -316,6 +324,9 @@ class _Stop(tune.Stopper):  # type: ignore[misc]
 
     def __init__(self, is_time: Callable[[], bool]) -> None:
         self._is_time = is_time
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune writes it down for a resumption that is never asked for
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False

@@ -33,8 +33,7 @@ def importance(values: Sequence[Any], results: Sequence[float]) -> float:
         return 0.0
     total = float(((ranks - ranks.mean()) ** 2).sum())
     within = sum(
-        float(((ranks[groups == name] - ranks[groups == name].mean()) ** 2).sum())
-        for name in names
+        float(((ranks[groups == name] - ranks[groups == name].mean()) ** 2).sum()) for name in names
     )
     if total == 0.0:
         return 0.0
@@ -45,7 +44,9 @@ def importance(values: Sequence[Any], results: Sequence[float]) -> float:
 def _groups(values: Sequence[Any]) -> Any:
     """A group's number for every value: its own where there are few, else that of its quantile."""
     distinct = sorted(set(map(str, values)))
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    numeric = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
     if not numeric or len(distinct) <= _MOST_GROUPS:
         return np.array([distinct.index(str(value)) for value in values])
     count = max(2, min(_MOST_GROUPS, len(values) // _SMALLEST_GROUP))

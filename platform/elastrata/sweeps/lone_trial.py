@@ -104,9 +104,7 @@ class LoneTrial:
     def evaluation(self) -> Mapping[str, float]:
         """The held-out metrics of the model as it is now; not part of the run's history."""
         rows = self._held_out[min(self._held_out)]
-        loss = evaluate(
-            self.model, self.recipe.workload, rows, self.data.vocabulary, self.device
-        )
+        loss = evaluate(self.model, self.recipe.workload, rows, self.data.vocabulary, self.device)
         return {"eval/loss": loss.total}
 
     def save(self) -> str:
@@ -208,9 +206,7 @@ class LoneTrial:
 
     def _is_end(self, report: Report) -> bool:
         recipe = self.recipe
-        return is_over(
-            report.step, report.metrics, steps=recipe.steps_in_all, target=recipe.target
-        )
+        return is_over(report.step, report.metrics, steps=recipe.steps_in_all, target=recipe.target)
 
     def _due(self, record: StepRecord) -> list[Rows]:
         last = min(last for last in self._held_out if last >= record.step)
@@ -279,9 +275,7 @@ def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, list[Rows]]:
     }
 
 
-def _origin(
-    run: Storage, origin: tuple[Storage, str] | None
-) -> tuple[Storage, Commit | None]:
+def _origin(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Storage, Commit | None]:
     """Where the state to continue from lies, and which it is; None: a new run.
 
     A checkpoint of another run that is not there any more gives way to that run's newest one.

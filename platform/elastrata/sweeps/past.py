@@ -48,7 +48,9 @@ class Past:
         for entry in self.evaluations:
             if entry["step"] not in by_step:
                 continue
-            own = [by_step[step] for step in range(before + 1, entry["step"] + 1) if step in by_step]
+            own = [
+                by_step[step] for step in range(before + 1, entry["step"] + 1) if step in by_step
+            ]
             yield Report(
                 step=entry["step"],
                 samples=own[-1]["samples"],

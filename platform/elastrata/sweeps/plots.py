@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,13 @@ def draw(picture: str, standings: Standings, space: Mapping[str, Domain]) -> Fig
         "importance": _importance,
     }
     return makers[picture](standings, space)
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as the bytes of a PNG file."""
+    stream = io.BytesIO()
+    figure.savefig(stream)
+    return stream.getvalue()
 
 
 def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, float]:
@@ -200,6 +208,7 @@ def _figure(width: float, height: float) -> Figure:
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    figure._repr_png_ = lambda: png(figure)  # type: ignore[attr-defined]  # what notebooks show
     return figure
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Mapping, Sequence
 
 from elastrata.sweeps.domains import Domain
 from elastrata.sweeps.folder import PLOTS, REPORT_FILE
-from elastrata.sweeps.plots import PICTURES, draw
+from elastrata.sweeps.plots import PICTURES, draw, png
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.table import headings, ordered, rows
@@ -25,11 +24,11 @@ _STYLE = (
 )
 
 
-def publish(
-    folder: Storage, standings: Standings, config: SweepConfig, tracker: Tracker
-) -> None:
+def publish(folder: Storage, standings: Standings, config: SweepConfig, tracker: Tracker) -> None:
     """Draws the pictures and writes the report, to the sweep's folder and its record."""
-    pictures = {f"{name}.png": _png(name, standings, config.space) for name in PICTURES}
+    pictures = {
+        f"{name}.png": png(draw(name, standings, config.space)) for name in PICTURES
+    }
     page = _page(config, standings, list(pictures.values())).encode()
     folder.write(page, REPORT_FILE)
     tracker.log_artifact(REPORT_FILE, page)
@@ -67,8 +66,3 @@ def _page(config: SweepConfig, standings: Standings, pictures: Sequence[bytes]) 
         f'<div class="wide">{html_table(standings, config.space)}</div></html>\n'
     )
 
-
-def _png(name: str, standings: Standings, space: Mapping[str, Domain]) -> bytes:
-    stream = io.BytesIO()
-    draw(name, standings, space).savefig(stream)
-    return stream.getvalue()

@@ -72,11 +72,12 @@ class SweepRecord:
         self.whole.tag({"best_trial": trial.id, "best_value": value, **values})
         last = trial.last
         if last:
-            self.whole.log_steps([{"step": last.step, **{f"best/{k}": v for k, v in last.metrics.items()}}])
+            self.whole.log_steps(
+                [{"step": last.step, **{f"best/{k}": v for k, v in last.metrics.items()}}]
+            )
         for id, part in self._parts.items():
             part.tag({"best": id == trial.id})
         if checkpoint:
             self.whole.tag({"best_checkpoint": checkpoint[0]})
             metrics = dict(last.metrics) if last else {}
             self._parts[trial.id].record_checkpoint(*checkpoint, metrics)
-

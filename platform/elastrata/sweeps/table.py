@@ -28,7 +28,11 @@ def ordered(standings: Standings) -> list[Trial]:
 
     def place(trial: Trial) -> tuple[bool, float, str]:
         value = sign * trial.value(standings.metric)
-        return trial.is_over, value if trial.counts and not math.isnan(value) else math.inf, trial.id
+        return (
+            trial.is_over,
+            value if trial.counts and not math.isnan(value) else math.inf,
+            trial.id,
+        )
 
     return sorted(standings.trials.values(), key=place)
 

@@ -42,7 +42,7 @@ class Watch(Callback):  # type: ignore[misc]
         self._told(trial.trial_id, report)
         if report.copied:
             self._note({"kind": COPIED, "trial": trial.trial_id, **asdict(report.copied)})
-        is_news = known.last is None or report.step > known.last.step or report.copied
+        is_news = not known.last or report.step > known.last.step or report.copied is not None
         if report.metrics and is_news:
             self._note({"kind": REPORTED, **report_entry(trial.trial_id, report)})
         if result.get("done"):

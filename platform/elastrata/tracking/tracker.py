@@ -134,9 +134,7 @@ class Tracker:
 
         self._outbox.put(log)
 
-    def child(
-        self, name: str, params: Mapping[str, object], tags: Mapping[str, object]
-    ) -> Tracker:
+    def child(self, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> Tracker:
         """The record of a part of this run, found again by its name. The same thread writes both,
         so that a store which stands one writer holds with many parts; `finish` of the whole, which
         comes last, waits for all of them."""
