@@ -56,7 +56,9 @@ class Rehearsal:
             problem=lambda id, values: None,
             note=self.note,
         )
-        self.suggestions._made = lambda id, values: SimpleIdentity(id)  # type: ignore[method-assign,assignment,return-value]
+        made: Any = lambda id, values: SimpleIdentity(id)  # noqa: E731
+        monkey: Any = self.suggestions
+        monkey._made = made
         self.suggestions.add_configurations([SimpleNamespace(spec={})])
 
     def note(self, entry: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveInt
+from typing_extensions import override
 
 from elastrata.recipe.config import Config
 from elastrata_pipelines.errors import nearest
@@ -22,7 +23,7 @@ Conditions = Mapping[str, Value | tuple[Value, ...]]
 class DomainKeys(Config):
     """What every domain has, and what the searchers ask of it."""
 
-    when: Conditions = {}
+    when: Conditions = Field(default_factory=dict)
     """The key has a value only where other keys of the space have these ones, a value or a list
     each: `{optimizer.name: lamb}`."""
 
@@ -56,16 +57,19 @@ class _Range(DomainKeys):
         """The smallest value and the largest."""
         raise NotImplementedError
 
+    @override
     def problems(self) -> list[str]:
         low, high = self.ends
         return [] if low < high else [f"[{low:g}, {high:g}]: expected the smaller one first"]
 
+    @override
     def grid(self) -> tuple[Value, ...] | None:
         if self.points is None:
             return None
         shares = [place / max(1, self.points - 1) for place in range(self.points)]
         return tuple(dict.fromkeys(self.value_at(share) for share in shares))
 
+    @override
     def extremes(self) -> tuple[Value, ...]:
         return (self.value_at(0.0), self.value_at(1.0))
 
@@ -77,13 +81,16 @@ class Uniform(_Range):
     """The smallest value and the largest."""
 
     @property
+    @override
     def ends(self) -> tuple[float, float]:
         return self.uniform
 
+    @override
     def value_at(self, share: float) -> float:
         low, high = self.uniform
         return min(high, low + share * (high - low))
 
+    @override
     def share_of(self, value: Value) -> float:
         low, high = self.uniform
         return (_number(value) - low) / (high - low)
@@ -96,19 +103,23 @@ class LogUniform(_Range):
     """The smallest value, above 0, and the largest."""
 
     @property
+    @override
     def ends(self) -> tuple[float, float]:
         return self.loguniform
 
+    @override
     def problems(self) -> list[str]:
         low, high = self.loguniform
         if low <= 0:
             return [f"[{low:g}, {high:g}]: expected ends above 0"]
         return super().problems()
 
+    @override
     def value_at(self, share: float) -> float:
         low, high = self.loguniform
         return max(low, min(high, low * (high / low) ** share))
 
+    @override
     def share_of(self, value: Value) -> float:
         low, high = self.loguniform
         return math.log(_number(value) / low) / math.log(high / low)
@@ -121,17 +132,21 @@ class Int(_Range):
     """The smallest value and the largest."""
 
     @property
+    @override
     def ends(self) -> tuple[float, float]:
         return self.int
 
+    @override
     def value_at(self, share: float) -> Value:
         low, high = self.int
         return min(high, low + math.floor(share * (high - low + 1)))
 
+    @override
     def share_of(self, value: Value) -> float:
         low, high = self.int
         return (_number(value) - low) / (high - low)
 
+    @override
     def grid(self) -> tuple[Value, ...] | None:
         if self.points is None:
             low, high = self.int
@@ -145,19 +160,24 @@ class Choice(DomainKeys):
     choice: Values
     """The values."""
 
+    @override
     def problems(self) -> list[str]:
         twice = {repr(v) for v in self.choice if [*map(repr, self.choice)].count(repr(v)) > 1}
         return [f"{value}: is there twice" for value in sorted(twice)]
 
+    @override
     def value_at(self, share: float) -> Value:
         return self.choice[min(len(self.choice) - 1, int(share * len(self.choice)))]
 
+    @override
     def share_of(self, value: Value) -> float:
         return self.choice.index(value) / max(1, len(self.choice) - 1)
 
+    @override
     def grid(self) -> tuple[Value, ...] | None:
         return self.choice
 
+    @override
     def extremes(self) -> tuple[Value, ...]:
         return self.choice
 
@@ -178,7 +198,9 @@ Domain = Annotated[Uniform | LogUniform | Int | Choice, BeforeValidator(_of_one_
 
 def wanted(condition: Value | Sequence[Value]) -> tuple[Value, ...]:
     """The values that a condition allows."""
-    return tuple(condition) if isinstance(condition, list | tuple) else (condition,)  # type: ignore[arg-type]
+    if isinstance(condition, str) or not isinstance(condition, Sequence):
+        return (condition,)
+    return tuple(condition)
 
 
 def _number(value: Any) -> float:

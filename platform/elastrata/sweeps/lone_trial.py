@@ -28,7 +28,7 @@ from elastrata.training.optimizer import build_optimizer
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
-from elastrata.training.target import is_over, reached
+from elastrata.training.target import is_over
 from elastrata.workers.engine import sharded_model, training_loop
 from elastrata.workers.events import Committed, Event, Started
 from elastrata.workers.keeper import Keeper
@@ -160,53 +160,58 @@ class LoneTrial:
             raise failure
 
     def _told(self, keeper: Keeper) -> Iterator[Report]:
-        recipe = self.recipe
-        steps: list[Mapping[str, float]] = self._past.curves()
+        """What the run has done already and was not told, then what it does now."""
+        over = False
         for report in self._past.reports():
-            is_end = self._is_end(report)
-            steps = [step for step in steps if step["step"] > report.step]
-            if report.step > self._told_before or is_end:
-                yield replace(report, state="finished" if is_end else "running")
-            if is_end:
-                return
+            over = self._is_end(report.step, report.metrics)
+            if report.step > self._told_before or over:
+                yield replace(report, state="finished" if over else "running")
+        if not over:
+            yield from self._new(keeper)
+
+    def _new(self, keeper: Keeper) -> Iterator[Report]:
+        recipe, stream = self.recipe, steps_from(self.data.phases, self.start)
         loop = training_loop(recipe, self.model, self.data.vocabulary, self.device, 1)
-        stream = steps_from(self.data.phases, self.start)
-        seconds = 0.0
+        steps, seconds = self._past.unreported(), 0.0
         for record, _ in loop.run(self.model, self.optimizer, stream, self.start, keeper.asked):
             self._record = record
             keeper.stepped(record)
             steps.append(curve(record))
-            seconds += record.seconds
-            is_last = record.step == recipe.steps_in_all
-            if rows := self._due(record):
-                began = time.perf_counter()
-                loss = evaluate(
-                    self.model, recipe.workload, rows, self.data.vocabulary, self.device
-                )
-                seconds += time.perf_counter() - began
-                found = keeper.evaluated(record, loss, time.perf_counter() - began)
-                is_last = is_last or reached(recipe.target, found)
-                keeper.keep(record, Act.GO_ON, is_last=is_last)
-                if is_last:  # who hears of the end may look for the checkpoint
-                    self._post.committed(record.step, _SECONDS_TO_SAVE)
-                yield Report(
-                    step=record.step,
-                    samples=record.samples,
-                    tokens=record.tokens,
-                    seconds=seconds,
-                    metrics=dict(found),
-                    steps=tuple(steps),
-                    state="finished" if is_last else "running",
-                )
-                steps, seconds = [], 0.0
-            else:
+            rows = self._due(record)
+            if not rows:
                 keeper.keep(record, Act.GO_ON, is_last=False)
-            if is_last:
+                seconds += record.seconds
+                continue
+            metrics, took = self._evaluated(keeper, record, rows)
+            over = self._is_end(record.step, metrics)
+            keeper.keep(record, Act.GO_ON, is_last=over)
+            if over:  # who hears of the end may look for the checkpoint
+                self._post.committed(record.step, _SECONDS_TO_SAVE)
+            yield Report(
+                step=record.step,
+                samples=record.samples,
+                tokens=record.tokens,
+                seconds=seconds + record.seconds + took,
+                metrics=metrics,
+                steps=tuple(steps),
+                state="finished" if over else "running",
+            )
+            if over:
                 return
+            steps, seconds = [], 0.0
 
-    def _is_end(self, report: Report) -> bool:
+    def _evaluated(
+        self, keeper: Keeper, record: StepRecord, rows: list[Rows]
+    ) -> tuple[Mapping[str, float], float]:
+        """What the evaluation after that step reports, and the seconds it took."""
+        began = time.perf_counter()
+        loss = evaluate(self.model, self.recipe.workload, rows, self.data.vocabulary, self.device)
+        took = time.perf_counter() - began
+        return dict(keeper.evaluated(record, loss, took)), took
+
+    def _is_end(self, step: int, metrics: Mapping[str, float]) -> bool:
         recipe = self.recipe
-        return is_over(report.step, report.metrics, steps=recipe.steps_in_all, target=recipe.target)
+        return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
     def _due(self, record: StepRecord) -> list[Rows]:
         last = min(last for last in self._held_out if last >= record.step)
@@ -262,7 +267,7 @@ def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, list[Rows]]:
     Raises:
         UserError: there is nothing to compare trials by.
     """
-    if missing := [phase.batches.url for phase, b in zip(data.phases, data.held_out) if b is None]:
+    if missing := [phase.batches.url for phase, b in zip(data.phases, data.held_out, strict=True) if b is None]:
         raise UserError(
             f"{missing[0]}: has no held-out data, which trials are compared by; prepare with "
             "data.prepare.held_out, or give evaluation.path"

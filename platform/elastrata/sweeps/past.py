@@ -37,6 +37,11 @@ class Past:
         found = history.effective_steps(entries), history.surviving_evaluations(entries)
         return cls(*([e for e in part if step is None or e["step"] <= step] for part in found))
 
+    def unreported(self) -> list[Mapping[str, float]]:
+        """Metrics of the steps after the last evaluation."""
+        last = max((entry["step"] for entry in self.evaluations), default=0)
+        return [_curve(entry) for entry in self.steps if entry["step"] > last]
+
     def curves(self) -> list[Mapping[str, float]]:
         """Metrics of every step."""
         return [_curve(entry) for entry in self.steps]

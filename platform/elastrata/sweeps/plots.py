@@ -71,7 +71,8 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         last = best.reports[-1]
         axes.annotate(f"trial {best.id}: {last.value(standings.metric):.4g}",
                       (last.tokens, last.value(standings.metric)), xytext=(-6, -14),
-                      textcoords="offset points", ha="right", color=_BEST, fontweight="bold")  # fmt: skip
+                      textcoords="offset points", ha="right", color=_BEST,
+                      fontweight="bold")  # fmt: skip
     _limit(axes, standings)
     _legend(axes)
     return figure
@@ -121,7 +122,8 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         for height, end in zip((0.0, 1.0), ends, strict=True):
             text = f"{end:.3g}" if isinstance(end, float) else str(end)
             axes.annotate(text, (place, height), xytext=(0, -13 if height == 0 else 6),
-                          textcoords="offset points", ha="center", color=_QUIET, fontsize=8)  # fmt: skip
+                          textcoords="offset points", ha="center", color=_QUIET,
+                          fontsize=8)  # fmt: skip
         axes.axvline(place, color=_GRID, zorder=0)
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_yticks([])

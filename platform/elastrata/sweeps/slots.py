@@ -59,10 +59,9 @@ def slots(
             f"workers.max: {workers.max}: a trial needs {needs}, the cluster has {cpus:g} CPUs and "
             f"{gpus:g} GPUs"
         )
+    if workers.max > 1:  # a group that ends takes what this job has begun since with it
+        return Slots(count=1, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=1)
     count = min(trials, fitting if wanted == "auto" else wanted)
-    if workers.max > 1:
-        count = min(count, fitting)
-        return Slots(count=count, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=1)
     share = cpus / count
     return Slots(
         count=count,

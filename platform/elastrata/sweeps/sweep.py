@@ -21,7 +21,7 @@ class SweepConfig(Config):
     file's name."""
     recipe: str
     """What is trained: a recipe's file, or a name such as `bert/tiny`."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = Field(default_factory=dict)
     """What all trials have different from the recipe, by dotted key: `steps: 400`."""
     space: Annotated[dict[str, Domain], Field(min_length=1)]
     """By dotted key of the recipe the values to try."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from typing_extensions import override
+
 from elastrata.tracking.tracker import Status, Tracker
 
 
@@ -13,13 +15,34 @@ class SilentTracker(Tracker):
     def __init__(self) -> None:
         self.uri = self.run_id = self.experiment_id = ""
 
+    @override
     def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
-        """Does nothing, as all that follow."""
+        pass
 
-    def tag(self, tags: Mapping[str, object]) -> None: ...  # noqa: D102
-    def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None: ...  # noqa: D102
-    def forget_checkpoint(self, uri: str) -> None: ...  # noqa: D102
-    def keep_checkpoints(self, uris: Collection[str]) -> None: ...  # noqa: D102
-    def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None: ...  # noqa: D102
-    def end(self, status: Status) -> None: ...  # noqa: D102
-    def finish(self, status: Status) -> None: ...  # noqa: D102
+    @override
+    def tag(self, tags: Mapping[str, object]) -> None:
+        pass
+
+    @override
+    def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    @override
+    def forget_checkpoint(self, uri: str) -> None:
+        pass
+
+    @override
+    def keep_checkpoints(self, uris: Collection[str]) -> None:
+        pass
+
+    @override
+    def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
+        pass
+
+    @override
+    def end(self, status: Status) -> None:
+        pass
+
+    @override
+    def finish(self, status: Status) -> None:
+        pass
