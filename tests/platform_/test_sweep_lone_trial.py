@@ -96,7 +96,7 @@ def test_a_copy_has_the_loss_of_the_original_and_its_place_in_the_data(
         Storage(str(tmp_path / "copy")),
         (original.run, folder),
     )
-    assert copy.evaluation()["eval/loss"] == report.metrics["eval/loss"]
+    assert copy.evaluation() == report.metrics
     assert (copy.start.step, copy.start.samples, copy.start.tokens) == (
         report.step,
         report.samples,

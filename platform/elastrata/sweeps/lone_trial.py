@@ -30,7 +30,7 @@ from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.target import is_over
 from elastrata.workers.engine import sharded_model, training_loop
-from elastrata.workers.events import Committed, Event, Started
+from elastrata.workers.events import Committed, Evaluated, Event, Started
 from elastrata.workers.keeper import Keeper
 from elastrata.workers.newest_state import newest_state
 from elastrata_pipelines.batches import Start
@@ -102,10 +102,12 @@ class LoneTrial:
         return next(self._reports)
 
     def evaluation(self) -> Mapping[str, float]:
-        """The held-out metrics of the model as it is now; not part of the run's history."""
+        """What an evaluation of the model as it is now reports; not part of the run's history."""
         rows = self._held_out[min(self._held_out)]
         loss = evaluate(self.model, self.recipe.workload, rows, self.data.vocabulary, self.device)
-        return {"eval/loss": loss.total}
+        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
+        step = self.start.step
+        return Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=0.0).to_metrics()
 
     def save(self) -> str:
         """Saves the state of the step that was reported last, and waits for it.
