@@ -144,10 +144,13 @@ def test_a_trial_has_its_values_and_all_else_from_the_base() -> None:
 def test_a_sweep_that_is_there_is_not_continued_as_another_one(tmp_path: Path) -> None:
     folder = Storage(str(tmp_path / "folder"))
     sweep = load_sweep(_written(tmp_path))
-    write_sweep(folder, sweep)
-    check_same_sweep(folder, sweep.model_copy(update={"trials": 99}))
-    with pytest.raises(UserError, match="metric: is another one there"):
-        check_same_sweep(folder, sweep.model_copy(update={"metric": "eval/mlm_accuracy"}))
+    base = base_recipe(sweep.recipe, sweep.changes).recipe
+    write_sweep(folder, sweep, base)
+    check_same_sweep(folder, sweep.model_copy(update={"trials": 99}), base)
+    with pytest.raises(UserError, match=r"metric: 'eval/loss' in the sweep of this name"):
+        check_same_sweep(folder, sweep.model_copy(update={"metric": "eval/mlm_accuracy"}), base)
+    with pytest.raises(UserError, match=r"steps: 40 in the sweep of this name, 41 in this one"):
+        check_same_sweep(folder, sweep, base.model_copy(update={"steps": 41}))
 
 
 def test_trials_share_a_machine_without_a_fight() -> None:

@@ -94,14 +94,14 @@ def sweep(
     folder = root.sub(name)
     interrupt = Interrupt()
     with _owned(folder, interrupt, warn):
-        check_same_sweep(folder, config)
+        check_same_sweep(folder, config, base.recipe)
         with ray_session(address):
             for path, preparation in missing.items():
                 prepare(preparation, path)
             tokens = _trial_tokens(base.recipe)
             trials = _most(config)
             shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
-            write_sweep(folder, config)
+            write_sweep(folder, config, base.recipe)
             job = TrialJob(
                 base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
             )
