@@ -94,7 +94,7 @@ def sweep(
     """
     from rich.console import Console
 
-    from elastrata.sweeps.drive import sweep as sweep_on_ray
+    from elastrata.sweeps.launch import sweep as sweep_on_ray
     from elastrata.terminal.sweep_progress import SweepProgress
 
     if config.name is None:

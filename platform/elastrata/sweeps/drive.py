@@ -1,4 +1,4 @@
-"""The drive of a sweep: one launch of it, from the first look at its keys to the report."""
+"""The drive of a sweep: one driver's part in it, from what the journal says to the report."""
 
 from __future__ import annotations
 
@@ -6,52 +6,38 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-import ray
 from ray import tune
 
 from elastrata.checkpoints.commit import commits
 from elastrata.launch.interrupt import Interrupt
-from elastrata.launch.preflight import check_storage, training_data
-from elastrata.launch.ray_session import ray_session
-from elastrata.recipe.preparations import preparations
+from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.folder import flatten
 from elastrata.runs.history import HistoryWriter
-from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run
 from elastrata.sweeps.domains import Value
-from elastrata.sweeps.file import check_sweep
-from elastrata.sweeps.folder import JOURNAL, TRIALS, check_same_sweep, write_sweep
+from elastrata.sweeps.folder import JOURNAL
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
-from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.schedulers import PbtConfig, build_scheduler
-from elastrata.sweeps.searchers import GridConfig, build_searcher
-from elastrata.sweeps.slots import Slots, slots
-from elastrata.sweeps.space import grid_points
-from elastrata.sweeps.standings import CONCLUDED, SUGGESTED, Standings
+from elastrata.sweeps.searchers import build_searcher
+from elastrata.sweeps.slots import Slots
+from elastrata.sweeps.standings import CONCLUDED, LAUNCHED, SUGGESTED, Standings
 from elastrata.sweeps.suggestions import Suggestions
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trainable import TrialActor
-from elastrata.sweeps.trial_recipe import at_home
 from elastrata.sweeps.watch import Watch
 from elastrata.tracking.facts import start_tags
 from elastrata.tracking.tracker import Status, open_tracker
-from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.preparation import prepare
 from elastrata_pipelines.storage import Storage
 
-LAUNCHED = "launched"
-"""Kind of the entry with which a launch begins in the journal."""
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -62,72 +48,6 @@ TUNE_SETTINGS = {
 """Tune keeps no notes of its own: the journal says all, and is not bound to Ray's version."""
 _GRACE_SECONDS = 60.0
 Show = Callable[[Standings], None]
-
-
-def sweep(
-    config: SweepConfig,
-    *,
-    name: str,
-    address: str | None = None,
-    show: Show = lambda standings: None,
-    warn: Callable[[str], None] = lambda line: None,
-) -> SweepResult:
-    """Runs the trials of a sweep, or those that are left of the sweep of that name.
-
-    Args:
-        config: what is tried.
-        name: of the sweep; its folder in the recipe's storage.
-        address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with the standings after everything that happens.
-        warn: called with one line about what went wrong and did not end the sweep.
-
-    Raises:
-        UserError: something in the sweep, its recipe, the data or the cluster cannot work.
-    """
-    began = time.monotonic()
-    base = at_home(check_sweep(config))
-    root = Storage(base.recipe.storage)
-    missing = _missing_data(base.recipe)
-    if not missing:
-        _trial_tokens(base.recipe)
-    check_storage(root)
-    folder = root.sub(name)
-    interrupt = Interrupt()
-    with _owned(folder, interrupt, warn):
-        check_same_sweep(folder, config, base.recipe)
-        with ray_session(address):
-            for path, preparation in missing.items():
-                prepare(preparation, path)
-            tokens = _trial_tokens(base.recipe)
-            trials = _most(config)
-            shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
-            write_sweep(folder, config, base.recipe)
-            job = TrialJob(
-                base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
-            )
-            drive = Drive.begin(config, folder, job, interrupt, show, warn)
-            status = drive.to_end(shares, trials, tokens, began)
-    return SweepResult(
-        name=name,
-        folder=folder.uri(),
-        mlflow_run_id=drive.record.whole.run_id,
-        status=status,
-        config=config,
-        standings=drive.standings,
-        seconds=time.monotonic() - began,
-    )
-
-
-@contextmanager
-def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
-    """Runs its block as the sweep's only driver. A sweep that was never begun leaves no folder."""
-    ownership: Ownership | None = None
-    try:
-        with own_run(folder, lost=interrupt.lose, warn=warn) as ownership:
-            yield
-    finally:
-        if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
-            folder.delete()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,51 +253,3 @@ class _Stop(tune.Stopper):  # type: ignore[misc]
 
     def stop_all(self) -> bool:
         return self._is_time()
-
-
-def _resources() -> dict[str, float]:
-    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return found
-
-
-def _most(config: SweepConfig) -> int:
-    """Trials in all."""
-    if isinstance(config.searcher, GridConfig):
-        return sum(1 for _ in grid_points(config.space))
-    return config.trials
-
-
-def _missing_data(recipe: Recipe) -> dict[str, Any]:
-    """How to prepare those of the recipe's data sets that are not there.
-
-    Raises:
-        UserError: one is not there, and the recipe does not say how to make it.
-    """
-    missing = {part.data.path for part in recipe.parts}
-    missing = {path for path in missing if not Storage(path).exists("manifest.json")}
-    if not missing:
-        return {}
-    return {path: how for path, how in preparations(recipe).items() if path in missing}
-
-
-def _trial_tokens(recipe: Recipe) -> int:
-    """Tokens of a trial that runs to its end, about.
-
-    Raises:
-        UserError: a data set cannot work, or has nothing held out to compare trials by.
-    """
-    data = training_data(recipe)
-    if None in data.held_out:
-        raise UserError(
-            f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "
-            "compared by; prepare with data.prepare.held_out, or give evaluation.path"
-        )
-    return sum(
-        samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
-        * _mean_length(phase.batches.manifest)
-        for phase in data.phases
-    )
-
-
-def _mean_length(manifest: Manifest) -> int:
-    return max(1, manifest.tokens // manifest.samples)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from threading import Condition
 
 import torch
 
@@ -21,16 +20,17 @@ from elastrata.runs import history
 from elastrata.runs.folder import RunIdentity, write_identity
 from elastrata.runs.unwritten import restore_history
 from elastrata.sweeps.past import Past, curve
+from elastrata.sweeps.post import Post
 from elastrata.sweeps.report import Report
 from elastrata.training.device import current_device
 from elastrata.training.evaluate import evaluate, evaluation_due, held_out_rows
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
-from elastrata.training.request import Act, Request
+from elastrata.training.request import Act
 from elastrata.training.target import is_over
 from elastrata.workers.engine import sharded_model, training_loop
-from elastrata.workers.events import Committed, Evaluated, Event, Started
+from elastrata.workers.events import Evaluated, Started
 from elastrata.workers.keeper import Keeper
 from elastrata.workers.newest_state import newest_state
 from elastrata_pipelines.batches import Start
@@ -83,7 +83,7 @@ class LoneTrial:
         if self._commit:
             restore(checkpoints, self._commit, self.model, self.optimizer)
         self.start = _start(self._commit)
-        self._post = _Post()
+        self._post = Post()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
         write_identity(run, RunIdentity(name=name, data=self.data.data_sets), recipe)
@@ -227,33 +227,6 @@ class LoneTrial:
         return self._held_out[last] if is_due else []
 
 
-class _Post:
-    """What the keeper takes for the way to a driver: only commits are of interest here."""
-
-    def __init__(self) -> None:
-        self._folders: dict[int, str] = {}
-        self._changed = Condition()
-
-    def send(self, event: Event) -> None:
-        if isinstance(event, Committed):
-            with self._changed:
-                self._folders[event.step] = event.uri.rpartition("/")[2]
-                self._changed.notify_all()
-
-    def look(self) -> Request | None:
-        return None
-
-    def flush(self) -> None:
-        pass
-
-    def committed(self, step: int, seconds: float) -> str:
-        """The folder of the commit of that step; waits for it."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: step in self._folders, seconds):
-                raise TimeoutError(f"the checkpoint of step {step} was not saved")
-            return self._folders[step]
-
-
 def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
     """What is left of a run's steps, all rows of each, read and decoded in this process."""
     for phase in phases:
@@ -269,11 +242,12 @@ def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, list[Rows]]:
     Raises:
         UserError: there is nothing to compare trials by.
     """
-    if missing := [phase.batches.url for phase, b in zip(data.phases, data.held_out, strict=True) if b is None]:
-        raise UserError(
-            f"{missing[0]}: has no held-out data, which trials are compared by; prepare with "
-            "data.prepare.held_out, or give evaluation.path"
-        )
+    for phase, batches in zip(data.phases, data.held_out, strict=True):
+        if batches is None:
+            raise UserError(
+                f"{phase.batches.url}: has no held-out data, which trials are compared by; prepare "
+                "with data.prepare.held_out, or give evaluation.path"
+            )
     samples = recipe.evaluation.samples
     return {
         phase.last_step: held_out_rows(batches, samples=samples, rank=0, num_ranks=1)

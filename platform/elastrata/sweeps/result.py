@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from elastrata.runs import history
 from elastrata.sweeps.folder import JOURNAL, read_sweep
 from elastrata.sweeps.report import Trial
-from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.standings import LAUNCHED, Standings
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.storage import Storage
 
@@ -112,7 +112,7 @@ def read_result(folder: str) -> SweepResult:
     entries = history.read(storage.sub(JOURNAL))
     standings = Standings(config.metric, config.mode, entries)
     over = [trial.is_over for trial in standings.trials.values()]
-    launches = [entry for entry in entries if entry["kind"] == "launched"]
+    launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
     return SweepResult(
         name=config.name or "",
         folder=storage.uri(),

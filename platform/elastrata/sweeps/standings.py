@@ -9,6 +9,8 @@ from typing import Any
 
 from elastrata.sweeps.report import Copied, Report, Trial
 
+LAUNCHED = "launched"
+"""Kind of the entry with which a launch begins."""
 SUGGESTED, REPORTED, COPIED, CONCLUDED = "suggested", "reported", "copied", "concluded"
 """Kinds of entries: a point to try, a report of a trial, a state taken over, the end of a trial."""
 
