@@ -44,8 +44,9 @@ TUNE_SETTINGS = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
 }
-"""Tune keeps no notes of its own: the journal says all, and is not bound to Ray's version."""
+"""Tune keeps no notes of its own, as the journal says all, and prints nothing."""
 _GRACE_SECONDS = 60.0
 Show = Callable[[Standings], None]
 

@@ -22,6 +22,7 @@ PICTURES = ("curves", "keys", "parallel", "importance")
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BEST, _STOPPED, _BAD = "#d1495b", "#b8d4ee", "#9aa5b1"
 _COLUMNS = 3
+_MARGIN = 0.05
 _OUTLIER = 3.0
 """Values farther above the best half than this many of its widths are not shown to scale."""
 
@@ -80,6 +81,8 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
 
 def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     """The metric against each key, a panel for each."""
+    from matplotlib.ticker import NullFormatter
+
     rows = math.ceil(len(space) / _COLUMNS)
     columns = min(_COLUMNS, len(space))
     figure = _figure(4.2 * columns, 3.4 * rows)
@@ -93,8 +96,11 @@ def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
             shown = value if isinstance(value, int | float) and _numeric(domain) else str(value)
             axes.plot(shown, trial.value(standings.metric), marker=_marker(trial), color=color,
                       markersize=9 if trial is best else 6, linestyle="none")  # fmt: skip
-        if isinstance(domain, LogUniform) and trials:
+        if isinstance(domain, LogUniform):
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        if _numeric(domain):
+            _span(axes, domain)
         _limit(axes, standings)
     return figure
 
@@ -189,6 +195,16 @@ def _limit(axes: Axes, standings: Standings) -> None:
     if middle > best and values[-1] > worst:
         margin = 0.05 * (worst - best)
         axes.set_ylim(*sorted((sign * (best - margin), sign * worst)))
+
+
+def _span(axes: Axes, domain: Domain) -> None:
+    """From the smallest value of a domain to the largest, with a margin."""
+    values = [float(str(value)) for value in domain.extremes()]
+    low, high = min(values), max(values)
+    if isinstance(domain, LogUniform):
+        axes.set_xlim(low / (high / low) ** _MARGIN, high * (high / low) ** _MARGIN)
+    elif high > low:
+        axes.set_xlim(low - _MARGIN * (high - low), high + _MARGIN * (high - low))
 
 
 def _numeric(domain: Domain) -> bool:
