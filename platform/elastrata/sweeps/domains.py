@@ -117,7 +117,7 @@ class LogUniform(_Range):
     @override
     def value_at(self, share: float) -> float:
         low, high = self.loguniform
-        return max(low, min(high, low * (high / low) ** share))
+        return max(low, min(high, float(low * (high / low) ** share)))
 
     @override
     def share_of(self, value: Value) -> float:

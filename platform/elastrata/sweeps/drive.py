@@ -240,7 +240,7 @@ class Drive:
             self.warn(f"no report of the sweep: {error}")
 
 
-class _Stop(tune.Stopper):  # type: ignore[misc]
+class _Stop(tune.Stopper):
     """Ends all trials when it is time."""
 
     def __init__(self, is_time: Callable[[], bool]) -> None:

@@ -57,7 +57,8 @@ def _text(path: str, overrides: Sequence[str]) -> RecipeText:
     """The file's values, with what the command line says put where it belongs."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such sweep file")
-    own, of_recipe = [], []
+    own: list[str] = []
+    of_recipe: list[str] = []
     for override in overrides:
         is_own = override.partition("=")[0].split(".")[0] in SweepConfig.model_fields
         (own if is_own else of_recipe).append(override)

@@ -55,6 +55,6 @@ def _groups(values: Sequence[Any]) -> Any:
 
 def _ranks(numbers: Any) -> Any:
     """Ranks from 0; equal numbers share the mean of theirs."""
-    unique, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return ((ends - counts + ends - 1) / 2)[inverse]

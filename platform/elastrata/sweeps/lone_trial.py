@@ -7,13 +7,15 @@ any other, which `status`, `audit`, `export` and `train` take.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from elastrata.checkpoints.commit import Commit, commits, folders
-from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.checkpoints.training_state import load, restore, training_state
 from elastrata.launch.preflight import TrainingData, training_data
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
@@ -28,8 +30,9 @@ from elastrata.training.optimizer import build_optimizer
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
+from elastrata.training.step import StepLoss
 from elastrata.training.target import is_over
-from elastrata.workers.engine import sharded_model, training_loop
+from elastrata.workers.engine import divided_model, phase_masks, training_loop
 from elastrata.workers.events import Evaluated, Started
 from elastrata.workers.keeper import Keeper
 from elastrata.workers.newest_state import newest_state
@@ -75,13 +78,17 @@ class LoneTrial:
         self._held_out = _held_out(recipe, self.data)
         vocabulary = self.data.vocabulary
         seq_len = max(phase.batches.manifest.seq_len for phase in self.data.phases)
-        self.model = sharded_model(recipe, vocabulary, seq_len, self.device, 1)
+        self._divided = divided_model(recipe, vocabulary, seq_len, self.device, 1)
+        self.model = self._divided.model
         self.optimizer = build_optimizer(
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
         )
+        self._masks = phase_masks(recipe, self.model)
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
             restore(checkpoints, self._commit, self.model, self.optimizer)
+            if self._masks:
+                self._masks.restore(self._commit.step, partial(load, checkpoints, self._commit))
         self.start = _start(self._commit)
         self._post = Post()
         self._record: StepRecord | None = None
@@ -103,10 +110,9 @@ class LoneTrial:
 
     def evaluation(self) -> Mapping[str, float]:
         """What an evaluation of the model as it is now reports; not part of the run's history."""
-        rows = self._held_out[min(self._held_out)]
-        loss = evaluate(self.model, self.recipe.workload, rows, self.data.vocabulary, self.device)
-        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
         step = self.start.step
+        loss = self._loss(self._held_out[self._last_step(step)])
+        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
         return Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=0.0).to_metrics()
 
     def save(self) -> str:
@@ -128,7 +134,7 @@ class LoneTrial:
         """Ends it where it is. What was not saved by then is lost."""
         self._reports.close()
 
-    def _train(self, attempt: int) -> Iterator[Report]:
+    def _train(self, attempt: int) -> Generator[Report]:
         recipe, phases = self.recipe, Phases()
         self._keeper = Keeper(
             self.run,
@@ -137,7 +143,7 @@ class LoneTrial:
             rank=0,
             config=recipe.checkpoint,
             sender=self._post,  # type: ignore[arg-type]
-            state=lambda: training_state(self.model, self.optimizer),
+            state=self._state,
         )
         with self._keeper as keeper:
             keeper.started(
@@ -173,9 +179,12 @@ class LoneTrial:
 
     def _new(self, keeper: Keeper) -> Iterator[Report]:
         recipe, stream = self.recipe, steps_from(self.data.phases, self.start)
-        loop = training_loop(recipe, self.model, self.data.vocabulary, self.device, 1)
+        loop = training_loop(
+            recipe, self._divided.clip, self.data.vocabulary, self.device, 1, masks=self._masks
+        )
+        passes = self._divided.passes
         steps, seconds = self._past.unreported(), 0.0
-        for record, _ in loop.run(self.model, self.optimizer, stream, self.start, keeper.asked):
+        for record, _ in loop.run(passes, self.optimizer, stream, self.start, keeper.asked):
             self._record = record
             keeper.stepped(record)
             steps.append(curve(record))
@@ -207,16 +216,28 @@ class LoneTrial:
     ) -> tuple[Mapping[str, float], float]:
         """What the evaluation after that step reports, and the seconds it took."""
         began = time.perf_counter()
-        loss = evaluate(self.model, self.recipe.workload, rows, self.data.vocabulary, self.device)
+        loss = self._loss(rows)
         took = time.perf_counter() - began
         return dict(keeper.evaluated(record, loss, took)), took
+
+    def _loss(self, rows: list[Rows]) -> StepLoss:
+        passes, recipe = self._divided.passes, self.recipe
+        return evaluate(passes, recipe.workload, rows, self.data.vocabulary, self.device)
+
+    def _state(self) -> dict[str, Any]:
+        masks = self._masks.state() if self._masks else {}
+        return training_state(self.model, self.optimizer) | masks
+
+    def _last_step(self, step: int) -> int:
+        """Of the phase that has that step."""
+        return min(last for last in self._held_out if last >= step)
 
     def _is_end(self, step: int, metrics: Mapping[str, float]) -> bool:
         recipe = self.recipe
         return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
     def _due(self, record: StepRecord) -> list[Rows]:
-        last = min(last for last in self._held_out if last >= record.step)
+        last = self._last_step(record.step)
         is_due = evaluation_due(
             self.recipe.evaluation,
             step=record.step,

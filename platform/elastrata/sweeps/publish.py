@@ -26,9 +26,7 @@ _STYLE = (
 
 def publish(folder: Storage, standings: Standings, config: SweepConfig, tracker: Tracker) -> None:
     """Draws the pictures and writes the report, to the sweep's folder and its record."""
-    pictures = {
-        f"{name}.png": png(draw(name, standings, config.space)) for name in PICTURES
-    }
+    pictures = {f"{name}.png": png(draw(name, standings, config.space)) for name in PICTURES}
     page = _page(config, standings, list(pictures.values())).encode()
     folder.write(page, REPORT_FILE)
     tracker.log_artifact(REPORT_FILE, page)
@@ -65,4 +63,3 @@ def _page(config: SweepConfig, standings: Standings, pictures: Sequence[bytes]) 
         f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(found)}</p>{images}"
         f'<div class="wide">{html_table(standings, config.space)}</div></html>\n'
     )
-

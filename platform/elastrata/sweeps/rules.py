@@ -78,7 +78,7 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
         )
     if isinstance(config.searcher, GridConfig):
         for key, domain in config.space.items():
-            if domain.grid() is None:
+            if not domain.problems() and domain.grid() is None:
                 yield f"space.{key}.points: missing: a grid needs to know how many values"
 
 

@@ -15,6 +15,7 @@ from elastrata.sweeps.domains import Choice, Domain, Int, Value
 TOKENS = "progress/tokens"
 """The metric by which schedulers count: it is the same whatever the batch size."""
 _ASHA_RUNGS, _SHARE_OF_A_TRIAL = 3, 8
+_FOREVER = 2**62
 
 
 class NoneConfig(Config):
@@ -104,7 +105,8 @@ def build_scheduler(
                 **common,
                 grace_period=config.grace_tokens or share,
                 min_samples_required=config.min_trials,
-                min_time_slice=math.inf,  # else trials wait for others instead of going on
+                # Where any time will do, trials wait for others instead of going on.
+                min_time_slice=_FOREVER,
             )
         case PbtConfig():
             return schedulers.PopulationBasedTraining(
@@ -116,7 +118,7 @@ def build_scheduler(
                 custom_explore_fn=lambda point: within(space, point),
                 log_config=False,
             )
-    return schedulers.FIFOScheduler()
+    return schedulers.FIFOScheduler()  # type: ignore[no-untyped-call]
 
 
 def first_rung(config: AshaConfig, trial_tokens: int) -> int:

@@ -74,7 +74,7 @@ def _random(config: RandomConfig, space: Mapping[str, Domain]) -> Iterator[Point
 def _listed(points: Iterator[Point], *, metric: str, mode: str) -> Any:
     from ray.tune.search import Searcher
 
-    class Listed(Searcher):  # type: ignore[misc]
+    class Listed(Searcher):
         """Points that no result changes."""
 
         def suggest(self, trial_id: str) -> Any:

@@ -24,7 +24,7 @@ from elastrata.sweeps.standings import CONCLUDED, REPORTED, SUGGESTED, Standings
 _ID_DIGITS = 4
 
 
-class Suggestions(SearchAlgorithm):  # type: ignore[misc]
+class Suggestions(SearchAlgorithm):
     """What Tune asks for the next trial.
 
     Args:
@@ -80,7 +80,7 @@ class Suggestions(SearchAlgorithm):  # type: ignore[misc]
             return trial
         while len(self._standings.trials) < self._most:
             id = f"{len(self._standings.trials):0{_ID_DIGITS}d}"
-            values = self._searcher.suggest(id)
+            values: Any = self._searcher.suggest(id)
             if values == Searcher.FINISHED:
                 break
             if values is None:
@@ -114,9 +114,10 @@ class Suggestions(SearchAlgorithm):  # type: ignore[misc]
 
     def _made(self, id: str, values: Mapping[str, Value]) -> TuneTrial:
         spec = {**self._spec, "config": dict(values)}
-        return _create_trial_from_spec(
+        made: TuneTrial = _create_trial_from_spec(
             spec, _make_parser(), evaluated_params=dict(values), experiment_tag=id, trial_id=id
         )
+        return made
 
     def _tell_the_past(self) -> None:
         """Searcher and scheduler hear of everything again, as it came."""

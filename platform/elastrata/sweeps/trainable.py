@@ -41,10 +41,10 @@ class RunningTrial(Protocol):
         ...
 
 
-class TrialActor(Trainable):  # type: ignore[misc]
+class TrialActor(Trainable):
     """Tune's side of a trial."""
 
-    def setup(self, config: dict[str, Any], job: TrialJob) -> None:
+    def setup(self, config: dict[str, Any], job: TrialJob) -> None:  # type: ignore[override]
         """A trial begins with its first step, when it is known where it continues from."""
         self._job = job
         self._trial: RunningTrial | None = None

@@ -14,7 +14,7 @@ from elastrata.sweeps.standings import CONCLUDED, COPIED, REPORTED, Standings, r
 from elastrata.sweeps.trainable import REPORT
 
 
-class Watch(Callback):  # type: ignore[misc]
+class Watch(Callback):
     """Called by Tune in the driver, one event after the other: there is one writer.
 
     Args:

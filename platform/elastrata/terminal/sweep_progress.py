@@ -114,6 +114,6 @@ def _notebook() -> Any:
     """The handle of a fresh display where this is a notebook, else None."""
     if "ipykernel" not in sys.modules:
         return None
-    from IPython.display import display  # type: ignore[import-not-found]
+    from IPython.display import display
 
-    return display(_Html(""), display_id=True)
+    return display(_Html(""), display_id=True)  # type: ignore[no-untyped-call]
