@@ -32,7 +32,7 @@ SOUND: dict[str, Any] = {
 
 def _written(folder: Path, **changes: Any) -> str:
     path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump({**SOUND, **changes}))
+    path.write_text(yaml.safe_dump({**SOUND, **changes}, sort_keys=False))
     return str(path)
 
 
