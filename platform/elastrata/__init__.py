@@ -9,10 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastrata.api import prepare, train
+    from elastrata.api import prepare, sweep, train
     from elastrata.launch.launch import TrainResult
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.recipe import Recipe
+    from elastrata.sweeps.file import load_sweep
+    from elastrata.sweeps.result import SweepResult
+    from elastrata.sweeps.sweep import SweepConfig
     from elastrata.training.workload import Workload
     from elastrata_pipelines.errors import UserError
     from elastrata_pipelines.preparation import PrepareConfig
@@ -20,22 +23,30 @@ if TYPE_CHECKING:
 __all__ = [
     "PrepareConfig",
     "Recipe",
+    "SweepConfig",
+    "SweepResult",
     "TrainResult",
     "UserError",
     "Workload",
     "load_recipe",
+    "load_sweep",
     "prepare",
+    "sweep",
     "train",
 ]
 
 _HOMES = {
     "PrepareConfig": "elastrata_pipelines.preparation",
     "Recipe": "elastrata.recipe.recipe",
+    "SweepConfig": "elastrata.sweeps.sweep",
+    "SweepResult": "elastrata.sweeps.result",
     "TrainResult": "elastrata.launch.launch",
     "UserError": "elastrata_pipelines.errors",
     "Workload": "elastrata.training.workload",
     "load_recipe": "elastrata.recipe.file",
+    "load_sweep": "elastrata.sweeps.file",
     "prepare": "elastrata.api",
+    "sweep": "elastrata.api",
     "train": "elastrata.api",
 }
 

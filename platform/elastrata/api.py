@@ -8,6 +8,9 @@ from elastrata.launch.launch import TrainResult
 from elastrata.launch.launch import train as train_on_ray
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
+from elastrata.sweeps.result import SweepResult
+from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.sweep import SweepConfig
 from elastrata.workers.events import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
@@ -68,3 +71,37 @@ def prepare(
     """
     with ray_session(address):
         return prepare_on_ray(config, out, overwrite=overwrite, progress=progress)
+
+
+def sweep(
+    config: SweepConfig,
+    *,
+    address: str | None = None,
+    show: Callable[[Standings], None] | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> SweepResult:
+    """Runs the trials of a sweep, or those that are left of the sweep of that name.
+
+    Args:
+        config: what is tried, with a name.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with the standings after everything that happens; default: in a notebook, a
+            table that moves; else lines.
+        warn: called, beside `show`, with one line about what went wrong and did not end the sweep.
+
+    Raises:
+        UserError: sweep, recipe, data or cluster cannot work; one line for each reason.
+    """
+    from rich.console import Console
+
+    from elastrata.sweeps.launch import sweep as sweep_on_ray
+    from elastrata.terminal.sweep_progress import SweepProgress
+
+    if config.name is None:
+        raise UserError("name: missing: expected the sweep's name; the same name continues it")
+    if show is not None:
+        return sweep_on_ray(config, name=config.name, address=address, show=show, warn=warn)
+    with SweepProgress(config.space, Console()) as progress:
+        return sweep_on_ray(
+            config, name=config.name, address=address, show=progress, warn=progress.warn
+        )

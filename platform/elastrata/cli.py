@@ -24,6 +24,7 @@ from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
 from elastrata.commands.simulate import simulate
 from elastrata.commands.status import status
+from elastrata.commands.sweep import sweep
 from elastrata.commands.train import train
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
@@ -37,6 +38,7 @@ _COMMANDS = (
     plan,
     simulate,
     train,
+    sweep,
     status,
     audit,
     export,

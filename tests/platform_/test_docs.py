@@ -16,6 +16,7 @@ from elastrata.cli import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.launch import TrainResult
 from elastrata.recipe.file import load_recipe
+from elastrata.sweeps.file import load_sweep
 from support.documented import documented_keys
 from support.synthetic import write_data_set
 
@@ -103,6 +104,13 @@ def test_the_variant_and_the_overrides_of_the_guide_work(tmp_path: Path) -> None
     command = _blocks("docs/recipes.md", "sh")[0].split()
     recipe = load_recipe(command[2], command[3:])
     assert (recipe.workers.max, recipe.optimizer.betas[1]) == (8, 0.95)
+
+
+def test_the_sweep_of_the_guide_loads(tmp_path: Path) -> None:
+    (tmp_path / "lr.yaml").write_text(_blocks("docs/sweeps.md", "yaml")[0])
+    command = _blocks("docs/sweeps.md", "sh")[0].splitlines()[1].partition("#")[0].split()
+    sweep = load_sweep(str(tmp_path / command[2]), command[3:])
+    assert (sweep.trials, sweep.changes["batch_size"]) == (64, 128)
 
 
 def test_the_mistakes_of_the_guide_are_told_as_it_says(

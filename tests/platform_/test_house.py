@@ -35,12 +35,12 @@ DOORS = {
         "elastrata.workers.worker",
         "elastrata_pipelines.stream",
     },
-    "ray.tune": set(),
+    "ray.tune": {"elastrata.sweeps"},
     "torch.distributed.checkpoint": {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli", "elastrata.commands"},
-    "matplotlib": {"elastrata.tracking.plots"},
+    "matplotlib": {"elastrata.sweeps.plots", "elastrata.sweeps.result", "elastrata.tracking.plots"},
 }
 """The modules (with those below them) that may import a library or a part of it."""
 
@@ -63,11 +63,15 @@ def test_the_public_list() -> None:
     assert elastrata.__all__ == [
         "PrepareConfig",
         "Recipe",
+        "SweepConfig",
+        "SweepResult",
         "TrainResult",
         "UserError",
         "Workload",
         "load_recipe",
+        "load_sweep",
         "prepare",
+        "sweep",
         "train",
     ]
     for name in elastrata.__all__:

@@ -295,3 +295,29 @@ def test_a_server_that_dies_loses_nothing(
     assert [item.path for item in client.list_artifacts(tracker.run_id, "plots")] == [
         "plots/curve.png"
     ]
+
+
+def test_sixteen_parts_of_a_run_by_one_writer(runs: Path) -> None:
+    whole = _open(runs)
+    parts = [
+        whole.child(f"{number:04d}", {"lr": number}, {"trial": number}) for number in range(16)
+    ]
+    for step in range(1, 21):
+        for part in parts:
+            part.log_steps([{"step": step, "train/loss": 1 / step}])
+    parts[0].end("FAILED")
+    whole.finish("FINISHED")
+    client = _client(runs)
+    again = _open(runs, run_id=whole.run_id)
+    same = again.child("0003", {"lr": 3}, {"trial": 3})
+    same.log_steps([{"step": step, "train/loss": 1.0} for step in (20, 21)])
+    again.finish("FINISHED")
+    found = client.search_runs(
+        [whole.experiment_id], f"tags.`mlflow.parentRunId` = '{whole.run_id}'"
+    )
+    assert sorted(run.info.run_name for run in found) == [f"{n:04d}" for n in range(16)]
+    by_name = {run.info.run_name: run for run in found}
+    assert by_name["0000"].info.status == "FAILED"
+    assert same.run_id == by_name["0003"].info.run_id
+    steps = [m.step for m in client.get_metric_history(same.run_id, "train/loss")]
+    assert sorted(steps) == list(range(1, 22))

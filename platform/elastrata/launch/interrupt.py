@@ -30,6 +30,10 @@ class Interrupt:
         """The run is not this process's any more: it must not go on."""
         self._lost = text
 
+    def ask(self, name: str) -> None:
+        """Asks for the end, as a signal of that name would."""
+        self.signal, self.since = name, time.monotonic()
+
     @property
     def is_lost(self) -> bool:
         """Whether the run is another process's now."""
@@ -82,8 +86,9 @@ class Interrupt:
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal:
                 raise KeyboardInterrupt
-            self.signal, self.since = signal.Signals(number).name, time.monotonic()
-            asked(self.signal)
+            name = signal.Signals(number).name
+            self.ask(name)
+            asked(name)
 
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -69,6 +69,8 @@ def train(
     name: str,
     address: str | None = None,
     show: Callable[[Event], None],
+    interrupt: Interrupt | None = None,
+    record: Tracker | None = None,
 ) -> TrainResult:
     """Trains a recipe to its last step or its target, or continues the run of that name there.
 
@@ -77,6 +79,8 @@ def train(
         name: of the run; its folder in `recipe.storage`.
         address: the Ray cluster to join; default: the session that is open, else one of its own.
         show: called with every event, from a thread of its own.
+        interrupt: by which others can ask for its end; default: signals alone can.
+        record: where the run is recorded; default: as the recipe says.
 
     Raises:
         UserError: something in the recipe, the data or the cluster cannot work.
@@ -91,7 +95,7 @@ def train(
     root = Storage(recipe.storage)
     check_storage(root)
     run = root.sub(name)
-    interrupt = Interrupt()
+    interrupt = interrupt or Interrupt()
     phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     with _owned(run, interrupt, show):
@@ -108,7 +112,7 @@ def train(
             if problems := cluster_problems(recipe, gpus, _cluster_resources()):
                 raise UserError(*problems)
             mailbox = open_mailbox()
-            tracker = _open_record(recipe, name, run, identity, data)
+            tracker = _open_record(recipe, name, run, identity, data, record)
             phases.passed("record")
             show(Launched(seconds=phases.seconds))
             drive = Drive(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
@@ -170,11 +174,16 @@ def _gpus_per_worker(recipe: Recipe) -> float:
 
 
 def _open_record(
-    recipe: Recipe, name: str, run: Storage, identity: RunIdentity | None, data: TrainingData
+    recipe: Recipe,
+    name: str,
+    run: Storage,
+    identity: RunIdentity | None,
+    data: TrainingData,
+    record: Tracker | None,
 ) -> Tracker:
     """Starts the run's folder and its record, or goes on with them."""
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
-    tracker = open_tracker(
+    tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
         run_name=name,

@@ -28,6 +28,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's own limits
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
+PARENT = "mlflow.parentRunId"
+"""MLflow's tag that makes a run a part of another one."""
 _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
 
 
@@ -47,12 +49,20 @@ class Tracker:
     Made by `open_tracker`.
     """
 
-    def __init__(self, client: Any, *, uri: str, run_id: str, experiment_id: str) -> None:
+    def __init__(
+        self,
+        client: Any,
+        *,
+        uri: str,
+        run_id: str,
+        experiment_id: str,
+        outbox: Outbox | None = None,
+    ) -> None:
         self.uri = uri
         self.run_id = run_id
         self.experiment_id = experiment_id
         self._client = client
-        self._outbox = Outbox(f"MLflow at {shown(uri)}", _is_hopeless)
+        self._outbox = outbox or Outbox(f"MLflow at {shown(uri)}", _is_hopeless)
         self._last_steps: dict[str, int] | None = None
         self._models: dict[str, str] = {}
 
@@ -124,9 +134,39 @@ class Tracker:
 
         self._outbox.put(log)
 
+    def child(self, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> Tracker:
+        """The record of a part of this run, found again by its name. The same thread writes both,
+        so that a store which stands one writer holds with many parts; `finish` of the whole, which
+        comes last, waits for all of them."""
+        child = Tracker(
+            self._client,
+            uri=self.uri,
+            run_id="",  # known when it is begun, which is before anything else is written
+            experiment_id=self.experiment_id,
+            outbox=self._outbox,
+        )
+        below = {PARENT: self.run_id, "mlflow.user": getpass.getuser()}
+
+        def begin() -> None:
+            filters = f"tags.`{PARENT}` = '{self.run_id}' and tags.`mlflow.runName` = '{name}'"
+            found = self._client.search_runs([self.experiment_id], filters, max_results=1)
+            run = found[0] if found else None
+            if run is None:
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=below)
+            child.run_id = run.info.run_id
+            _log_params(self._client, run, params)
+            _set_tags(self._client, child.run_id, tags)
+
+        self._outbox.put(begin)
+        return child
+
+    def end(self, status: Status) -> None:
+        """Sets the final status; waits for nothing."""
+        self._outbox.put(lambda: self._client.set_terminated(self.run_id, status))
+
     def finish(self, status: Status) -> None:
         """Writes what is still to be written and the final status, in at most a minute."""
-        self._outbox.put(lambda: self._client.set_terminated(self.run_id, status))
+        self.end(status)
         left = self._outbox.close(_SECONDS_TO_FINISH)
         if left:
             _log.warning(

@@ -189,6 +189,10 @@ class Keeper:
         dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
         return cast(Request, agreed[0])
 
+    def leave(self) -> None:
+        """Nobody will go on from here: what is not saved by now need not be."""
+        self._newest = None
+
     def _make_safe(self, *, in_memory: bool) -> None:
         """Returns when the newest state is on storage, and takes it again where that fails; or, if
         that is enough, when it is in memory. Collective."""

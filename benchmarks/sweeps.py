@@ -1,0 +1,119 @@
+"""A sweep of BERT-tiny with ASHA beside the full grid of the same space: what it costs and finds.
+
+    python benchmarks/sweeps.py ../shared/data/wikitext
+
+Prepares WikiText once, tries all 16 points of a grid to their end, then 16 random points of the
+same space with ASHA, and writes `results/sweeps.json`: seconds that a trial costs over its
+training, tokens that early stopping saves, and how near its best comes to that of the grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from report import write_result
+
+import elastrata
+from elastrata.runs import history
+from elastrata.sweeps.folder import JOURNAL
+from elastrata.sweeps.result import SweepResult
+from elastrata_pipelines.storage import Storage
+
+ARTICLE = r"^ = [^=].* = $"
+SPACE: dict[str, Any] = {
+    "optimizer.lr": {"loguniform": [3e-4, 1e-2], "points": 4},
+    "optimizer.betas.1": {"uniform": [0.9, 0.999], "points": 2},
+    "clip.max_norm": {"uniform": [0.3, 1.0], "points": 2},
+}
+TRIALS, LEAST_CHECKS = 16, 18
+"""Points, and evaluations of a trial: schedulers look at these."""
+
+
+def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
+    text = {
+        part: {"name": part, "paths": str(wikitext / f"{part}.txt"), "document_start": ARTICLE}
+        for part in ("train", "validation")
+    }
+    return {
+        "data.path": str(scratch / "data"),
+        "data.prepare.sources": [text["train"]],
+        "data.prepare.held_out": [text["validation"]],
+        "data.prepare.tokenizer.vocab_size": 8192,
+        "storage": str(scratch / "runs"),
+        "steps": steps,
+        "batch_size": 32,
+        "schedule.warmup_steps": steps // 10,
+        "evaluation.every": max(1, steps // LEAST_CHECKS),
+        "evaluation.samples": 256,
+        "checkpoint.every": steps,
+    }
+
+
+def seconds_over_training(result: SweepResult) -> list[float]:
+    """Per trial, in order: from its suggestion to its end, less steps and evaluations."""
+    entries = history.read(Storage(result.folder).sub(JOURNAL))
+    begins = {e["trial"]: e["time"] for e in entries if e["kind"] == "suggested"}
+    ends = {e["trial"]: e["time"] for e in entries if e["kind"] == "concluded"}
+    trials = result.standings.trials
+    return [ends[id] - begins[id] - trials[id].seconds for id in begins]
+
+
+def figures(result: SweepResult, slots: int) -> dict[str, Any]:
+    over = seconds_over_training(result)
+    trials = result.standings.trials.values()
+    return {
+        "best": result.best_value,
+        "best_values": result.best_values,
+        "tokens": sum(trial.tokens for trial in trials),
+        "states": result.summary()["trials"],
+        "seconds": result.seconds,
+        "seconds_training": sum(trial.seconds for trial in trials),
+        "seconds_over_training_first": over[:slots],
+        "seconds_over_training_mean": mean(over[slots:]),
+        "seconds_over_training_median": median(over[slots:]),
+        "seconds_over_training_most": max(over[slots:]),
+        "seconds_over_training_with_start": (
+            (result.seconds * slots - sum(trial.seconds for trial in trials)) / len(trials)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wikitext", type=Path)
+    parser.add_argument("--steps", type=int, default=540)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--only", choices=["asha"], help="Leave the grid out, to try things.")
+    parser.add_argument("--trials", type=int, default=TRIALS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        common: dict[str, Any] = {
+            "recipe": "bert/tiny",
+            "changes": changes(arguments.wikitext.resolve(), Path(folder), arguments.steps),
+            "space": SPACE,
+            "concurrency": arguments.slots,
+            "trials": arguments.trials,
+        }
+        asha = elastrata.sweep(
+            elastrata.SweepConfig(name="asha", scheduler={"name": "asha"}, **common)
+        )
+        found: dict[str, Any] = {"space": SPACE, "asha": figures(asha, arguments.slots)}
+        if arguments.only != "asha":
+            grid = elastrata.sweep(
+                elastrata.SweepConfig(name="grid", searcher={"name": "grid"}, **common)
+            )
+            found["grid"] = figures(grid, arguments.slots)
+            assert asha.best_value
+            assert grid.best_value
+            found["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1
+        whole = max(trial.tokens for trial in asha.standings.trials.values())
+        found["share_of_tokens_saved"] = 1 - found["asha"]["tokens"] / (arguments.trials * whole)
+    write_result("sweeps", found, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()

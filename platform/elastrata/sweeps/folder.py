@@ -1,0 +1,70 @@
+"""The folder of a sweep: its configuration, its journal, its trials and what is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs.folder import flatten
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+SWEEP_FILE, BASE_FILE = "sweep.yaml", "recipe.yaml"
+JOURNAL, TRIALS, PLOTS, REPORT_FILE = "journal", "trials", "plots", "report.html"
+_WHERE_AND_HOW = ("name", "storage", "workers", "checkpoint", "tracking")
+MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
+"""Keys of a sweep that it may be continued with another value of; of the recipe, what it says
+counts, not its name."""
+
+
+def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
+    """Refuses to continue a sweep as another one.
+
+    Raises:
+        UserError: the folder holds a sweep with another space, searcher or scheduler, or of another
+            recipe; a line for each key.
+    """
+    if not folder.exists(SWEEP_FILE):
+        return
+    problems = []
+    for name, now in ((SWEEP_FILE, _sweep_values(config)), (BASE_FILE, _base_values(base))):
+        before, now = flatten(yaml.safe_load(folder.read(name))), flatten(now)
+        problems += [
+            f"{folder.uri(name)}: {key}: {before.get(key)!r} in the sweep of this name, "
+            f"{now.get(key)!r} in this one"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key.split(".")[0] not in MAY_CHANGE
+        ]
+    if problems:
+        advice = "choose another --name, or give it back its values"
+        raise UserError(*problems, f"sweep '{config.name}' exists; {advice}")
+
+
+def write_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
+    """Writes what the sweep is."""
+    for name, values in ((BASE_FILE, _base_values(base)), (SWEEP_FILE, _sweep_values(config))):
+        folder.write(yaml.safe_dump(values, sort_keys=False).encode(), name)
+
+
+def _sweep_values(config: SweepConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _base_values(base: Recipe) -> dict[str, Any]:
+    """What decides over what a trial learns."""
+    return base.model_dump(mode="json", exclude=set(_WHERE_AND_HOW))
+
+
+def read_sweep(folder: Storage) -> SweepConfig:
+    """The sweep in a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return SweepConfig.model_validate(yaml.safe_load(folder.read(SWEEP_FILE)))
+    except FileNotFoundError:
+        raise UserError(f"{folder.uri()}: no sweep there") from None

@@ -1,0 +1,145 @@
+"""The launch of a sweep: from the first look at its keys to its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import ray
+
+from elastrata.launch.interrupt import Interrupt
+from elastrata.launch.preflight import check_storage, training_data
+from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.preparations import preparations
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run
+from elastrata.sweeps.drive import Drive, Show
+from elastrata.sweeps.file import check_sweep
+from elastrata.sweeps.folder import TRIALS, check_same_sweep, write_sweep
+from elastrata.sweeps.job import TrialJob
+from elastrata.sweeps.result import SweepResult
+from elastrata.sweeps.searchers import GridConfig
+from elastrata.sweeps.slots import slots
+from elastrata.sweeps.space import grid_points
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.trial_recipe import at_home
+from elastrata_pipelines.batch_size_warmup import samples_in
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.storage import Storage
+
+
+def sweep(
+    config: SweepConfig,
+    *,
+    name: str,
+    address: str | None = None,
+    show: Show = lambda standings: None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> SweepResult:
+    """Runs the trials of a sweep, or those that are left of the sweep of that name.
+
+    Args:
+        config: what is tried.
+        name: of the sweep; its folder in the recipe's storage.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with the standings after everything that happens.
+        warn: called with one line about what went wrong and did not end the sweep.
+
+    Raises:
+        UserError: something in the sweep, its recipe, the data or the cluster cannot work.
+    """
+    began = time.monotonic()
+    base = at_home(check_sweep(config))
+    root = Storage(base.recipe.storage)
+    missing = _missing_data(base.recipe)
+    if not missing:
+        _trial_tokens(base.recipe)
+    check_storage(root)
+    folder = root.sub(name)
+    interrupt = Interrupt()
+    with _owned(folder, interrupt, warn):
+        check_same_sweep(folder, config, base.recipe)
+        with ray_session(address):
+            for path, preparation in missing.items():
+                prepare(preparation, path)
+            tokens = _trial_tokens(base.recipe)
+            trials = _most(config)
+            shares = slots(base.recipe.workers, _resources(), config.concurrency, trials=trials)
+            write_sweep(folder, config, base.recipe)
+            job = TrialJob(
+                base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
+            )
+            drive = Drive.begin(config, folder, job, interrupt, show, warn)
+            status = drive.to_end(shares, trials, tokens, began)
+    return SweepResult(
+        name=name,
+        folder=folder.uri(),
+        mlflow_run_id=drive.record.whole.run_id,
+        status=status,
+        config=config,
+        standings=drive.standings,
+        seconds=time.monotonic() - began,
+    )
+
+
+@contextmanager
+def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
+    """Runs its block as the sweep's only driver. A sweep that was never begun leaves no folder."""
+    ownership: Ownership | None = None
+    try:
+        with own_run(folder, lost=interrupt.lose, warn=warn) as ownership:
+            yield
+    finally:
+        if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
+            folder.delete()
+
+
+def _resources() -> dict[str, float]:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _most(config: SweepConfig) -> int:
+    """Trials in all."""
+    if isinstance(config.searcher, GridConfig):
+        return sum(1 for _ in grid_points(config.space))
+    return config.trials
+
+
+def _missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
+    """How to prepare those of the recipe's data sets that are not there.
+
+    Raises:
+        UserError: one is not there, and the recipe does not say how to make it.
+    """
+    missing = {part.data.path for part in recipe.parts}
+    missing = {path for path in missing if not Storage(path).exists("manifest.json")}
+    if not missing:
+        return {}
+    return {path: how for path, how in preparations(recipe).items() if path in missing}
+
+
+def _trial_tokens(recipe: Recipe) -> int:
+    """Tokens of a trial that runs to its end, about.
+
+    Raises:
+        UserError: a data set cannot work, or has nothing held out to compare trials by.
+    """
+    data = training_data(recipe)
+    if None in data.held_out:
+        raise UserError(
+            f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "
+            "compared by; prepare with data.prepare.held_out, or give evaluation.path"
+        )
+    return sum(
+        samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
+        * _mean_length(phase.batches.manifest)
+        for phase in data.phases
+    )
+
+
+def _mean_length(manifest: Manifest) -> int:
+    return max(1, manifest.tokens // manifest.samples)

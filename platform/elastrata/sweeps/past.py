@@ -1,0 +1,78 @@
+"""The past of a trial: what its own history says it has done, as if it were reported now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from elastrata.checkpoints.commit import commits
+from elastrata.runs import history
+from elastrata.runs.unwritten import restore_history
+from elastrata.sweeps.report import Report
+from elastrata.training.record import StepRecord
+from elastrata_pipelines.storage import Storage
+
+CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
+"""What is told of every step, beside its number: the rest is in the run's history."""
+_OF_THE_ENTRY = ("kind", "attempt", "time")
+
+
+@dataclass(frozen=True)
+class Past:
+    """Entries of a run's history that count."""
+
+    steps: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, run: Storage, step: int | None = None) -> Self:
+        """That of a run, up to a step; of a run that is not there, nothing.
+
+        Lines that died with their writer and that its newest checkpoint has are written first.
+        """
+        for commit in commits(run.sub("checkpoints"))[:1]:
+            restore_history(run.sub("history"), commit)
+        entries = history.read(run.sub("history"))
+        found = history.effective_steps(entries), history.surviving_evaluations(entries)
+        return cls(*([e for e in part if step is None or e["step"] <= step] for part in found))
+
+    def unreported(self) -> list[Mapping[str, float]]:
+        """Metrics of the steps after the last evaluation."""
+        last = max((entry["step"] for entry in self.evaluations), default=0)
+        return [_curve(entry) for entry in self.steps if entry["step"] > last]
+
+    def curves(self) -> list[Mapping[str, float]]:
+        """Metrics of every step."""
+        return [_curve(entry) for entry in self.steps]
+
+    def reports(self) -> Iterator[Report]:
+        """A report for every evaluation, each with the steps before it."""
+        by_step = {entry["step"]: entry for entry in self.steps}
+        before = 0
+        for entry in self.evaluations:
+            if entry["step"] not in by_step:
+                continue
+            own = [
+                by_step[step] for step in range(before + 1, entry["step"] + 1) if step in by_step
+            ]
+            yield Report(
+                step=entry["step"],
+                samples=own[-1]["samples"],
+                tokens=own[-1]["tokens"],
+                seconds=sum(step["seconds"] for step in own),
+                metrics={k: v for k, v in entry.items() if k not in (*_OF_THE_ENTRY, "step")},
+                steps=tuple(map(_curve, own)),
+            )
+            before = entry["step"]
+
+
+def curve(record: StepRecord) -> Mapping[str, float]:
+    """What is told of a step."""
+    metrics = record.to_metrics()
+    return {"step": record.step, **{name: metrics[name] for name in CURVES}}
+
+
+def _curve(entry: Mapping[str, Any]) -> Mapping[str, float]:
+    values = {key: value for key, value in entry.items() if key not in _OF_THE_ENTRY}
+    return curve(StepRecord(**values))

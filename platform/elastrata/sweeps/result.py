@@ -1,0 +1,124 @@
+"""The result of a sweep: what `elastrata.sweep` returns, and what can be read back later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from elastrata.runs import history
+from elastrata.sweeps.folder import JOURNAL, read_sweep
+from elastrata.sweeps.report import Trial
+from elastrata.sweeps.standings import LAUNCHED, Standings
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.storage import Storage
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Picture = Literal["curves", "keys", "parallel", "importance"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """A sweep that has ended, or stands where it was interrupted."""
+
+    name: str
+    folder: str
+    """The sweep's folder or URL."""
+    mlflow_run_id: str | None
+    """Its run in MLflow, which has one below it for every trial; None where it is not known."""
+    status: str
+    """`FINISHED`: all trials are over; `KILLED`: interrupted, or out of time."""
+    config: SweepConfig
+    standings: Standings = field(repr=False)
+    """All trials with all their reports."""
+    seconds: float
+    """Of the launch, from its start to its end; 0 where it was read back."""
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the best newest value; None where none has one."""
+        return self.standings.best()
+
+    @property
+    def best_value(self) -> float | None:
+        """The metric of the best trial."""
+        return self.best.value(self.config.metric) if self.best else None
+
+    @property
+    def best_values(self) -> Mapping[str, Any]:
+        """The values of the best trial, by dotted key: changes for `load_recipe`."""
+        return dict(self.best.values) if self.best else {}
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """A row for every trial: `trial`, `state`, the metrics of its newest report, `step`,
+        `tokens`, `seconds`, `text`, and a column for every key of the space."""
+        import pandas as pd
+
+        return pd.DataFrame([self._row(trial) for trial in self.standings.trials.values()])
+
+    def plot(self, picture: Picture = "curves") -> Figure:
+        """A picture: `curves` of all trials, the metric against each of the `keys`, `parallel`
+        coordinates, or the `importance` of each key."""
+        from elastrata.sweeps.plots import draw
+
+        return draw(picture, self.standings, self.config.space)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain JSON values: what `elastrata sweep --json` prints."""
+        states = [trial.state for trial in self.standings.trials.values()]
+        return {
+            "sweep": self.folder,
+            "mlflow_run_id": self.mlflow_run_id,
+            "status": self.status,
+            "metric": self.config.metric,
+            "trials": {state: states.count(state) for state in dict.fromkeys(states)},
+            "best": self._row(self.best) if self.best else None,
+            "tokens": sum(trial.tokens for trial in self.standings.trials.values()),
+            "seconds": self.seconds,
+            "seconds_training": sum(t.seconds for t in self.standings.trials.values()),
+        }
+
+    def _repr_html_(self) -> str:
+        from elastrata.sweeps.publish import html_table
+
+        return html_table(self.standings, self.config.space)
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        last = trial.last
+        return {
+            "trial": trial.id,
+            "state": trial.state,
+            **(last.metrics if last else {}),
+            "step": last.step if last else 0,
+            "tokens": trial.tokens,
+            "seconds": trial.seconds,
+            **{key: trial.values.get(key) for key in self.config.space},
+            "text": trial.text,
+        }
+
+
+def read_result(folder: str) -> SweepResult:
+    """Reads a sweep back from its folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    storage = Storage(folder)
+    config = read_sweep(storage)
+    entries = history.read(storage.sub(JOURNAL))
+    standings = Standings(config.metric, config.mode, entries)
+    over = [trial.is_over for trial in standings.trials.values()]
+    launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
+    return SweepResult(
+        name=config.name or "",
+        folder=storage.uri(),
+        mlflow_run_id=launches[-1]["mlflow_run_id"] if launches else None,
+        status="FINISHED" if all(over) and len(over) >= 1 else "KILLED",
+        config=config,
+        standings=standings,
+        seconds=0.0,
+    )

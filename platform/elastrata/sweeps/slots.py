@@ -1,0 +1,71 @@
+"""The slots of a sweep: how many trials run at a time, and what each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from elastrata.recipe.recipe import WorkersConfig
+from elastrata_pipelines.errors import UserError
+
+_CPUS_OF_A_GROUP = 0.01
+"""What the process beside a group of workers claims: the workers claim their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Equal shares of a cluster."""
+
+    count: int
+    """Trials at a time."""
+    cpus: float
+    """Logical CPUs that the process of a trial claims."""
+    gpus: float
+    threads: int
+    """CPU threads of a trial with one worker."""
+
+
+def slots(
+    workers: WorkersConfig,
+    resources: Mapping[str, float],
+    wanted: int | Literal["auto"],
+    *,
+    trials: int,
+) -> Slots:
+    """Shares out a cluster so that trials do not fight over it.
+
+    Args:
+        workers: of a trial.
+        resources: of the cluster, by Ray's names.
+        wanted: trials at a time.
+        trials: there are no more.
+
+    Raises:
+        UserError: the cluster is too small for a single one.
+    """
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    gpus_each = (1.0 if gpus >= 1 else 0.0) if workers.gpus == "auto" else workers.gpus
+    of_one = {"CPU": workers.max * workers.cpus, "GPU": workers.max * gpus_each}
+    if workers.max == 1:
+        of_one["CPU"] = min(1.0, cpus) if not gpus_each else workers.cpus
+    fitting = min(
+        (int(resources.get(kind, 0.0) / each + 1e-9) for kind, each in of_one.items() if each),
+        default=0,
+    )
+    if fitting < 1:
+        needs = " and ".join(f"{amount:g} {kind}s" for kind, amount in of_one.items() if amount)
+        raise UserError(
+            f"workers.max: {workers.max}: a trial needs {needs}, the cluster has {cpus:g} CPUs and "
+            f"{gpus:g} GPUs"
+        )
+    if workers.max > 1:  # a group that ends takes what this job has begun since with it
+        return Slots(count=1, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=1)
+    count = min(trials, fitting if wanted == "auto" else wanted)
+    share = cpus / count
+    return Slots(
+        count=count,
+        cpus=min(share, of_one["CPU"]) if gpus_each else share,
+        gpus=min(gpus_each, gpus / count),
+        threads=max(1, int(share)),
+    )

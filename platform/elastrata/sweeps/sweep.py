@@ -1,0 +1,50 @@
+"""The sweep: which values of a recipe are tried, and how the best of them are found."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from elastrata.recipe.config import Config
+from elastrata.sweeps.domains import Domain
+from elastrata.sweeps.schedulers import NoneConfig, SchedulerConfig
+from elastrata.sweeps.searchers import RandomConfig, SearcherConfig
+
+
+class SweepConfig(Config):
+    """Many trials of one recipe, each with values of its own for some of its keys."""
+
+    name: str | None = None
+    """The sweep's name and its folder's; the same name continues the same sweep. Default: the
+    file's name."""
+    recipe: str
+    """What is trained: a recipe's file, or a name such as `bert/tiny`."""
+    changes: dict[str, Any] = Field(default_factory=dict)
+    """What all trials have different from the recipe, by dotted key: `steps: 400`."""
+    space: Annotated[dict[str, Domain], Field(min_length=1)]
+    """By dotted key of the recipe the values to try."""
+    metric: str = "eval/loss"
+    """What trials are compared by: a metric of the recipe's evaluations."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value of the metric is the best."""
+    searcher: SearcherConfig = RandomConfig()
+    scheduler: SchedulerConfig = NoneConfig()
+    trials: PositiveInt = 16
+    """How many points are tried."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Trials at a time; `auto`: as many as the cluster has GPUs or, without any, CPUs for."""
+    max_seconds: PositiveFloat | None = None
+    """Ends the sweep so long after its launch, with the best there is. Default: no end."""
+    max_failures: Annotated[int, Field(ge=0)] = 2
+    """How often a trial whose process died is tried again, from its newest checkpoint."""
+    keep: Literal["best", "all"] = "best"
+    """Which trials keep their checkpoints when they are over: the best so far, or all."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
+        return name

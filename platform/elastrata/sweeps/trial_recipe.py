@@ -1,0 +1,98 @@
+"""The recipe of a trial: the sweep's base with the trial's values in it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.problems import recipe_problems
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
+from elastrata.sweeps.domains import Value
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRecipe:
+    """What all trials of a sweep share. A value: it can be sent to any process."""
+
+    values: Mapping[str, Any]
+    """As it was written, without what nobody said: another optimizer has other keys."""
+    recipe: Recipe
+    """The same, checked."""
+
+    def trial(self, point: Mapping[str, Value]) -> Recipe:
+        """The base with these values.
+
+        Raises:
+            UserError: they cannot be; a line for each reason.
+        """
+        tree = copy.deepcopy(dict(self.values))
+        whole = self.recipe.model_dump(mode="json")
+        for key, value in point.items():
+            _set(tree, whole, key.split("."), value)
+        try:
+            recipe = Recipe.model_validate(tree)
+        except ValidationError as error:
+            text = RecipeText(file="", name="", values=tree)
+            lines = [line.removeprefix(": ") for line in recipe_problems(error, Recipe, text)]
+            raise UserError(*lines) from None
+        if problems := [line for _, line in cross_field_problems(recipe)]:
+            raise UserError(*problems)
+        return recipe
+
+
+def at_home(base: BaseRecipe) -> BaseRecipe:
+    """The same with full paths of its data, as other processes need them."""
+    values = copy.deepcopy(dict(base.values))
+    for section in (values, *values.get("phases", ())):
+        for name in ("data", "evaluation"):
+            part = section.get(name)
+            if isinstance(part, dict) and isinstance(part.get("path"), str):
+                part["path"] = Storage(part["path"]).uri()
+    return BaseRecipe(values=values, recipe=Recipe.model_validate(values))
+
+
+def base_recipe(recipe: str, changes: Mapping[str, Any]) -> BaseRecipe:
+    """Reads the base of a sweep.
+
+    Args:
+        recipe: its file or name.
+        changes: values by dotted key.
+
+    Raises:
+        UserError: one line for each mistake in it.
+    """
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    checked = load_recipe(recipe, overrides)
+    return BaseRecipe(values=read_recipe_text(recipe, overrides).values, recipe=checked)
+
+
+def _set(tree: Any, whole: Any, path: list[str], value: Value) -> None:
+    """Sets a value in a tree; lists on the way that nobody wrote are taken from the whole one."""
+    for place, part in enumerate(path[:-1]):
+        whole = _item(whole, part)
+        if isinstance(whole, list) and _item(tree, part) is None:
+            tree[part] = copy.deepcopy(whole)
+        elif _item(tree, part) is None:
+            tree[_key(tree, part)] = {}
+        tree = _item(tree, path[place])
+    tree[_key(tree, path[-1])] = value
+
+
+def _item(tree: Any, part: str) -> Any:
+    if isinstance(tree, list):
+        return tree[int(part)]
+    return tree.get(part) if isinstance(tree, Mapping) else None
+
+
+def _key(tree: Any, part: str) -> Any:
+    return int(part) if isinstance(tree, list) else part

@@ -1,0 +1,119 @@
+"""The progress of a sweep: a table that moves in a terminal or notebook, lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from elastrata.sweeps.domains import Domain
+from elastrata.sweeps.publish import html_table
+from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.table import headings, ordered, rows
+
+_ROWS_OF_OTHERS = 8
+"""Lines of a terminal that are not the table's."""
+_REFRESHES_PER_SECOND = 2
+
+
+class SweepProgress:
+    """Shows standings, as long as its block runs.
+
+    Args:
+        space: of the sweep.
+        console: where to write.
+    """
+
+    def __init__(self, space: Mapping[str, Domain], console: Console) -> None:
+        self._space, self._console = space, console
+        self._notebook = _notebook()
+        is_live = console.is_terminal and self._notebook is None
+        self._live = (
+            Live(console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
+            if is_live
+            else None
+        )
+        self._told: set[str] = set()
+
+    def __call__(self, standings: Standings) -> None:
+        """Shows how it stands now."""
+        if self._notebook is not None:
+            self._notebook.update(_Html(html_table(standings, self._space)))
+        elif self._live:
+            most = max(3, self._console.height - _ROWS_OF_OTHERS)
+            self._live.update(rich_table(standings, self._space, most))
+        else:
+            self._tell(standings)
+
+    def warn(self, line: str) -> None:
+        """Shows a line."""
+        self._console.print(line, markup=False)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _tell(self, standings: Standings) -> None:
+        """A line for every trial when it is over."""
+        best = standings.best()
+        for trial in standings.trials.values():
+            if trial.is_over and trial.id not in self._told:
+                self._told.add(trial.id)
+                value = f" {standings.metric} {trial.value(standings.metric):.4f}"
+                shown = value if trial.counts else f" {trial.text}"
+                mark = ", the best so far" if trial is best else ""
+                values = "  ".join(f"{key}={value}" for key, value in trial.values.items())
+                self._console.print(
+                    f"trial {trial.id} {trial.state}:{shown} after {trial.tokens:,} tokens{mark}  "
+                    f"{values}",
+                    markup=False,
+                )
+
+
+def rich_table(standings: Standings, space: Mapping[str, Domain], most: int) -> Table:
+    """The trials, at most so many of them, the best one marked."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in headings(standings, space):
+        table.add_column(name, justify="right", no_wrap=True)
+    best = standings.best()
+    pairs = list(zip(ordered(standings), rows(standings, space), strict=True))
+    for trial, cells in pairs[:most]:
+        style = "bold" if trial is best else "dim" if trial.is_over and not trial.counts else ""
+        table.add_row(*cells, style=style)
+    if len(pairs) > most:
+        table.caption = f"and {len(pairs) - most} more"
+    return table
+
+
+class _Html:
+    """What a notebook shows."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return self._text
+
+
+def _notebook() -> Any:
+    """The handle of a fresh display where this is a notebook, else None."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython.display import display
+
+    return display(_Html(""), display_id=True)  # type: ignore[no-untyped-call]

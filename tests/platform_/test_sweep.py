@@ -1,0 +1,236 @@
+"""Sweeps through the real Ray Tune: they end, survive, continue, and are recorded once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+import elastrata
+from elastrata.checkpoints.commit import commits
+from elastrata.runs import history
+from elastrata.sweeps.folder import JOURNAL, PLOTS, REPORT_FILE
+from elastrata.sweeps.plots import PICTURES
+from elastrata.sweeps.result import SweepResult, read_result
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.storage import Storage
+from support.command import kill_group, run_json, start, wait_until
+from support.documented import documented_keys
+from support.synthetic import tiny_recipe, write_data_set
+
+STEPS, EVERY = 24, 4
+SECONDS = 300
+"""By then something must have happened, on the busiest machine."""
+pytestmark = pytest.mark.timeout(1200)  # many drivers, one after the other
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set and a recipe of 24 steps, evaluated every 4."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write_data_set(folder / "data", samples=300)
+    write_data_set(folder / "data" / "held_out", samples=40, seed=1)
+    recipe = tiny_recipe(
+        folder / "data",
+        folder / "runs",
+        steps=STEPS,
+        evaluation={"every": EVERY, "samples": 32},
+        checkpoint={"every": EVERY},
+    )
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def _config(folder: Path, name: str, **changes: Any) -> SweepConfig:
+    values = {
+        "name": name,
+        "recipe": str(folder / "recipe.yaml"),
+        "space": {
+            "optimizer.lr": {"loguniform": [1e-4, 3e-2]},
+            "clip.max_norm": {"choice": [0.5, 1.0]},
+        },
+        "trials": 4,
+        **changes,
+    }
+    return SweepConfig.model_validate(values)
+
+
+def _written(config: SweepConfig, folder: Path) -> Path:
+    path = folder / f"{config.name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def _parts(folder: Path, result: SweepResult) -> dict[str, Any]:
+    """MLflow's run of every trial, by its id."""
+    client = MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
+    whole = client.get_run(result.mlflow_run_id)
+    found = client.search_runs(
+        [whole.info.experiment_id], f"tags.`mlflow.parentRunId` = '{whole.info.run_id}'"
+    )
+    parts = {part.data.tags["trial"]: part for part in found}
+    assert len(parts) == len(found)
+    return parts
+
+
+def _assert_whole(folder: Path, result: SweepResult) -> None:
+    """Every trial is on record once, with every evaluation that it reported, once."""
+    client = MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
+    parts = _parts(folder, result)
+    assert parts.keys() == result.standings.trials.keys()
+    for id, trial in result.standings.trials.items():
+        logged = client.get_metric_history(parts[id].info.run_id, "eval/loss")
+        assert [metric.step for metric in logged] == [report.step for report in trial.reports]
+        steps = client.get_metric_history(parts[id].info.run_id, "train/loss")
+        assert [m.step for m in steps] == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_sweep_from_python(folder: Path) -> None:
+    config = _config(
+        folder,
+        "python",
+        space={
+            "optimizer.lr": {"choice": [1e-2, 1e-3, 1e30]},
+            "schedule.warmup_steps": {"choice": [0, 5]},
+        },
+        searcher={"name": "grid"},
+        scheduler={"name": "asha", "reduction_factor": 2},
+        concurrency=1,
+    )
+    result = elastrata.sweep(config)
+    assert result.status == "FINISHED"
+    states = list(result.trials["state"])
+    assert len(states) == 6
+    assert states.count("diverged") == 2
+    assert "stopped" in states
+    best = result.best
+    assert best is not None
+    assert best.state == "finished"
+    assert result.best_value == result.trials["eval/loss"].min()
+    _assert_whole(folder, result)
+    parts = _parts(folder, result)
+    assert [id for id, part in parts.items() if part.data.tags["best"] == "True"] == [best.id]
+    saved = {id: commits(Storage(result.folder).sub("trials", id, "checkpoints")) for id in parts}
+    assert [id for id, found in saved.items() if found] == [best.id]
+    assert saved[best.id][0].step == STEPS
+    storage = Storage(result.folder)
+    assert storage.names(PLOTS) == sorted(f"{name}.png" for name in PICTURES)
+    assert storage.read(REPORT_FILE).count(b"data:image/png") == len(PICTURES)
+    again = read_result(result.folder)
+    assert again.trials.equals(result.trials)
+    assert list(result.summary()) == documented_keys("sweep")
+
+
+@pytest.mark.slow
+def test_killed_twice_it_ends_as_undisturbed(folder: Path) -> None:
+    def config(name: str) -> Path:
+        space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}}
+        return _written(_config(folder, name, space=space, trials=6, concurrency=2), folder)
+
+    undisturbed = run_json("sweep", config("undisturbed"))
+    disturbed = config("disturbed")
+    journal = Storage(str(folder / "runs" / "disturbed" / JOURNAL))
+    for wanted in (3, 12):
+        driver = start("sweep", disturbed, log=folder / "log")
+
+        def reports() -> int:
+            return sum(entry["kind"] == "reported" for entry in history.read(journal))
+
+        wait_until(lambda w=wanted: reports() >= w, SECONDS, "reports")  # type: ignore[misc]
+        kill_group(driver)
+    resumed = run_json("sweep", disturbed)
+    one, other = read_result(undisturbed["sweep"]), read_result(resumed["sweep"])
+    keys = ["trial", "state", "eval/loss", "step", "tokens", "optimizer.lr"]
+    assert one.trials[keys].equals(other.trials[keys])
+    _assert_whole(folder, one)
+    _assert_whole(folder, other)
+    entries = [(e["kind"], e["trial"]) for e in history.read(journal) if e["kind"] == "concluded"]
+    assert len(entries) == len(set(entries)) == 6
+
+
+@pytest.mark.slow
+def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
+    config = _written(_config(folder, "interrupted", trials=200), folder)
+    driver = start("sweep", config, "--json", log=folder / "interrupted.log")
+    journal = Storage(str(folder / "runs" / "interrupted" / JOURNAL))
+    wait_until(
+        lambda: sum(e["kind"] == "concluded" for e in history.read(journal)) >= 2, SECONDS, "trials"
+    )
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(120) == 130
+    last = json.loads((folder / "interrupted.log").read_text().splitlines()[-1])
+    assert last["status"] == "KILLED"
+    assert last["best"]["eval/loss"] > 0
+    assert (folder / "runs" / "interrupted" / REPORT_FILE).is_file()
+
+
+@pytest.mark.slow
+def test_a_trial_whose_process_dies_goes_on(folder: Path) -> None:
+    import psutil
+
+    config = _written(_config(folder, "deadly", trials=2, concurrency=1), folder)
+    driver = start("sweep", config, log=folder / "deadly.log")
+    journal = Storage(str(folder / "runs" / "deadly" / JOURNAL))
+    wait_until(
+        lambda: any(e["kind"] == "reported" for e in history.read(journal)), SECONDS, "reports"
+    )
+    actors = [
+        process
+        for process in psutil.Process(driver.pid).children(recursive=True)
+        if "TrialActor" in " ".join(process.cmdline())
+    ]
+    assert actors
+    for process in actors:
+        process.kill()
+    assert driver.wait(400) == 0
+    result = read_result(str(folder / "runs" / "deadly"))
+    assert [trial.state for trial in result.standings.trials.values()] == ["finished"] * 2
+    _assert_whole(folder, result)
+
+
+@pytest.mark.slow
+def test_a_copy_begins_with_the_loss_of_its_original(folder: Path) -> None:
+    config = _config(
+        folder,
+        "population",
+        space={"optimizer.lr": {"loguniform": [1e-6, 3e-2]}},
+        scheduler={"name": "pbt", "interval_tokens": 1},
+        trials=4,
+        concurrency=2,
+    )
+    summary = run_json("sweep", _written(config, folder))
+    result = read_result(summary["sweep"])
+    trials = result.standings.trials
+    copies = [copied for trial in trials.values() for copied in trial.copies]
+    assert copies
+    for copied in copies:
+        reported = {
+            report.metrics["eval/loss"]
+            for report in trials[copied.source].reports
+            if report.step == copied.step
+        }
+        assert copied.metrics["eval/loss"] in reported
+
+
+@pytest.mark.slow
+def test_trials_of_two_workers_are_elastic_runs(folder: Path) -> None:
+    config = _config(
+        folder,
+        "groups",
+        changes={"workers.max": 2, "workers.min": 1},
+        scheduler={"name": "asha", "reduction_factor": 2},
+        trials=3,
+    )
+    summary = run_json("sweep", _written(config, folder))
+    result = read_result(summary["sweep"])
+    assert {trial.state for trial in result.standings.trials.values()} <= {"finished", "stopped"}
+    assert result.best is not None
+    run = Storage(result.folder).sub("trials", result.best.id, "history")
+    assert 2 in history.world_sizes(history.read(run))
+    _assert_whole(folder, result)

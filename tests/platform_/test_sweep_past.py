@@ -1,0 +1,155 @@
+"""A sweep's past: told again to searcher and scheduler, both go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastrata.sweeps.domains import Domain, LogUniform, Uniform
+from elastrata.sweeps.report import Report
+from elastrata.sweeps.schedulers import (
+    TOKENS,
+    AshaConfig,
+    MedianConfig,
+    SchedulerConfig,
+    build_scheduler,
+)
+from elastrata.sweeps.searchers import OptunaConfig, RandomConfig, SearcherConfig, build_searcher
+from elastrata.sweeps.standings import Standings, report_entry
+from elastrata.sweeps.suggestions import Suggestions
+
+SPACE: dict[str, Domain] = {
+    "optimizer.lr": LogUniform(loguniform=(1e-4, 1e-2)),
+    "clip.max_norm": Uniform(uniform=(0.1, 1.0)),
+}
+METRIC, TOKENS_OF_A_TRIAL, REPORTS = "eval/loss", 800, 8
+needs_optuna = pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="optuna is not installed"
+)
+
+
+class Rehearsal:
+    """A sweep without training: its driver's side alone, one trial at a time."""
+
+    def __init__(
+        self,
+        searcher: SearcherConfig,
+        scheduler: SchedulerConfig,
+        entries: list[dict[str, Any]],
+        trials: int,
+    ) -> None:
+        self.entries = list(entries)
+        self.standings = Standings(METRIC, "min", entries)
+        common = {"metric": METRIC, "mode": "min"}
+        self.scheduler = build_scheduler(scheduler, SPACE, **common, trial_tokens=TOKENS_OF_A_TRIAL)
+        self.suggestions = Suggestions(
+            build_searcher(searcher, SPACE, **common),
+            self.scheduler,
+            self.standings,
+            list(entries),
+            most=trials,
+            at_a_time=1,
+            problem=lambda id, values: None,
+            note=self.note,
+        )
+        made: Any = lambda id, values: SimpleIdentity(id)  # noqa: E731
+        monkey: Any = self.suggestions
+        monkey._made = made
+        self.suggestions.add_configurations([SimpleNamespace(spec={})])
+
+    def note(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+        self.standings.apply(entry)
+
+    def run(self) -> None:
+        """Plays Tune: every trial reports until the scheduler stops it, or to its end."""
+        while trial := self.suggestions.next_trial():
+            values = self.standings.trials[trial.trial_id].values
+            self.scheduler.on_trial_add(None, trial)
+            for place in range(1, REPORTS + 1):
+                loss = abs(math.log10(values["optimizer.lr"]) + 3) + values["clip.max_norm"] / place
+                report = Report(
+                    step=place,
+                    samples=place,
+                    tokens=place * TOKENS_OF_A_TRIAL // REPORTS,
+                    seconds=1.0,
+                    metrics={METRIC: loss},
+                )
+                result = {METRIC: loss, TOKENS: report.tokens, "training_iteration": place}
+                is_last = place == REPORTS
+                decision = is_last or self.scheduler.on_trial_result(None, trial, result)
+                stops = decision == "STOP"
+                if not (stops or is_last):
+                    self.suggestions.on_trial_result(trial.trial_id, result)
+                self.note({"kind": "reported", **report_entry(trial.trial_id, report)})
+                if stops or is_last:
+                    self.scheduler.on_trial_complete(None, trial, result)
+                    self.suggestions.on_trial_complete(trial.trial_id, result)
+                    state = "stopped" if stops else "finished"
+                    self.note(
+                        {"kind": "concluded", "trial": trial.trial_id, "state": state, "text": ""}
+                    )
+                    break
+
+
+class SimpleIdentity:
+    def __init__(self, trial_id: str) -> None:
+        self.trial_id = trial_id
+
+
+@pytest.mark.parametrize(
+    ("searcher", "scheduler"),
+    [
+        (RandomConfig(), AshaConfig(name="asha")),
+        (RandomConfig(seed=3), MedianConfig(name="median", min_trials=2)),
+        pytest.param(
+            OptunaConfig(name="optuna", startup_trials=3),
+            AshaConfig(name="asha", reduction_factor=2),
+            marks=needs_optuna,
+        ),
+    ],
+)
+def test_three_launches_do_what_one_does(
+    searcher: SearcherConfig, scheduler: SchedulerConfig
+) -> None:
+    undisturbed = Rehearsal(searcher, scheduler, [], 14)
+    undisturbed.run()
+    entries: list[dict[str, Any]] = []
+    for trials in (5, 9, 14):
+        launch = Rehearsal(searcher, scheduler, entries, trials)
+        launch.run()
+        entries = launch.entries
+    assert entries == undisturbed.entries
+    states = {trial.state for trial in undisturbed.standings.trials.values()}
+    assert states == {"finished", "stopped"}
+
+
+def test_values_that_cannot_be_are_a_failed_trial_and_the_next_ones_come() -> None:
+    rehearsal = Rehearsal(RandomConfig(), AshaConfig(name="asha"), [], 4)
+    rehearsal.suggestions._problem = lambda id, values: "no" if id == "0001" else None
+    rehearsal.run()
+    states = {id: trial.state for id, trial in rehearsal.standings.trials.items()}
+    assert states["0001"] == "failed"
+    assert len(states) == 4
+
+
+def test_the_best_is_that_of_the_newest_values_among_those_that_count() -> None:
+    standings = Standings(METRIC, "min")
+    for id, value, state in (
+        ("0000", 2.0, "stopped"),
+        ("0001", 1.0, "finished"),
+        ("0002", math.nan, "running"),
+        ("0003", 0.5, "diverged"),
+    ):
+        standings.apply({"kind": "suggested", "trial": id, "values": {}})
+        report = Report(step=1, samples=1, tokens=1, seconds=1.0, metrics={METRIC: value})
+        standings.apply({"kind": "reported", **report_entry(id, report)})
+        standings.apply({"kind": "concluded", "trial": id, "state": state, "text": ""})
+    best = standings.best()
+    assert best is not None
+    assert best.id == "0001"
+    assert Standings(METRIC, "max").best() is None

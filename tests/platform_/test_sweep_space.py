@@ -1,0 +1,123 @@
+"""Points of a sweep: domains, conditions, grids, and what the keys are worth."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from elastrata.sweeps.domains import Choice, Domain, Int, LogUniform, Uniform
+from elastrata.sweeps.importance import importance
+from elastrata.sweeps.schedulers import AshaConfig, first_rung, within
+from elastrata.sweeps.searchers import RandomConfig, build_searcher
+from elastrata.sweeps.space import condition_problems, draw, grid_points, reaching
+
+SHARES = st.floats(0, 1)
+SPACE = {
+    "optimizer.trust_max": Uniform(uniform=(1, 10), points=2, when={"optimizer.name": "lamb"}),
+    "optimizer.name": Choice(choice=("adamw", "lamb")),
+    "optimizer.lr": LogUniform(loguniform=(1e-4, 1e-2), points=3),
+}
+"""The first key waits for the second."""
+
+
+@given(share=SHARES, low=st.floats(1e-6, 1e3), factor=st.floats(1.01, 1e4))
+def test_a_value_is_found_again_at_its_share(share: float, low: float, factor: float) -> None:
+    for domain in (
+        Uniform(uniform=(low, low * factor)),
+        LogUniform(loguniform=(low, low * factor)),
+    ):
+        value = domain.value_at(share)
+        assert low <= value <= low * factor
+        assert domain.share_of(value) == pytest.approx(share, abs=1e-6)
+
+
+@given(share=SHARES, low=st.integers(-50, 50), count=st.integers(2, 30))
+def test_whole_numbers_and_choices_keep_to_their_values(share: float, low: int, count: int) -> None:
+    values = tuple(range(low, low + count))
+    for domain in (Int(int=(low, low + count - 1)), Choice(choice=values)):
+        assert domain.value_at(share) in values
+        assert domain.grid() == values
+        assert [domain.value_at(domain.share_of(end)) for end in (values[0], values[-1])] == [
+            values[0],
+            values[-1],
+        ]
+
+
+@given(seed=st.integers(0, 1000))
+def test_a_key_has_a_value_where_its_condition_holds_and_nowhere_else(seed: int) -> None:
+    rng = random.Random(seed)
+    point = draw(SPACE, lambda _, domain: domain.value_at(rng.random()))
+    assert ("optimizer.trust_max" in point) == (point["optimizer.name"] == "lamb")
+
+
+def test_a_grid_has_every_combination_that_can_be_once() -> None:
+    points = list(grid_points(SPACE))
+    assert len(points) == 3 * 1 + 3 * 2
+    assert len({tuple(sorted(point.items())) for point in points}) == len(points)
+    rates = sorted({float(str(point["optimizer.lr"])) for point in points})
+    assert rates == pytest.approx([1e-4, 1e-3, 1e-2])
+    assert all(("optimizer.trust_max" in p) == (p["optimizer.name"] == "lamb") for p in points)
+
+
+def test_what_a_key_needs_beside_it() -> None:
+    assert reaching(SPACE, "optimizer.trust_max") == {"optimizer.name": "lamb"}
+    assert reaching(SPACE, "optimizer.lr") == {}
+
+
+def test_conditions_that_cannot_hold_are_told() -> None:
+    space: dict[str, Domain] = {
+        "a": Choice(choice=(1, 2), when={"b": 3}),
+        "b": Choice(choice=(1, 2), when={"a": 1}),
+        "c": Uniform(uniform=(0, 1), when={"d": 1}),
+    }
+    assert [key for key, _ in condition_problems(space)] == ["a", "c", "a"]
+
+
+def test_a_domain_is_of_one_kind() -> None:
+    with pytest.raises(ValidationError, match=r"expected one of uniform.*'choice'"):
+        TypeAdapter(Domain).validate_python({"choise": [1, 2]})
+    with pytest.raises(ValidationError, match="expected one of"):
+        TypeAdapter(Domain).validate_python({"uniform": [0, 1], "int": [0, 1]})
+
+
+def test_the_same_seed_draws_the_same_points() -> None:
+    def points(seed: int) -> list[object]:
+        searcher = build_searcher(RandomConfig(seed=seed), SPACE, metric="eval/loss", mode="min")
+        return [searcher.suggest(str(number)) for number in range(5)]
+
+    assert points(1) == points(1)
+    assert points(1) != points(2)
+
+
+@given(factor=st.floats(0.1, 10))
+def test_a_perturbed_point_stays_in_its_space(factor: float) -> None:
+    point = within(SPACE, {"optimizer.lr": 1e-2 * factor, "optimizer.name": "lamb"})
+    assert 1e-4 <= point["optimizer.lr"] <= 1e-2  # type: ignore[operator]
+    assert point["optimizer.name"] == "lamb"
+
+
+def test_the_first_rung_leaves_three_more() -> None:
+    assert first_rung(AshaConfig(name="asha", reduction_factor=3), 27_000) == 1000
+    assert first_rung(AshaConfig(name="asha", grace_tokens=5), 27_000) == 5
+
+
+def test_importance_finds_the_key_that_matters_wherever_its_best_value_lies() -> None:
+    rng = random.Random(0)
+    lr = [rng.random() for _ in range(60)]
+    noise = [rng.random() for _ in range(60)]
+    results = [(x - 0.5) ** 2 + 0.01 * rng.random() for x in lr]
+    assert importance(lr, results) > 0.6
+    assert importance(noise, results) < 0.15
+
+
+def test_importance_takes_names_and_diverged_trials_and_says_nothing_of_too_few() -> None:
+    names = ["adamw", "lamb"] * 6
+    results = [math.nan if name == "lamb" else 1.0 + place for place, name in enumerate(names)]
+    assert importance(names, results) > 0.5
+    assert importance(["adamw"], [1.0]) == 0.0
+    assert importance([1.0, 2.0, 3.0], [5.0, 5.0, 5.0]) == 0.0
