@@ -2,7 +2,7 @@
 
     python benchmarks/sparse_dense.py ../shared/data/wikitext
 
-Trains a Llama of a million weights on WikiText and the sources of this Python's standard library,
+Trains a Llama of half a million weights on WikiText and the sources of this Python's standard library,
 as often as there are seeds, on equal tokens:
 
 dense: from the first step to the last.
@@ -50,9 +50,9 @@ CASES: dict[str, dict[str, Any] | None] = {
     "rigl 75%": {"method": "rigl", "level": 0.75, "schedule": {"every": 20, "fraction": 0.3}},
 }
 COLORS = ("tab:gray", "black", "tab:blue", "tab:red", "tab:green")
-SMALL = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}
+SMALL = {"num_layers": 3, "hidden_size": 96, "num_heads": 4, "num_kv_heads": 2}
 TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
-VOCABULARY, BATCH_SIZE, EVALUATIONS, CURVE_POINTS = 4096, 4, 8, 60
+VOCABULARY, BATCH_SIZE, EVALUATIONS, CURVE_POINTS = 2048, 4, 8, 60
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all runs")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--dense-share", type=float, default=0.2, help="of the steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
