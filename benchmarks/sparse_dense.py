@@ -2,8 +2,8 @@
 
     python benchmarks/sparse_dense.py ../shared/data/wikitext
 
-Trains a Llama of half a million weights on WikiText and the sources of this Python's standard library,
-as often as there are seeds, on equal tokens:
+Trains a Llama of half a million weights on WikiText and the sources of this Python's standard
+library, as often as there are seeds, on equal tokens:
 
 dense: from the first step to the last.
 dense, two phases: likewise, with the rates of what follows: a warm-up in the last phase, too.
