@@ -43,7 +43,7 @@ class BareTraining:
         self.model, self._passes = divided.model, divided.passes
         blocks = recipe.workload.blocks(self.model)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
-        self.masks = phase_masks(recipe, self.model)
+        self.masks = phase_masks(recipe, divided)
         self.loop = training_loop(
             recipe,
             divided.clip,

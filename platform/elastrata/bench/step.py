@@ -111,7 +111,7 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
         model = divided.model
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-        masks = phase_masks(endless, model)
+        masks = phase_masks(endless, divided)
         loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1, masks=masks)
         run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
         timed = list(_timed((record for record, _ in run), device))

@@ -270,12 +270,6 @@ def _sparsity(recipe: Recipe) -> Iterator[Problem]:
             "clip.method: 'bucketwise': expected global_norm or none with sparsity, as a bucket is "
             "clipped before the gradients of weights at zero are taken out",
         )
-    if recipe.parallel.pipeline > 1:
-        yield (
-            ("parallel", "pipeline"),
-            f"parallel.pipeline: {recipe.parallel.pipeline}: expected 1 with sparsity, which has "
-            "not been seen through stages",
-        )
     shapes = layer_shapes(recipe.workload)
     for number, part in enumerate(recipe.parts):
         place = ("phases", str(number)) if recipe.phases else ()

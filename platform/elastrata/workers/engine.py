@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,7 +35,9 @@ class DividedModel:
     passes: Passes
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
-    """Of its gradient; has hooks on the model."""
+    """Of its gradient; may have hooks on the model."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks that have the model's stages between them, where there are any."""
 
 
 def divided_model(
@@ -65,16 +68,20 @@ def sharded_model(
     )
 
 
-def phase_masks(recipe: Recipe, model: nn.Module) -> Masks | None:
-    """The masks of the recipe's phases over `model`, as `sharded_model` returned it; None where no
-    phase has any."""
+def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
+    """The masks of the recipe's phases over its model; None where no phase has any."""
     phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
     if not any(phase.sparsity for phase in phases):
         return None
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    shapes = layer_shapes(recipe.workload)
-    matrices = recipe.workload.matrices(model)
-    return Masks(matrices, shapes, phases, seed=recipe.seed, sharded=sharded)
+    sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]
+    return Masks(
+        recipe.workload.matrices(divided.model),
+        layer_shapes(recipe.workload),
+        phases,
+        seed=recipe.seed,
+        sharded=sharded,
+        pipeline=divided.pipeline,
+    )
 
 
 def training_loop(
@@ -141,13 +148,14 @@ def _pipelined(
         device=device,
         recomputed=RECOMPUTED[recipe.activation_checkpointing],
     )
+    group = mesh.get_group("pipeline")
     clip = PipelineClip(
         stages.model,
         recipe.clip.max_norm if recipe.clip.method == "global_norm" else None,
-        mesh.get_group("pipeline"),
+        group,
         counted_elsewhere=stages.shared if mesh.get_local_rank("pipeline") else (),
     )
-    return DividedModel(stages.model, passes, clip)
+    return DividedModel(stages.model, passes, clip, group)
 
 
 def _first_model(

@@ -84,7 +84,7 @@ def _train(job: Job, sender: Sender) -> None:
         divided = divided_model(recipe, vocabulary, seq_len, device, world_size)
         model, passes = divided.model, divided.passes
         optimizer = build_optimizer(recipe.optimizer, model, recipe.workload.blocks(model))
-        masks = phase_masks(recipe, model)
+        masks = phase_masks(recipe, divided)
         phases.passed("model")
         stream = opening.result()
         phases.passed("data")

@@ -20,8 +20,8 @@ from elastrata.training.sparsity.flops import flops_of_zeros
 from elastrata.training.sparsity.layers import layer_of
 from elastrata.training.sparsity.levels import Shapes, layer_levels
 from elastrata.training.sparsity.mask_file import read_masks
+from elastrata.training.sparsity.of_all_stages import of_all_stages
 from elastrata.training.sparsity.places import rows_and_columns
-from elastrata.training.sparsity.plan import planned_zeros
 from elastrata.training.sparsity.shard_sums import sums_over_shards
 from elastrata.training.sparsity.smallest import in_portions
 from elastrata_pipelines.hashing import key, text_hash
@@ -52,6 +52,7 @@ class Masks:
         phases: of the run.
         seed: of the run.
         sharded: what may keep its matrices gathered after an evaluation.
+        pipeline: the ranks that have the model's stages between them; None: there are no stages.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Masks:
         *,
         seed: int,
         sharded: Sequence[FSDPModule] = (),
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         self._matrices = dict(matrices)
         self._sharded = list(sharded)
+        self._pipeline = pipeline
         self._shapes = dict(shapes)
         self._phases = list(phases)
         self._seed = seed
@@ -96,7 +99,7 @@ class Masks:
         if is_first or self._sparsity != before:
             for module in self._sharded:
                 module.reshard()  # an evaluation may have left it with the weights before
-            self._replace(self._masks_of(self._sparsity), optimizer)
+            self._replace(self._masks_of(self._sparsity, before), optimizer)
 
     @torch.no_grad()
     def after_backward(self, optimizer: Optimizer, *, finite: bool) -> None:
@@ -139,8 +142,10 @@ class Masks:
         names = list(self._masks)
         matrices = [self._matrices[name] for name in names]
         zeros = _counted([local(matrix) == 0 for matrix in matrices], matrices)
-        shares = (count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True))
-        return {layer_of(name): share for name, share in zip(names, shares, strict=True)}
+        shares = [count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True)]
+        here = dict(zip(map(layer_of, names), shares, strict=True))
+        found = of_all_stages(here, self._pipeline)
+        return {layer: found[layer] for layer in self._shapes if layer in found}
 
     def state(self) -> dict[str, Any]:
         """What of the masks belongs into a checkpoint: nothing where they follow from the seed."""
@@ -160,7 +165,7 @@ class Masks:
             load({MASKS: self._masks})
             self._count()
         else:
-            self._keep(self._masks_of(config))
+            self._keep(self._masks_of(config, None))
 
     @property
     def _sparsity(self) -> AnySparsity | None:
@@ -187,8 +192,10 @@ class Masks:
         names = {name: layer_of(name) for name in self._matrices}
         return {name: levels[layer] for name, layer in names.items() if layer in levels}
 
-    def _masks_of(self, config: AnySparsity | None) -> dict[str, Tensor]:
-        """The masks, this rank's shards, with which a phase begins."""
+    def _masks_of(
+        self, config: AnySparsity | None, before: AnySparsity | None
+    ) -> dict[str, Tensor]:
+        """The masks, this rank's shards, with which a phase begins after another one."""
         if config is None:
             return {}
         levels = self._sparse(config)
@@ -196,7 +203,7 @@ class Masks:
             return self._from_file(config.masks, levels)
         matrices = {name: self._matrices[name] for name in levels}
         seed = self._seed if config.seed is None else config.seed
-        if not isinstance(config, RiglConfig) or not self._masks:
+        if not isinstance(config, RiglConfig) or before is None:
             return drawn(config, matrices, levels, seed)
         return {
             name: rigl.adapted(
@@ -269,11 +276,7 @@ class Masks:
         here = self.shards
         zeros = _counted(list(here.values()), [self._matrices[name] for name in here])
         self._zeros = dict(zip(here, zeros, strict=True))
-        self._zeros_in_all = sum(zeros)
-        config = self._sparsity
-        if config is not None and not isinstance(config, GivenConfig):
-            # also in layers of which this rank has no part
-            self._zeros_in_all = sum(planned_zeros(config, self._shapes).values())
+        self._zeros_in_all = sum(of_all_stages(self._zeros, self._pipeline).values())
         self._is_news = True
 
     def _mask(self, name: str) -> Tensor:
