@@ -42,7 +42,7 @@ from elastrata.training.evaluate import held_out_rows
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 
-STEPS, EVERY, WARM_UP, MAX_SAMPLES = 1500, 150, 100, 2**16
+STEPS, EVERY, WARM_UP, MAX_SAMPLES = 300, 100, 30, 2**16
 PROMPTS = ("The history of", "def __init__(self")
 TOLERANCE = 1e-5
 """Relative, of the loss of one model computed here and by transformers: fp32 sums in another
