@@ -80,12 +80,6 @@ def _problems(**changes: Any) -> list[Any]:
             "as 4",
         ),
         (
-            {"clip": {"method": "bucketwise"}},
-            ("clip", "method"),
-            "clip.method: 'bucketwise': expected global_norm or none where parallel.pipeline is 2, "
-            "whose buckets lie with other workers",
-        ),
-        (
             {"parallel": {"pipeline": 2, "overlap_on_cpu": True}},
             ("parallel", "overlap_on_cpu"),
             "parallel.overlap_on_cpu: True: expected false where parallel.pipeline is 2, which "

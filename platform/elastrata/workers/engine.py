@@ -18,7 +18,7 @@ from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.passes import Passes, WholeModel
-from elastrata.training.pipeline_clip import PipelineClip
+from elastrata.training.pipeline_clip import build_stage_clip
 from elastrata.training.recomputation import RECOMPUTED
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.masks import Masks, SparsePhase
@@ -47,7 +47,12 @@ def divided_model(
     if recipe.parallel.pipeline > 1:
         return _pipelined(recipe, vocabulary, seq_len, device, world_size)
     model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
-    clip = build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None)
+    clip = build_clip(
+        recipe.clip,
+        model,
+        ordered=recipe.parallel.virtual_ranks is not None,
+        sparse=any(part.sparsity for part in recipe.parts),
+    )
     return DividedModel(model, WholeModel(model, recipe.workload), clip)
 
 
@@ -149,12 +154,8 @@ def _pipelined(
         recomputed=RECOMPUTED[recipe.activation_checkpointing],
     )
     group = mesh.get_group("pipeline")
-    clip = PipelineClip(
-        stages.model,
-        recipe.clip.max_norm if recipe.clip.method == "global_norm" else None,
-        group,
-        counted_elsewhere=stages.shared if mesh.get_local_rank("pipeline") else (),
-    )
+    counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
+    clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
     return DividedModel(stages.model, passes, clip, group)
 
 
