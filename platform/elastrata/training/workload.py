@@ -87,7 +87,10 @@ class Workload(Config):
 
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
-        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        """A plain, unsharded model on the current device, drawn from torch's current generator.
+
+        Its parameters may be dropped as modules get them (`partial_model`): what is then done to
+        one must not read it."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -17,6 +17,7 @@ from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
+from elastrata.training.partial_model import partial_model
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import build_stage_clip
 from elastrata.training.recomputation import RECOMPUTED
@@ -60,7 +61,8 @@ def sharded_model(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> nn.Module:
     """`divided_model` of a recipe without a pipeline."""
-    model = _first_model(recipe, vocabulary, seq_len, device)
+    with device:
+        model = _first_model(recipe, vocabulary, seq_len)
     return parallelize(
         model,
         recipe.workload.blocks(model),
@@ -128,16 +130,23 @@ def _pipelined(
 ) -> DividedModel:
     # Imported here: it brings torch's compiler along, seconds that others can do without.
     from elastrata.training.pipeline import Pipeline
-    from elastrata.training.stages import cut_in_stages
+    from elastrata.training.stages import cut_in_stages, own_spans
 
     workload, parallel = recipe.workload, recipe.parallel
     mesh = rank_mesh(
         device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
     )
+    costs = workload.block_costs(vocabulary, seq_len)
+    own = [block for span in own_spans(costs, mesh, parallel).values() for block in span]
+    model = partial_model(
+        lambda: _first_model(recipe, vocabulary, seq_len),
+        lambda outline: workload.stage(outline, own).parameters(),
+        device,
+    )
     stages = cut_in_stages(
-        _first_model(recipe, vocabulary, seq_len, device),
+        model,
         workload,
-        workload.block_costs(vocabulary, seq_len),
+        costs,
         mesh,
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
@@ -159,10 +168,7 @@ def _pipelined(
     return DividedModel(stages.model, passes, clip, group)
 
 
-def _first_model(
-    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device
-) -> nn.Module:
-    """Plain, with the same weights on every rank."""
+def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
+    """Plain, on the current device, with the same weights on every rank."""
     torch.manual_seed(recipe.seed)
-    with device:
-        return recipe.workload.build_model(vocabulary, seq_len)
+    return recipe.workload.build_model(vocabulary, seq_len)
