@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"name": "gpt", **SIZES},
     "llama": {"name": "gpt", **SIZES, "positions": "rotary", "activation": "swiglu", "norm": "rms",
               "bias": False, "tied_embeddings": False},
+    "bert": {"name": "bert", **SIZES, "next_sentence": True},
 }  # fmt: skip
 CPU = torch.device("cpu")
 

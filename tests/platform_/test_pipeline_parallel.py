@@ -40,6 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "full",
     },
     "tied llama": {"workload": {"name": "gpt", **SIZES, **LLAMA, "embedding_multiple": 2}},
+    "bert": {"workload": {"name": "bert", **SIZES, "embedding_multiple": 2}},
 }
 PIPELINE = {"pipeline": 2}
 GPIPE = {"pipeline": 2, "schedule": "gpipe", "micro_batches": 4}
@@ -90,6 +91,7 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
     ("world_size", "ways"),
     [
         pytest.param(4, [("gpt2", PIPELINE), ("llama", INTERLEAVED)], id="pp2 dp2"),
+        pytest.param(2, [("bert", PIPELINE), ("bert", INTERLEAVED)], id="pp2"),
         pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=pytest.mark.slow),
         *(
             pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=pytest.mark.slow)
@@ -132,14 +134,15 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["tied llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_checkpoints_go_on_in_any_layout(
-    tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
+    name: str, tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    recipe, url = recipes["tied llama"], str(tmp_path / "checkpoints")
+    recipe, url = recipes[name], str(tmp_path / "checkpoints")
     layouts = [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}]
     for run in run_fresh_ranks(4, travel, recipe, layouts, url):
         records = [record for part, _ in run for record in part]
-        _assert_equal(records, alone["tied llama"], "from layout to layout")
+        _assert_equal(records, alone[name], "from layout to layout")
     ((last, evaluated),) = run_ranks(1, travel, recipe, [{}], str(tmp_path / "one"))[0]
     assert run[-1][1].terms == pytest.approx(evaluated.terms, rel=RELATIVE)
     assert last[-1].step == STEPS

@@ -41,9 +41,10 @@ def _problems(**changes: Any) -> list[Any]:
             "for each",
         ),
         (
-            {"workload": {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2}},
+            {"workload": {"name": "bert", "hidden_size": 32, "num_layers": 1, "num_heads": 2}},
             ("parallel", "pipeline"),
-            "parallel.pipeline: expected 1: workload bert cannot be cut into stages",
+            "parallel.pipeline: 2 stages in all: expected at most workload.num_layers (1), a block "
+            "for each",
         ),
         (
             {"parallel": {"pipeline": 2, "virtual_stages": 2}},
