@@ -143,7 +143,8 @@ class Workload(Config):
         block, what the model returns. `blocks` and `loss` take it like a model.
 
         Args:
-            model: as `build_model` returned it, after `tensor_parallel` where there is any.
+            model: as `build_model` returned it, maybe on the meta device, after `tensor_parallel`
+                where there is any.
             blocks: numbers from 0.
         """
         raise NotImplementedError(self.name)
