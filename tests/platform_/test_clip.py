@@ -24,6 +24,8 @@ from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 
 SCOPES = ["reduced", "local"]
+LATE = ("reduced", True)
+"""After the backward pass, as where weights are held at zero."""
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 2)]
 """World size, copies of the model."""
 MAX_NORM = 0.5
@@ -88,14 +90,16 @@ def test_shares_add_up(data, num_ranks) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("scope", "sparse"), [*((scope, False) for scope in SCOPES), LATE])
 @pytest.mark.parametrize(("world_size", "replicate"), LAYOUTS)
-def test_never_above_the_limit_and_as_defined(world_size, replicate, scope, precision) -> None:
+def test_never_above_the_limit_and_as_defined(
+    world_size, replicate, scope, sparse, precision
+) -> None:
     """Two micro-batches; with several ranks, uneven shares and one that is empty."""
-    clip = bucketwise(scope)
+    clip, layout = bucketwise(scope), {"replicate": replicate}
     cases = [random_case(seed, world_size) for seed in range(20)]
     run = run_ranks if replicate == 1 else run_fresh_ranks
-    ranks = run(world_size, clip_on_ranks, {"replicate": replicate}, precision, clip, cases)
+    ranks = run(world_size, clip_on_ranks, layout, precision, clip, cases, sparse)
     for found, case in zip(ranks[0], cases, strict=True):
         wanted = clip_plainly(clip, case)
         assert whole_norm(found.buckets) <= MAX_NORM
@@ -119,9 +123,9 @@ def test_below_the_limit_no_bit_changes(world_size, replicate, scope) -> None:
         assert all(map(np.array_equal, one.buckets, other.buckets))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("scope", "sparse"), [*((scope, False) for scope in SCOPES), LATE])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_not_finite_is_seen_by_all_ranks(world_size, scope) -> None:
+def test_what_is_not_finite_is_seen_by_all_ranks(world_size, scope, sparse) -> None:
     """Also where it comes from a rank of little weight, and from an earlier micro-batch."""
     cases = []
     for bad in (math.nan, math.inf, -math.inf):
@@ -129,7 +133,8 @@ def test_what_is_not_finite_is_seen_by_all_ranks(world_size, scope) -> None:
             parts = random_case(0, world_size).parts
             parts[-1][0][bucket].flat[-1] = bad
             cases.append(Case(parts, [1.0, 0.0][:world_size]))
-    for found in run_ranks(world_size, clip_on_ranks, {}, "fp32", bucketwise(scope), cases):
+    arguments = ({}, "fp32", bucketwise(scope), cases, sparse)
+    for found in run_ranks(world_size, clip_on_ranks, *arguments):
         assert not any(math.isfinite(clipped.norm) for clipped in found)
 
 
@@ -208,6 +213,17 @@ def test_a_poisoned_batch_is_left_out(scope, recipe) -> None:
             },
             "clip.scope: 'local': expected workers.min above parallel.replicate (2): a copy of the "
             "model on one worker is never clipped before its sum; or scope reduced",
+        ),
+        (
+            {
+                "clip": {"scope": "local", "method": "bucketwise"},
+                "workload": {"name": "gpt", "num_layers": 2},
+                "workers": {"min": 4, "max": 8},
+                "parallel": {"pipeline": 2, "replicate": 2},
+            },
+            "clip.scope: 'local': expected workers.min / parallel.pipeline above "
+            "parallel.replicate (2): a copy of the model on one worker is never clipped before its "
+            "sum; or scope reduced",
         ),
     ],
 )

@@ -252,9 +252,10 @@ def test_sizes_that_are_no_multiples_of_four_are_refused() -> None:
         load_recipe("gpt/tiny", overrides)
 
 
-def test_clipping_by_bucket_is_refused() -> None:
-    with pytest.raises(UserError, match=r"clip.method: 'bucketwise': expected global_norm or none"):
-        load_recipe("gpt/tiny", ["sparsity.level=0.5", "clip.method=bucketwise"])
+def test_clipping_parts_of_buckets_is_refused() -> None:
+    clip = ["clip.method=bucketwise", "clip.scope=local"]
+    with pytest.raises(UserError, match=r"clip.scope: 'local': expected reduced with sparsity"):
+        load_recipe("gpt/tiny", ["sparsity.level=0.5", *clip])
 
 
 def test_masks_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastrata.training.bucket_clip import bucket_limits
-from elastrata.training.clip import ClipConfig, build_clip
+from elastrata.training.clip import Clip, ClipConfig, build_clip
 from elastrata.training.parallel import (
     ParallelConfig,
     parallelize,
@@ -95,8 +95,10 @@ def clip_on_ranks(
     precision: Any,
     clip: dict[str, Any],
     cases: Sequence[Case],
+    sparse: bool = False,
 ) -> list[Clipped]:
-    """What is left of the gradient of each case, the same on every rank."""
+    """What is left of the gradient of each case, the same on every rank; with `sparse`, clipped as
+    where weights are held at zero."""
     model, layout = _Tower(), ParallelConfig.model_validate(parallel)
     mesh = rank_mesh("cpu", world_size, layout.replicate)
     parallelize(
@@ -108,13 +110,11 @@ def clip_on_ranks(
         compile=False,
         parallel=layout,
     )
-    return list(_clipped(model, ClipConfig.model_validate(clip), rank, cases))
+    config = ClipConfig.model_validate(clip)
+    return list(_clipped(model, build_clip(config, model, sparse=sparse), rank, cases))
 
 
-def _clipped(
-    model: nn.Module, config: ClipConfig, rank: int, cases: Sequence[Case]
-) -> Iterator[Clipped]:
-    clip = build_clip(config, model)
+def _clipped(model: nn.Module, clip: Clip, rank: int, cases: Sequence[Case]) -> Iterator[Clipped]:
     for case in cases:
         clip.before_backward(case.shares[rank])
         for place, buckets in enumerate(case.parts[rank]):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.recipe.recipe import Recipe
+from elastrata.training.clip import Clip
 from elastrata.training.record import StepRecord
 from elastrata.training.step import StepLoss
 from elastrata_pipelines.batches import Start
@@ -46,4 +51,43 @@ def travel(
         last, state = records[-1], training_state(training.model, training.optimizer)
         saver.save(state, step=last.step, samples=last.samples, tokens=last.tokens)
         saver.close()
+    return found
+
+
+class _MeasuredClip:
+    """Looks at what clipping leaves of the gradient, over all stages."""
+
+    def __init__(self, training: BareTraining, clip: Clip) -> None:
+        self._model, self._clip = training.model, clip
+        self.left: list[float] = []
+        """The 2-norm after every step."""
+
+    def before_backward(self, share: float) -> None:
+        self._clip.before_backward(share)
+
+    def after_backward(self) -> Tensor:
+        norm = self._clip.after_backward()
+        squares = {}
+        for name, parameter in self._model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            squares[name] = float(parameter.grad.full_tensor().double().square().sum())
+        heard: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(heard, squares)
+        whole = {name: square for part in heard for name, square in part.items()}
+        for part in heard:  # what two stages have is the same in both
+            assert all(whole[name] == square for name, square in part.items())
+        self.left.append(sum(whole.values()) ** 0.5)
+        return norm
+
+
+def train_clipped(
+    rank: int, world_size: int, recipes: Sequence[Section]
+) -> list[tuple[list[StepRecord], list[float]]]:
+    """The records of each of some recipes, and the norm of the gradient that clipping leaves."""
+    found = []
+    for recipe in recipes:
+        training = BareTraining(rank, world_size, Recipe.model_validate(recipe))
+        clip = _MeasuredClip(training, training.loop.clip)
+        training.loop = replace(training.loop, clip=clip)
+        found.append((training.run(Start(), recipe["steps"]), clip.left))
     return found

@@ -79,12 +79,6 @@ def _micro_batches(recipe: Recipe) -> Iterator[Problem]:
 
 def _partners(recipe: Recipe) -> Iterator[Problem]:
     parallel, where = recipe.parallel, f"where parallel.pipeline is {recipe.parallel.pipeline}"
-    if recipe.clip.method == "bucketwise":
-        yield (
-            ("clip", "method"),
-            f"clip.method: 'bucketwise': expected global_norm or none {where}, whose buckets lie "
-            "with other workers",
-        )
     if parallel.virtual_ranks is not None:
         yield (
             ("parallel", "virtual_ranks"),

@@ -244,8 +244,8 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             ("clip", "scope"),
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
-    replicate, tensor = recipe.parallel.replicate, recipe.parallel.tensor
-    least, most = recipe.workers.min // tensor, recipe.workers.max // tensor
+    replicate, size = recipe.parallel.replicate, recipe.parallel.group_size
+    least, most = recipe.workers.min // size, recipe.workers.max // size
     if replicate == "all":
         yield (
             ("clip", "scope"),
@@ -253,7 +253,7 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             "model on one worker is never clipped before its sum",
         )
     elif replicate > 1 and least <= replicate <= most:
-        name = "workers.min" if tensor == 1 else "workers.min / parallel.tensor"
+        name = f"workers.min{over_group(recipe)}"
         yield (
             ("clip", "scope"),
             f"clip.scope: 'local': expected {name} above parallel.replicate ({replicate}): a "
@@ -264,11 +264,11 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
 def _sparsity(recipe: Recipe) -> Iterator[Problem]:
     if not any(part.sparsity for part in recipe.parts):
         return
-    if recipe.clip.method == "bucketwise":
+    if recipe.clip.scope == "local":
         yield (
-            ("clip", "method"),
-            "clip.method: 'bucketwise': expected global_norm or none with sparsity, as a bucket is "
-            "clipped before the gradients of weights at zero are taken out",
+            ("clip", "scope"),
+            "clip.scope: 'local': expected reduced with sparsity, as a worker's part is clipped "
+            "before the gradients of weights at zero are taken out of the sum",
         )
     shapes = layer_shapes(recipe.workload)
     for number, part in enumerate(recipe.parts):

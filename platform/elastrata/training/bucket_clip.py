@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,7 @@ class ReducedBucketClip:
     def __init__(self, model: nn.Module, max_norm: float) -> None:
         groups = _groups(_mesh(model), "shard", "tensor")
         self._norms: list[Tensor] = []
-        for module, limit in _limited_buckets(model, max_norm):
+        for module, limit in limited_buckets(model, max_norm):
             module.set_all_reduce_hook(partial(self._clip, BucketNorm(module, groups), limit))
 
     def before_backward(self, share: float) -> None:
@@ -91,19 +91,23 @@ class LocalBucketClip:
     inequality a bucket's sum is within sum_r s_r = 1 times its limit, so the whole is never above
     `max_norm`. Parts are noisier than their sum: the more ranks, the more is clipped.
 
+    Args:
+        model: as `parallelize` returned it.
+        buckets: those of its modules that are clipped, with their limits.
+
     Raises:
         ValueError: every rank holds a whole copy of the model. FSDP2 then has no reduce-scatter,
             and offers no place before its all-reduce.
     """
 
-    def __init__(self, model: nn.Module, max_norm: float) -> None:
+    def __init__(self, model: nn.Module, buckets: Iterable[tuple[FSDPModule, float]]) -> None:
         mesh, self._share = _mesh(model), 0.0
         groups = _groups(mesh, "tensor")
         self._parameters = list(model.parameters())
         dp_size = mesh.size() // math.prod(group.size() for group in groups)
         if dp_size > 1 and mesh["shard"].size() == 1:
             raise ValueError("clip.scope: local: expected at least two workers per copy of a model")
-        for module, limit in _limited_buckets(model, max_norm):
+        for module, limit in buckets:
             clip = partial(self._clip, BucketNorm(module, groups), limit)
             if dp_size == 1:  # FSDP2 calls no reduce-scatter, and part and sum are the same
                 module.set_all_reduce_hook(clip)
@@ -152,7 +156,7 @@ def _groups(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
     return [mesh.get_group(axis) for axis in axes if axis in (mesh.mesh_dim_names or ())]
 
 
-def _limited_buckets(model: nn.Module, max_norm: float) -> Iterator[tuple[FSDPModule, float]]:
+def limited_buckets(model: nn.Module, max_norm: float) -> Iterator[tuple[FSDPModule, float]]:
     """Every module that is a bucket, with its limit: its own parameters less those of the buckets
     inside it."""
     owners: dict[nn.Parameter, FSDPModule] = {}

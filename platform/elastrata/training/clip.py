@@ -10,7 +10,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from elastrata.recipe.config import Config
-from elastrata.training.bucket_clip import LocalBucketClip, ReducedBucketClip
+from elastrata.training.bucket_clip import (
+    LocalBucketClip,
+    ReducedBucketClip,
+    limited_buckets,
+)
+from elastrata.training.late_bucket_clip import LateBucketClip, buckets_of
 from elastrata.training.norm import gradient_norm
 from elastrata.training.order_free import order_free_norm
 
@@ -24,7 +29,7 @@ class ClipConfig(Config):
     method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
     """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
     scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
-    during the backward pass."""
+    during the backward pass; with sparsity or a pipeline, after it."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
@@ -51,7 +56,9 @@ class Clip(Protocol):
         """
 
 
-def build_clip(config: ClipConfig, model: nn.Module, *, ordered: bool = False) -> Clip:
+def build_clip(
+    config: ClipConfig, model: nn.Module, *, ordered: bool = False, sparse: bool = False
+) -> Clip:
     """The clip of a model's gradient; may set hooks on the model.
 
     Args:
@@ -59,12 +66,16 @@ def build_clip(config: ClipConfig, model: nn.Module, *, ordered: bool = False) -
         model: as `parallelize` returned it.
         ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
             bucketwise.
+        sparse: whether gradients are zeroed between the backward pass and the update; not with
+            `scope=local`.
 
     Raises:
         ValueError: `scope=local` where every rank holds a whole copy of the model.
     """
     if config.method == "bucketwise" and config.scope == "local":
-        return LocalBucketClip(model, config.max_norm)
+        return LocalBucketClip(model, limited_buckets(model, config.max_norm))
+    if config.method == "bucketwise" and sparse:
+        return LateBucketClip(buckets_of(model, config.max_norm))
     if config.method == "bucketwise":
         return ReducedBucketClip(model, config.max_norm)
     max_norm = config.max_norm if config.method == "global_norm" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +24,34 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients or gradients[0].device.type != "cpu":
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        squares[_groups(gradient)].append(tensor_norm(_local(gradient)).square())
-    total = torch.zeros((), dtype=torch.float64)
+    return gradient_norms([gradients])[0].float()
+
+
+def gradient_norms(buckets: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The norm of each of some buckets of gradients, float64, shape [buckets].
+
+    Collective over the mesh that shards them, one message for each axis, and the same on every
+    rank.
+    """
+    squares: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
+    for place, bucket in enumerate(buckets):
+        for gradient in bucket:
+            parts = squares.setdefault(_groups(gradient), [[] for _ in buckets])
+            parts[place].append(tensor_norm(_local(gradient)).square())
+    device = next((gradient.device for bucket in buckets for gradient in bucket), None)
+    totals = torch.zeros(len(buckets), dtype=torch.float64, device=device)
     for groups, parts in squares.items():
-        square = torch.stack(parts).sum()
+        square = torch.stack([_total(part, device) for part in parts])
         for group in groups:
             dist.all_reduce(square, group=group)
-        total += square
-    return total.sqrt().float()
+        totals += square
+    return totals.sqrt()
+
+
+def _total(squares: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(list(squares)).sum()
 
 
 def tensor_norm(values: Tensor) -> Tensor:

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastrata.training.bucket_clip import LocalBucketClip
+from elastrata.training.clip import Clip, ClipConfig
+from elastrata.training.late_bucket_clip import Buckets, LateBucketClip, buckets_of
 from elastrata.training.norm import gradient_norm
+
+
+def build_stage_clip(
+    config: ClipConfig,
+    model: nn.Module,
+    pipeline: dist.ProcessGroup,
+    counted_elsewhere: Collection[str],
+) -> Clip:
+    """The clip of the gradient of a model in stages; may set hooks on them. Collective.
+
+    Args:
+        config: what to do.
+        model: this rank's stages.
+        pipeline: the ranks that have all of them.
+        counted_elsewhere: names of parameters whose gradient another of these ranks has, too, and
+            counts.
+
+    Raises:
+        ValueError: `scope=local` where every rank holds a whole copy of its stages.
+    """
+    max_norm = config.max_norm if config.method == "global_norm" else None
+    whole = PipelineClip(model, max_norm, pipeline, counted_elsewhere)
+    if config.method != "bucketwise":
+        return whole
+    buckets = buckets_of(
+        model, config.max_norm, pipeline=pipeline, counted_elsewhere=counted_elsewhere
+    )
+    if config.scope == "reduced":
+        return LateBucketClip(buckets)
+    return LocalStageClip(model, buckets, whole)
 
 
 class PipelineClip:
@@ -25,7 +61,7 @@ class PipelineClip:
         model: nn.Module,
         max_norm: float | None,
         group: dist.ProcessGroup,
-        counted_elsewhere: tuple[str, ...],
+        counted_elsewhere: Collection[str],
     ) -> None:
         self._parameters = list(model.parameters())
         self._counted = [
@@ -49,3 +85,32 @@ class PipelineClip:
                 self._parameters, self._max_norm, norm, foreach=True
             )
         return norm
+
+
+class LocalStageClip:
+    """`LocalBucketClip` for the blocks in a pipeline's stages, `LateBucketClip` for what is left of
+    the model, which lies in several of them; within the same bound.
+
+    Args:
+        model: this rank's stages.
+        buckets: theirs.
+        whole: measures the gradient of the whole model.
+
+    Raises:
+        ValueError: see `LocalBucketClip`.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Buckets, whole: PipelineClip) -> None:
+        blocks = [(block.module, block.limit) for block in buckets.blocks]
+        self._blocks = LocalBucketClip(model, blocks)
+        self._rest = LateBucketClip(replace(buckets, blocks=()))
+        self._whole = whole
+
+    def before_backward(self, share: float) -> None:
+        """See `Clip`."""
+        self._blocks.before_backward(share)
+
+    def after_backward(self) -> Tensor:
+        """See `Clip`. The norm after clipping."""
+        self._rest.after_backward()
+        return self._whole.after_backward()

@@ -66,6 +66,20 @@ class Stages:
     """Names of the parameters that the first and the last stage both have: a tied embedding."""
 
 
+def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) -> dict[int, range]:
+    """The blocks of each of this rank's stages, by number: stage s is at place s mod `pipeline` of
+    the axis `pipeline`.
+
+    Args:
+        costs: of all blocks.
+        mesh: with an axis `pipeline`.
+        parallel: the recipe's.
+    """
+    spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
+    numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
+    return {number: spans[number] for number in numbers}
+
+
 def cut_in_stages(
     model: nn.Module,
     workload: Workload,
@@ -78,11 +92,12 @@ def cut_in_stages(
     parallel: ParallelConfig,
 ) -> Stages:
     """Divides the blocks' matrices over the axis `tensor`, cuts the blocks into stages of about
-    equal costs, and takes of these the ones of this rank: stage s is at place s mod `pipeline` of
-    the axis `pipeline`. Each is then treated like a whole model by `parallelize`.
+    equal costs, and takes of these the ones of this rank. Each is then treated like a whole model
+    by `parallelize`.
 
     Args:
-        model: plain, with the same weights on every rank.
+        model: plain; blocks that are not of `own_spans` may be on the meta device, and so may what
+            comes before and behind them. The rest has the same weights on every rank.
         workload: its workload.
         costs: of its blocks; see `Workload.block_costs`.
         mesh: as `rank_mesh` returned it, with an axis `pipeline`.
@@ -94,12 +109,10 @@ def cut_in_stages(
     if parallel.tensor > 1:
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
     spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
-    numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
+    own = own_spans(costs, mesh, parallel)
     stages = {
-        number: Stage(
-            workload.stage(model, spans[number]), workload, is_last=number == len(spans) - 1
-        )
-        for number in numbers
+        number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
+        for number, span in own.items()
     }
     for stage in stages.values():
         parallelize(
@@ -113,7 +126,7 @@ def cut_in_stages(
         )
     first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
     return Stages(
-        model=workload.stage(model, [block for number in numbers for block in spans[number]]),
+        model=workload.stage(model, [block for span in own.values() for block in span]),
         stages=stages,
         costs=tuple(float(sum(costs[block] for block in span)) for span in spans),
         shared=tuple(sorted(first.keys() & last.keys())),

@@ -87,7 +87,10 @@ class Workload(Config):
 
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
-        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        """A plain, unsharded model on the current device, drawn from torch's current generator.
+
+        Its parameters may be dropped as modules get them (`partial_model`): what is then done to
+        one must not read it."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -140,7 +143,8 @@ class Workload(Config):
         block, what the model returns. `blocks` and `loss` take it like a model.
 
         Args:
-            model: as `build_model` returned it, after `tensor_parallel` where there is any.
+            model: as `build_model` returned it, maybe on the meta device, after `tensor_parallel`
+                where there is any.
             blocks: numbers from 0.
         """
         raise NotImplementedError(self.name)

@@ -17,8 +17,9 @@ from elastrata.training.clip import Clip, build_clip
 from elastrata.training.device import Abilities, abilities
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
+from elastrata.training.partial_model import partial_model
 from elastrata.training.passes import Passes, WholeModel
-from elastrata.training.pipeline_clip import PipelineClip
+from elastrata.training.pipeline_clip import build_stage_clip
 from elastrata.training.recomputation import RECOMPUTED
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.masks import Masks, SparsePhase
@@ -47,7 +48,12 @@ def divided_model(
     if recipe.parallel.pipeline > 1:
         return _pipelined(recipe, vocabulary, seq_len, device, world_size)
     model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
-    clip = build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None)
+    clip = build_clip(
+        recipe.clip,
+        model,
+        ordered=recipe.parallel.virtual_ranks is not None,
+        sparse=any(part.sparsity for part in recipe.parts),
+    )
     return DividedModel(model, WholeModel(model, recipe.workload), clip)
 
 
@@ -55,7 +61,8 @@ def sharded_model(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> nn.Module:
     """`divided_model` of a recipe without a pipeline."""
-    model = _first_model(recipe, vocabulary, seq_len, device)
+    with device:
+        model = _first_model(recipe, vocabulary, seq_len)
     return parallelize(
         model,
         recipe.workload.blocks(model),
@@ -123,16 +130,23 @@ def _pipelined(
 ) -> DividedModel:
     # Imported here: it brings torch's compiler along, seconds that others can do without.
     from elastrata.training.pipeline import Pipeline
-    from elastrata.training.stages import cut_in_stages
+    from elastrata.training.stages import cut_in_stages, own_spans
 
     workload, parallel = recipe.workload, recipe.parallel
     mesh = rank_mesh(
         device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
     )
+    costs = workload.block_costs(vocabulary, seq_len)
+    own = [block for span in own_spans(costs, mesh, parallel).values() for block in span]
+    model = partial_model(
+        lambda: _first_model(recipe, vocabulary, seq_len),
+        lambda outline: workload.stage(outline, own).parameters(),
+        device,
+    )
     stages = cut_in_stages(
-        _first_model(recipe, vocabulary, seq_len, device),
+        model,
         workload,
-        workload.block_costs(vocabulary, seq_len),
+        costs,
         mesh,
         precision=recipe.precision,
         activation_checkpointing=recipe.activation_checkpointing,
@@ -149,19 +163,12 @@ def _pipelined(
         recomputed=RECOMPUTED[recipe.activation_checkpointing],
     )
     group = mesh.get_group("pipeline")
-    clip = PipelineClip(
-        stages.model,
-        recipe.clip.max_norm if recipe.clip.method == "global_norm" else None,
-        group,
-        counted_elsewhere=stages.shared if mesh.get_local_rank("pipeline") else (),
-    )
+    counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
+    clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
     return DividedModel(stages.model, passes, clip, group)
 
 
-def _first_model(
-    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device
-) -> nn.Module:
-    """Plain, with the same weights on every rank."""
+def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
+    """Plain, on the current device, with the same weights on every rank."""
     torch.manual_seed(recipe.seed)
-    with device:
-        return recipe.workload.build_model(vocabulary, seq_len)
+    return recipe.workload.build_model(vocabulary, seq_len)

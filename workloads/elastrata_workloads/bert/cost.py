@@ -11,6 +11,7 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_workloads.bert.shape import BertShape
 
 _FORWARD = 2
+_EMBEDDING_ADDITIONS = 2
 _FORWARD_AND_BACKWARD = 6
 """Per parameter and token: the backward pass multiplies twice, for the input and for the weight."""
 
@@ -43,6 +44,18 @@ def work(shape: BertShape, mask_probability: float) -> WorkModel:
         linear=_FORWARD * (block_parameters(shape) + head),
         quadratic=_FORWARD * attention_products(shape, 1),
     )
+
+
+def block_costs(shape: BertShape, length: int, mask_probability: float) -> list[int]:
+    """FLOPs of every block's forward pass for a sample, with those of the embeddings, an addition
+    for each feature of words, sentences and positions, in the first, and those of the heads, with
+    the expected predictions, in the last."""
+    products = block_parameters(shape) * length + attention_products(shape, length)
+    costs = [_FORWARD * products // shape.num_layers] * shape.num_layers
+    costs[0] += _EMBEDDING_ADDITIONS * shape.hidden_size * length
+    predictions = round(mask_probability * length)
+    costs[-1] += _FORWARD * (head_parameters(shape) * predictions + pair_parameters(shape))
+    return costs
 
 
 def training_flops(shape: BertShape, lengths: Sequence[int], num_predictions: int) -> int:

@@ -9,6 +9,8 @@ E hidden size, F feed-forward size, V ids.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,16 +39,7 @@ class BertModel(nn.Module):
         Returns:
             Shapes [P, V], see `of_ids`, and [N, 2].
         """
-        hidden = self.bert(batch)
-        words = self.bert.embeddings.word_embeddings.weight
-        logits = self.cls.predictions(hidden.index_select(0, batch.predicted), words)
-        logits = of_ids(logits, self.shape.num_ids, logits.dtype)
-        if self.bert.pooler is None or self.cls.seq_relationship is None:
-            return logits, None
-        if batch.sample_starts is None:
-            raise ValueError("next-sentence prediction needs a batch of sentence pairs")
-        pooled = self.bert.pooler(hidden.index_select(0, batch.sample_starts))
-        return logits, self.cls.seq_relationship(pooled)
+        return logits(self, self.bert(batch), batch)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -60,6 +53,19 @@ class BertModel(nn.Module):
                 module.bias.zero_()
         self.bert.embeddings.word_embeddings.weight[self.shape.pad_id].zero_()
         self.cls.predictions.bias.zero_()
+
+
+def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
+    """What a model, or its last stage, makes of its last hidden states: see `BertModel.forward`."""
+    words = model.bert.embeddings.word_embeddings.weight
+    found = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
+    found = of_ids(found, model.shape.num_ids, found.dtype)
+    if model.bert.pooler is None or model.cls.seq_relationship is None:
+        return found, None
+    if batch.sample_starts is None:
+        raise ValueError("next-sentence prediction needs a batch of sentence pairs")
+    pooled = model.bert.pooler(hidden.index_select(0, batch.sample_starts))
+    return found, model.cls.seq_relationship(pooled)
 
 
 class Trunk(nn.Module):

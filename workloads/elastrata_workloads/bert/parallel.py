@@ -1,7 +1,9 @@
-"""How a plain BERT is taken apart: the units of sharding, checkpointing and compilation, and the
-plan of tensor parallelism."""
+"""How a plain BERT is taken apart: the units of sharding, checkpointing and compilation, the plan
+of tensor parallelism, and the stages of a pipeline."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from elastrata_workloads.bert.model import BertModel
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.bert.stage import BertStage
 from elastrata_workloads.unpadded.tensor_parallel import (
     OwnKeys,
     Replicated,
@@ -30,12 +33,23 @@ _BLOCK = "bert.encoder.layer.*"
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, first to last.
+    """The transformer blocks of a model or of a stage, first to last.
 
     Raises:
         TypeError: not a BERT.
     """
+    if isinstance(model, BertStage):
+        return model.blocks
     return list(_bert(model).bert.encoder.layer)
+
+
+def stage(model: nn.Module, numbers: Sequence[int]) -> BertStage:
+    """The part of a model with these blocks; see `Workload.stage`.
+
+    Raises:
+        TypeError: not a BERT.
+    """
+    return BertStage(_bert(model), numbers)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:

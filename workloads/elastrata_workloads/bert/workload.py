@@ -22,8 +22,9 @@ from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.outline import transformer
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides, tensor_problems
+from elastrata_workloads.unpadded.sizes import check_divides, stage_problems, tensor_problems
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,6 +133,29 @@ class Bert(Workload):
         from elastrata_workloads.bert import parallel
 
         parallel.tensor_parallel(model, mesh, sequence=sequence)
+
+    def stage_problems(self, num_stages: int) -> list[str]:
+        """A line where there are fewer blocks than stages."""
+        return stage_problems(num_stages, self.num_layers)
+
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """FLOPs of a forward pass; embeddings and heads count in the first and the last block."""
+        return cost.block_costs(self.shape(vocabulary), seq_len, self.mask_probability)
+
+    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+        """The part of a model with these blocks. The heads bring the table of word embeddings
+        along, under the same name."""
+        from elastrata_workloads.bert import parallel
+
+        return parallel.stage(model, blocks)
+
+    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+        """Fills micro-batches up with tokens that predict nothing."""
+        return equally_long(batches, multiple)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Positions and hidden size."""
+        return batch.num_positions, self.hidden_size
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
         """A micro-batch with its masks, which depend on seed, epoch and sample alone."""
