@@ -18,6 +18,8 @@ from elastrata_pipelines.errors import UserError, nearest
 
 SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that a sweep decides on, or that are the same in all trials."""
+_EXTRA = {"optuna": "'elastrata[sweeps]'"}
+"""How to install what a searcher needs, where the package's name does not say it."""
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
 """What a run may go on with another value of."""
 
@@ -74,7 +76,7 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
     if package := missing_package(config.searcher):
         yield (
             f"searcher.name: {config.searcher.name!r}: needs the package {package}; install it "
-            f"with pip install 'elastrata[sweeps]'"
+            f"with pip install {_EXTRA.get(package, package)}"
         )
     if isinstance(config.searcher, GridConfig):
         for key, domain in config.space.items():
