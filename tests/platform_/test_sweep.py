@@ -177,7 +177,9 @@ def test_a_trial_whose_process_dies_goes_on(folder: Path) -> None:
     config = _written(_config(folder, "deadly", trials=2, concurrency=1), folder)
     driver = start("sweep", config, log=folder / "deadly.log")
     journal = Storage(str(folder / "runs" / "deadly" / JOURNAL))
-    wait_until(lambda: any(e["kind"] == "reported" for e in history.read(journal)), SECONDS, "reports")
+    wait_until(
+        lambda: any(e["kind"] == "reported" for e in history.read(journal)), SECONDS, "reports"
+    )
     actors = [
         process
         for process in psutil.Process(driver.pid).children(recursive=True)
@@ -221,7 +223,8 @@ def test_trials_of_two_workers_are_elastic_runs(folder: Path) -> None:
     config = _config(
         folder,
         "groups",
-        changes={"workers.max": 2, "workers.min": 1},
+        changes={"workers.max": 2, "workers.min": 1, "workers.cpus": 0.4},
+        concurrency=2,
         scheduler={"name": "asha", "reduction_factor": 2},
         trials=3,
     )

@@ -43,8 +43,7 @@ class OptunaConfig(Config):
 
 
 class HyperoptConfig(Config):
-    """Hyperopt's tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011). Needs the package
-    hyperopt."""
+    """Hyperopt's tree-structured Parzen estimator. Needs the package hyperopt."""
 
     name: Literal["hyperopt"]
     """This searcher."""
