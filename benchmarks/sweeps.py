@@ -18,6 +18,7 @@ from typing import Any
 from report import write_result
 
 import elastrata
+from elastrata.launch.ray_session import ray_session
 from elastrata.runs import history
 from elastrata.sweeps.folder import JOURNAL
 from elastrata.sweeps.result import SweepResult
@@ -29,7 +30,7 @@ SPACE: dict[str, Any] = {
     "optimizer.betas.1": {"uniform": [0.9, 0.999], "points": 2},
     "clip.max_norm": {"uniform": [0.3, 1.0], "points": 2},
 }
-TRIALS, LEAST_CHECKS = 16, 18
+TRIALS, LEAST_CHECKS = 16, 12
 """Points, and evaluations of a trial: schedulers look at these."""
 
 
@@ -42,13 +43,14 @@ def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
         "data.path": str(scratch / "data"),
         "data.prepare.sources": [text["train"]],
         "data.prepare.held_out": [text["validation"]],
+        "data.prepare.seq_len": 64,
         "data.prepare.tokenizer.vocab_size": 8192,
         "storage": str(scratch / "runs"),
         "steps": steps,
-        "batch_size": 32,
+        "batch_size": 16,
         "schedule.warmup_steps": steps // 10,
         "evaluation.every": max(1, steps // LEAST_CHECKS),
-        "evaluation.samples": 256,
+        "evaluation.samples": 128,
         "checkpoint.every": steps,
     }
 
@@ -76,21 +78,20 @@ def figures(result: SweepResult, slots: int) -> dict[str, Any]:
         "seconds_over_training_mean": mean(over[slots:]),
         "seconds_over_training_median": median(over[slots:]),
         "seconds_over_training_most": max(over[slots:]),
-        "seconds_over_training_with_start": (
-            (result.seconds * slots - sum(trial.seconds for trial in trials)) / len(trials)
-        ),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wikitext", type=Path)
-    parser.add_argument("--steps", type=int, default=540)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--only", choices=["asha"], help="Leave the grid out, to try things.")
     parser.add_argument("--trials", type=int, default=TRIALS)
+    parser.add_argument("--folder", type=Path, help="of the sweeps, kept; they go on in it.")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch, ray_session():
+        folder = arguments.folder or scratch
         common: dict[str, Any] = {
             "recipe": "bert/tiny",
             "changes": changes(arguments.wikitext.resolve(), Path(folder), arguments.steps),
@@ -107,6 +108,7 @@ def main() -> None:
                 elastrata.SweepConfig(name="grid", searcher={"name": "grid"}, **common)
             )
             found["grid"] = figures(grid, arguments.slots)
+            assert asha.status == grid.status == "FINISHED"
             assert asha.best_value
             assert grid.best_value
             found["loss_over_that_of_the_grid"] = asha.best_value / grid.best_value - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -13,8 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from elastrata.sweeps.domains import Choice, Domain, Int, LogUniform, Uniform
 from elastrata.sweeps.importance import importance
 from elastrata.sweeps.schedulers import AshaConfig, first_rung, within
-from elastrata.sweeps.searchers import RandomConfig, build_searcher
-from elastrata.sweeps.space import condition_problems, draw, grid_points, reaching
+from elastrata.sweeps.searchers import (
+    HyperoptConfig,
+    NevergradConfig,
+    RandomConfig,
+    build_searcher,
+)
+from elastrata.sweeps.space import Point, condition_problems, draw, grid_points, reaching
 
 SHARES = st.floats(0, 1)
 SPACE = {
@@ -92,6 +98,32 @@ def test_the_same_seed_draws_the_same_points() -> None:
 
     assert points(1) == points(1)
     assert points(1) != points(2)
+
+
+@pytest.mark.parametrize("config", [HyperoptConfig(name="hyperopt", startup_trials=4),
+                                    NevergradConfig(name="nevergrad")])  # fmt: skip
+def test_searchers_of_others_keep_to_the_space_and_say_the_same_again(
+    config: HyperoptConfig | NevergradConfig,
+) -> None:
+    pytest.importorskip(config.name)
+
+    def points() -> list[Point]:
+        searcher = build_searcher(config, SPACE, metric="eval/loss", mode="min")
+        found = []
+        for number in range(12):
+            point = searcher.suggest(str(number))
+            failed = number == 3
+            result = None if failed else {"eval/loss": abs(point["optimizer.lr"] - 1e-3)}
+            searcher.on_trial_complete(str(number), result, error=failed)
+            found.append(point)
+        return found
+
+    first = points()
+    assert first == points()
+    for point in first:
+        assert 1e-4 <= float(str(point["optimizer.lr"])) <= 1e-2
+        assert ("optimizer.trust_max" in point) == (point["optimizer.name"] == "lamb")
+    assert json.loads(json.dumps(first)) == first
 
 
 @given(factor=st.floats(0.1, 10))

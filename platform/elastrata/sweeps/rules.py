@@ -18,6 +18,8 @@ from elastrata_pipelines.errors import UserError, nearest
 
 SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that a sweep decides on, or that are the same in all trials."""
+_EXTRA = {"optuna": "'elastrata[sweeps]'"}
+"""How to install what a searcher needs, where the package's name does not say it."""
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
 """What a run may go on with another value of."""
 
@@ -31,7 +33,6 @@ def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
         *(f"space.{key}: {line}" for key, line in condition_problems(config.space)),
         *_searcher(config),
         *_scheduler(config, base.recipe),
-        *_concurrency(config, base.recipe),
     ]
     return found or [*_values(config, base)]
 
@@ -74,7 +75,7 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
     if package := missing_package(config.searcher):
         yield (
             f"searcher.name: {config.searcher.name!r}: needs the package {package}; install it "
-            f"with pip install 'elastrata[sweeps]'"
+            f"with pip install {_EXTRA.get(package, package)}"
         )
     if isinstance(config.searcher, GridConfig):
         for key, domain in config.space.items():
@@ -97,14 +98,6 @@ def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
             )
         if domain.when:
             yield f"space.{key}.when: not possible with scheduler 'pbt'"
-
-
-def _concurrency(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
-    if recipe.workers.max > 1 and config.concurrency not in ("auto", 1):
-        yield (
-            f"concurrency: {config.concurrency}: expected 1 where workers.max "
-            f"({recipe.workers.max}) is more: a trial has the cluster to itself then"
-        )
 
 
 def _values(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:

@@ -42,14 +42,40 @@ class OptunaConfig(Config):
     """So many points are drawn at random first."""
 
 
-SearcherConfig = Annotated[RandomConfig | GridConfig | OptunaConfig, Field(discriminator="name")]
+class HyperoptConfig(Config):
+    """Hyperopt's tree-structured Parzen estimator. Needs the package hyperopt."""
+
+    name: Literal["hyperopt"]
+    """This searcher."""
+    seed: NonNegativeInt = 0
+    """The same seed and the same results propose the same points."""
+    startup_trials: NonNegativeInt = 8
+    """So many points are drawn at random first."""
+
+
+class NevergradConfig(Config):
+    """Nevergrad's differential evolution with two-point crossover. Needs the package nevergrad."""
+
+    name: Literal["nevergrad"]
+    """This searcher."""
+    seed: NonNegativeInt = 0
+    """The same seed and the same results propose the same points."""
+
+
+SearcherConfig = Annotated[
+    RandomConfig | GridConfig | OptunaConfig | HyperoptConfig | NevergradConfig,
+    Field(discriminator="name"),
+]
 """One of the searchers."""
+_OF_THEIR_OWN = (RandomConfig, GridConfig)
+"""Searchers that need no package; the others are called as theirs."""
 
 
 def missing_package(config: SearcherConfig) -> str | None:
     """The package that a searcher needs and that is not installed."""
-    needs = "optuna" if isinstance(config, OptunaConfig) else None
-    return needs if needs and importlib.util.find_spec(needs) is None else None
+    if isinstance(config, _OF_THEIR_OWN) or importlib.util.find_spec(config.name):
+        return None
+    return config.name
 
 
 def build_searcher(
@@ -59,10 +85,16 @@ def build_searcher(
 
     Its answers depend on the seed and on what it was told, and on the order of both alone.
     """
-    if isinstance(config, OptunaConfig):
-        return _optuna(config, space, metric=metric, mode=mode)
-    points = grid_points(space) if isinstance(config, GridConfig) else _random(config, space)
-    return _listed(points, metric=metric, mode=mode)
+    match config:
+        case OptunaConfig():
+            return _optuna(config, space, metric=metric, mode=mode)
+        case HyperoptConfig():
+            return _pruned(_hyperopt(config, space, metric=metric, mode=mode), space)
+        case NevergradConfig():
+            return _pruned(_nevergrad(config, space, metric=metric, mode=mode), space)
+        case GridConfig():
+            return _listed(grid_points(space), metric=metric, mode=mode)
+    return _listed(_random(config, space), metric=metric, mode=mode)
 
 
 def _random(config: RandomConfig, space: Mapping[str, Domain]) -> Iterator[Point]:
@@ -113,4 +145,67 @@ def _suggested(trial: Any, key: str, domain: Domain) -> Value:
             found = trial.suggest_int(key, *domain.int)
         case Choice():
             found = trial.suggest_categorical(key, domain.choice)
+    return found
+
+
+def _hyperopt(
+    config: HyperoptConfig, space: Mapping[str, Domain], *, metric: str, mode: str
+) -> Any:
+    from ray.tune.search.hyperopt import HyperOptSearch
+
+    return HyperOptSearch(
+        HyperOptSearch.convert_search_space(_tunes(space)),
+        metric=metric,
+        mode=mode,
+        n_initial_points=config.startup_trials,
+        random_state_seed=config.seed,
+    )
+
+
+def _nevergrad(
+    config: NevergradConfig, space: Mapping[str, Domain], *, metric: str, mode: str
+) -> Any:
+    import nevergrad
+    from ray.tune.search.nevergrad import NevergradSearch
+
+    points: Any = NevergradSearch.convert_search_space(_tunes(space))
+    points.random_state.seed(config.seed)
+    optimizer = nevergrad.optimizers.registry["TwoPointsDE"]
+    return NevergradSearch(optimizer, {"budget": None}, points, metric=metric, mode=mode)
+
+
+def _tunes(space: Mapping[str, Domain]) -> dict[str, Any]:
+    """Ray Tune's own words for the domains; it translates them for its searchers."""
+    from ray import tune
+
+    found: dict[str, Any] = {}
+    for key, domain in space.items():
+        match domain:
+            case Uniform():
+                found[key] = tune.uniform(*domain.uniform)
+            case LogUniform():
+                found[key] = tune.loguniform(*domain.loguniform)
+            case Int():
+                found[key] = tune.randint(domain.int[0], domain.int[1] + 1)
+            case Choice():
+                found[key] = tune.choice(list(domain.choice))
+    return found
+
+
+def _pruned(searcher: Any, space: Mapping[str, Domain]) -> Any:
+    """A searcher that knows no conditions: it has a value for every key, and those that are not to
+    be are left out."""
+    suggest = searcher.suggest
+
+    def pruned(trial_id: str) -> Any:
+        whole = suggest(trial_id)
+        return draw(space, lambda key, _: _plain(whole[key])) if whole else whole
+
+    searcher.suggest = pruned
+    return searcher
+
+
+def _plain(value: Any) -> Value:
+    """NumPy's numbers as Python's own: they go into the journal."""
+    found: Value = value.item() if hasattr(value, "item") else value
     return found
