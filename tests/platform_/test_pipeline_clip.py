@@ -79,6 +79,22 @@ def test_gradients_of_weights_at_zero_count_in_no_bucket(recipes: dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_stages_whose_matrices_are_divided_and_sparse_are_clipped_alike(
+    name: str, recipes: dict[str, Any]
+) -> None:
+    sizes = {"name": name, **SIZES, "dropout": 0.1, "embedding_multiple": 2}
+    recipe = {**recipes["tied"], "workload": sizes, "sparsity": {"level": 0.5}, "steps": 3}
+    ((wanted, wanted_left),) = run_ranks(1, train_clipped, [recipe])[0]
+    way = {"pipeline": 2, "tensor": 2, "sequence": True}
+    for ((records, left),) in run_fresh_ranks(4, train_clipped, [{**recipe, "parallel": way}]):
+        found = [record.gradient_norm for record in records]
+        assert found == pytest.approx([r.gradient_norm for r in wanted], rel=RELATIVE)
+        assert [r.loss for r in records] == pytest.approx([r.loss for r in wanted], rel=RELATIVE)
+        assert left == pytest.approx(wanted_left, rel=RELATIVE)
+
+
+@pytest.mark.slow
 def test_parts_of_stages_are_clipped_within_the_bound(recipes: dict[str, Any]) -> None:
     cases = [
         {**recipes[name], "clip": LOCAL, "parallel": WAYS[name]} for name in ("tied", "untied")
