@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from report import RESULTS, write_result
+
+from support.ranks import run_fresh_ranks
 
 NEW = {
     "workload.num_layers": 6,
@@ -73,57 +73,39 @@ def recipe_of(name: str, changes: dict[str, Any]) -> Any:
 
 
 def train(
-    rank: int, processes: int, name: str, changes: dict[str, Any], store: str, out: Any
-) -> None:
-    """One process: some steps, then what they took."""
+    rank: int, processes: int, name: str, changes: dict[str, Any]
+) -> tuple[float, float, float]:
+    """One process: some steps. Bytes at its peak, and in the end; seconds of the last step."""
     import torch
-    import torch.distributed as dist
 
     from elastrata.bench.samples import bench_samples
     from elastrata.training.optimizer import build_optimizer
     from elastrata.training.request import Act
-    from elastrata.workers.engine import sharded_model, training_loop
+    from elastrata.workers.engine import divided_model, training_loop
     from elastrata_pipelines.batches import Start
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     recipe = recipe_of(name, changes)
     ranks = processes // recipe.parallel.tensor
     own = recipe.model_copy(update={"batch_size": recipe.batch_size // ranks})
     samples = bench_samples(own, "full", steps=STEPS)
     device = torch.device("cpu")
-    model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, processes)
-    blocks = recipe.workload.blocks(model)
-    optimizer = build_optimizer(recipe.optimizer, model, blocks)
-    loop = training_loop(recipe, model, samples.vocabulary, device, processes)
+    divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, processes)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
+    loop = training_loop(recipe, divided.clip, samples.vocabulary, device, processes)
     seconds, began = [], time.perf_counter()
-    for _ in loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
+    for _ in loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    out.put((peak, resident, seconds[-1]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return peak, resident, seconds[-1]
 
 
 def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes of the process that had most at its peak, and in the end; seconds of the slowest."""
-    context = multiprocessing.get_context("spawn")
-    processes, out = LAYOUTS[name][0], context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(
-                target=train, args=(rank, processes, name, changes, f"{folder}/store", out)
-            )
-            for rank in range(processes)
-        ]
-        for one in started:
-            one.start()
-        found = [out.get(timeout=200) for _ in started]
-        for one in started:
-            one.join()
-    return tuple(map(max, zip(*found, strict=True)))
+    """Of the process that had most at its peak, and in the end; of the slowest."""
+    ranks = run_fresh_ranks(LAYOUTS[name][0], train, name, changes)
+    peak, resident, seconds = map(max, zip(*ranks, strict=True))
+    return peak, resident, seconds
 
 
 def rates() -> tuple[float, float]:

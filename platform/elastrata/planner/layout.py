@@ -50,14 +50,18 @@ class Layout:
         parts = self.pipeline * self.virtual_stages
         return self.virtual_stages * -(-layers // parts)
 
-    def __str__(self) -> str:
+    @property
+    def division(self) -> str:
+        """In words, without what may change from step to step."""
         pieces = [f"tp{self.tensor}{'+sp' if self.sequence else ''}", f"pp{self.pipeline}"]
         if self.pipeline > 1:
             pieces[-1] += f" {self.schedule}" + (
                 f" x{self.virtual_stages}" if self.virtual_stages > 1 else ""
             )
-        pieces.append(f"{self.copies}x{self.shards}")
-        pieces.append(f"mb{self.micro_batch}")
+        return " ".join([*pieces, f"{self.copies}x{self.shards}"])
+
+    def __str__(self) -> str:
+        pieces = [self.division, f"mb{self.micro_batch}"]
         pieces += ["recompute"] if self.checkpointing == "full" else []
         pieces += [] if self.reshard else ["keep"]
         return " ".join(pieces)

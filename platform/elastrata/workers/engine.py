@@ -5,6 +5,7 @@ Knows no Ray, so that `elastrata bench` measures what the workers run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import PipelineClip
-from elastrata.training.recomputation import RECOMPUTED
+from elastrata.training.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata.training.substitutions import substitutions
@@ -35,6 +36,15 @@ class DividedModel:
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
     """Of its gradient; has hooks on the model."""
+    blocks: Sequence[nn.Module]
+    """Of it."""
+
+    def recompute(self, way: Recomputation) -> None:
+        """From now on its blocks compute again what `activation_checkpointing` of that value has
+        them compute again."""
+        for block in self.blocks:
+            recompute(block, way)
+        self.passes.recomputes(RECOMPUTED[way])
 
 
 def divided_model(
@@ -45,7 +55,8 @@ def divided_model(
         return _pipelined(recipe, vocabulary, seq_len, device, world_size)
     model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
     clip = build_clip(recipe.clip, model, ordered=recipe.parallel.virtual_ranks is not None)
-    return DividedModel(model, WholeModel(model, recipe.workload), clip)
+    passes = WholeModel(model, recipe.workload)
+    return DividedModel(model, passes, clip, recipe.workload.blocks(model))
 
 
 def sharded_model(
@@ -58,7 +69,7 @@ def sharded_model(
         recipe.workload.blocks(model),
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
         compile=recipe.compile and abilities(device).can_compile,
         parallel=recipe.parallel,
         tensor_parallel=recipe.workload.tensor_parallel,
@@ -128,7 +139,7 @@ def _pipelined(
         workload.block_costs(vocabulary, seq_len),
         mesh,
         precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
         compile=recipe.compile and abilities(device).can_compile,
         parallel=parallel,
     )
@@ -139,7 +150,7 @@ def _pipelined(
         parallel,
         dtype=DTYPES[recipe.precision],
         device=device,
-        recomputed=RECOMPUTED[recipe.activation_checkpointing],
+        recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
     )
     clip = PipelineClip(
         stages.model,
@@ -147,7 +158,7 @@ def _pipelined(
         mesh.get_group("pipeline"),
         counted_elsewhere=stages.shared if mesh.get_local_rank("pipeline") else (),
     )
-    return DividedModel(stages.model, passes, clip)
+    return DividedModel(stages.model, passes, clip, workload.blocks(stages.model))
 
 
 def _first_model(
