@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "one process, two micro-batches": (1, {"micro_batch_tokens": 1024}),
     "one process, recomputed": (1, {"activation_checkpointing": "full"}),
+    "one process, selective": (1, {"activation_checkpointing": "selective"}),
     "two shards": (2, {}),
     "two shards, kept": (2, {"parallel.reshard_after_forward": "false"}),
     "two shards, two micro-batches": (2, {"micro_batch_tokens": 1024}),

@@ -13,7 +13,6 @@ from elastrata.planner.layout import Checkpointing, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 from elastrata.planner.transformer import Transformer
-from elastrata.training.recomputation import Recomputation
 
 MOST_SAMPLES = 64
 """Longest samples in a micro-batch: devices are full long before."""
@@ -27,7 +26,7 @@ class Choice:
     """Values of the recipe's keys of these names."""
 
     micro_batch_tokens: int
-    activation_checkpointing: Recomputation
+    activation_checkpointing: Checkpointing
 
 
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
@@ -56,7 +55,7 @@ class Choices:
     batch_size: int
     budgets: tuple[int, ...]
     """Ascending."""
-    policies: tuple[Recomputation, ...]
+    policies: tuple[Checkpointing, ...]
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
@@ -85,7 +84,7 @@ class Choices:
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
-            replace(self.layout, micro_batch=1, checkpointing=_planned(choice)),
+            replace(self.layout, micro_batch=1, checkpointing=choice.activation_checkpointing),
             max(count, self.layout.pipeline) * self.layout.data,
         )
         return found.total
@@ -93,7 +92,8 @@ class Choices:
     def seconds(self, choice: Choice) -> float:
         """Of a step of full-length samples."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
-        layout = replace(self.layout, micro_batch=samples, checkpointing=_planned(choice))
+        policy = choice.activation_checkpointing
+        layout = replace(self.layout, micro_batch=samples, checkpointing=policy)
         return step_time(self.model, self.cluster, self.machine, layout, self.batch_size).total
 
     def best(self, fits: Callable[[Choice], bool]) -> Choice:
@@ -105,8 +105,3 @@ class Choices:
         least = min(seconds.values())
         fast = [choice for choice in fitting if seconds[choice] <= _EQUALLY_FAST * least]
         return max(fast, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
-
-
-def _planned(choice: Choice) -> Checkpointing:
-    """What the plan knows: `selective` counts as if all were kept, which is more."""
-    return "full" if choice.activation_checkpointing == "full" else "none"

@@ -9,7 +9,7 @@ from elastrata.planner.choice import Choices, budgets
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.correction import USABLE
 from elastrata.planner.hardware import device_like
-from elastrata.planner.layout import Layout
+from elastrata.planner.layout import Checkpointing, Layout
 from elastrata.planner.plan import machine_of
 from elastrata.planner.transformer import Transformer
 from elastrata.recipe.phase import PhaseKeys
@@ -50,6 +50,14 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
     return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
 
 
+def _policies(recipe: Recipe) -> tuple[Checkpointing, ...]:
+    """What `activation_checkpointing: auto` may stand for; zero bubble divides the backward pass,
+    and what `selective` keeps is there for one."""
+    if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
+        return ("none", "full")
+    return ("none", "selective", "full")
+
+
 def phase_choices(
     recipe: Recipe,
     part: PhaseKeys,
@@ -76,7 +84,7 @@ def phase_choices(
         layout=layout,
         batch_size=part.batch_size,
         budgets=tuple(sizes),
-        policies=("none", "full") if policy == "auto" else (policy,),
+        policies=_policies(recipe) if policy == "auto" else (policy,),
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
+"""As the recipe's `activation_checkpointing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Layout:
 
     def __str__(self) -> str:
         pieces = [self.division, f"mb{self.micro_batch}"]
-        pieces += ["recompute"] if self.checkpointing == "full" else []
+        names = {"none": [], "selective": ["recompute half"], "full": ["recompute"]}
+        pieces += names[self.checkpointing]
         pieces += [] if self.reshard else ["keep"]
         return " ".join(pieces)

@@ -97,7 +97,7 @@ class Recipe(PhaseKeys):
     activation_checkpointing: Recomputation | Literal["auto"] = "none"
     """full: every block keeps its input only, and computes everything again in the backward pass:
     the least memory. selective: it also keeps the results of attention and of every second matrix
-    product. auto: none or full, by the plan and by what the first steps measure, as with
+    product. auto: one of these, by the plan and by what the first steps measure, as with
     `micro_batch_tokens`. What is learned is the same."""
     compile: bool = False
     """Compiles every block with torch.compile."""
