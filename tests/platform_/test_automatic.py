@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,11 @@ from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.training.parallel import ParallelConfig
+from elastrata.workers.automatic import Automatic, PhaseChoices
+from elastrata.workers.events import Chosen
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.rows import Rows
 from support.bare_loop import train_automatically, train_on_ranks
 from support.published import gpt
 from support.ranks import run_ranks
@@ -171,6 +177,47 @@ def test_a_measurement_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert "activation_checkpointing: 'auto': a measurement needs none" in told
 
 
+def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:
+    short, ways = _choices(batch_size=4, shards=1), list[str]()
+    phases = [
+        PhaseChoices(last_step=6, choices=short),
+        PhaseChoices(last_step=12, choices=_choices(batch_size=32, shards=1)),
+    ]
+    cpu, memory = torch.device("cpu"), 2**40
+    chooser = Automatic(phases, "none", ways.append, cpu, memory, known={})
+    news: list[Chosen] = []
+    for _ in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
+        pass
+    assert [one.step for one in news] == [1, 5, 7, 11]
+    assert [one.activation_checkpointing for one in news] == ["full", "none", "none", "none"]
+    tokens = [one.micro_batch_tokens for one in news]
+    assert tokens[0] == short.budgets[0] < tokens[1] <= short.budgets[-1]
+    assert tokens[2] >= tokens[1]
+    assert ways == ["full", "none"]
+    settled = chooser.state()["chosen"]
+    assert list(settled) == ["tp1 pp1 1x1, phase 0", "tp1 pp1 1x1, phase 1"]
+    again = Automatic(phases, "none", ways.append, cpu, memory, known=settled)
+    (kept,) = _news(again, 9)
+    assert (kept.micro_batch_tokens, kept.activation_checkpointing) == (tokens[-1], "none")
+    smaller = Automatic(phases, "none", ways.append, cpu, 2**35, known=settled)
+    (anew,) = _news(smaller, 9)
+    assert anew.text.startswith("first; the plan has")
+
+
+def _news(chooser: Automatic, step: int) -> list[Chosen]:
+    news: list[Chosen] = []
+    list(chooser.cut([_empty_step(step)], news.append))
+    return news
+
+
+def _empty_step(number: int) -> RankStep:
+    nothing = np.zeros(0, np.int64)
+    rows = Rows(
+        sample_ids=nothing.astype(np.uint64), epochs=nothing, lengths=nothing, tokens=nothing
+    )
+    return RankStep(step=number, rows=rows, cuts=np.array([0, 0]), imbalance=1.0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("automatic")
@@ -211,6 +258,34 @@ def test_samples_and_losses_do_not_depend_on_what_is_chosen(folder: Path) -> Non
     assert {r.activation_checkpointing for r in alone} == {"full"}
     plain = {**values, "micro_batch_tokens": SEQ_LEN}
     assert _numbers(alone) == _numbers(run_ranks(1, train_on_ranks, plain)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline": 2},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"},
+        {"pipeline": 2, "schedule": "zero_bubble", "reshard_after_forward": False},
+        {"tensor": 2, "sequence": True},
+    ],
+    ids=str,
+)
+def test_nor_where_workers_compute_a_sample_together(
+    parallel: dict[str, Any], folder: Path
+) -> None:
+    sizes = {"hidden_size": 24, "num_layers": 4, "num_heads": 2, "max_positions": SEQ_LEN}
+    gpt = {"name": "gpt", **sizes, "embedding_multiple": 2}
+    changes = {"workload": gpt, "parallel": parallel, "steps": STEPS}
+    values = tiny_recipe(folder, folder / "runs", **changes)
+    fixed = run_ranks(2, train_on_ranks, values)[0]
+    records, chosen, _ = run_ranks(2, train_automatically, {**values, **AUTO})[0]
+    assert [r.digest for r in records] == [r.digest for r in fixed]
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
+    assert [one.step for one in chosen] == [1, 5]
+    assert records[0].activation_checkpointing == "full"
+    assert records[-1].activation_checkpointing == "none"
+    assert records[-1].micro_batches == parallel.get("pipeline", 1)
 
 
 def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
