@@ -33,6 +33,7 @@ from elastrata.simulation.recovery import RecoverySeconds, read_recovery
 from elastrata.simulation.run import Run
 from elastrata.simulation.simulate import conditions
 from elastrata.simulation.trace import Event
+from support.command import kill_started
 from support.live_run import LiveRun
 from support.nodes import Nodes, nodes, send, train_workers
 from support.short_steps import CPUS, write_recipe
@@ -140,7 +141,10 @@ def main() -> None:
     parser.add_argument("--steps-between", type=int, default=300)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        recipe, entries, injected = disturbed(Path(folder), arguments.steps_between)
+        try:
+            recipe, entries, injected = disturbed(Path(folder), arguments.steps_between)
+        finally:
+            kill_started()
         steps = effective_steps(entries)
         entries.sort(key=lambda entry: float(entry["time"]))
         begun = next(entry["time"] for entry in entries if entry["kind"] == "started")

@@ -56,6 +56,7 @@ class Choices:
     budgets: tuple[int, ...]
     """Ascending."""
     policies: tuple[Checkpointing, ...]
+    """Those that compute more again come later."""
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
@@ -67,8 +68,11 @@ class Choices:
 
     @property
     def smallest(self) -> Choice:
-        """That needs least memory."""
-        return min(self.all, key=self.bytes)
+        """That needs least memory; of equals, that computes most again."""
+        return min(self.all, key=lambda one: (self.bytes(one), -self._place(one)))
+
+    def _place(self, choice: Choice) -> int:
+        return self.policies.index(choice.activation_checkpointing)
 
     def bytes(self, choice: Choice, tokens: int | None = None) -> float:
         """What the worker that needs most needs.
