@@ -31,7 +31,12 @@ def test_a_run_chooses_and_goes_on_with_it_after_a_restart(tmp_path: Path) -> No
     recipe.write_text(yaml.safe_dump(auto))
     checkpoints = Storage(str(tmp_path / "runs" / name / "checkpoints"))
     first = start("train", recipe, "--name", name, log=log)
-    wait_until(lambda: commits(checkpoints), 120, "a checkpoint")
+
+    def has_saved() -> bool:
+        assert first.poll() is None, log.read_text()
+        return bool(commits(checkpoints))
+
+    wait_until(has_saved, 180, "a checkpoint")
     kill_group(first)
 
     again = run("train", recipe, "--name", name)
