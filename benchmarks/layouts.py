@@ -7,25 +7,25 @@ loop over random samples of full length. Memory is the largest resident set of t
 needs most; what Python, PyTorch and gloo take is what a process has with a model of nearly nothing
 in the end: the planner's term `reserved`. Memory that is freed goes back to the system at once
 (MALLOC_MMAP_THRESHOLD_), as PyTorch's allocator for CPUs keeps none. Rates of the core (matrix
-products, copies) are measured first, by PyTorch alone. Writes results/layouts.json; layouts that
-are not measured again stay in it.
+products, copies) are measured first, by PyTorch alone. Writes results/layouts.json; what is not
+measured again stays in it. A layout takes half a minute on two idle cores, minutes on busy ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from report import RESULTS, write_result
+
+from support.ranks import run_fresh_ranks
 
 NEW = {
     "workload.num_layers": 6,
@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "one process, two micro-batches": (1, {"micro_batch_tokens": 1024}),
     "one process, recomputed": (1, {"activation_checkpointing": "full"}),
+    "one process, selective": (1, {"activation_checkpointing": "selective"}),
     "two shards": (2, {}),
     "two shards, kept": (2, {"parallel.reshard_after_forward": "false"}),
     "two shards, two micro-batches": (2, {"micro_batch_tokens": 1024}),
@@ -73,57 +74,39 @@ def recipe_of(name: str, changes: dict[str, Any]) -> Any:
 
 
 def train(
-    rank: int, processes: int, name: str, changes: dict[str, Any], store: str, out: Any
-) -> None:
-    """One process: some steps, then what they took."""
+    rank: int, processes: int, name: str, changes: dict[str, Any]
+) -> tuple[float, float, float]:
+    """One process: some steps. Bytes at its peak, and in the end; seconds of the last step."""
     import torch
-    import torch.distributed as dist
 
     from elastrata.bench.samples import bench_samples
     from elastrata.training.optimizer import build_optimizer
     from elastrata.training.request import Act
-    from elastrata.workers.engine import sharded_model, training_loop
+    from elastrata.workers.engine import divided_model, training_loop
     from elastrata_pipelines.batches import Start
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     recipe = recipe_of(name, changes)
     ranks = processes // recipe.parallel.tensor
     own = recipe.model_copy(update={"batch_size": recipe.batch_size // ranks})
     samples = bench_samples(own, "full", steps=STEPS)
     device = torch.device("cpu")
-    model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, processes)
-    blocks = recipe.workload.blocks(model)
-    optimizer = build_optimizer(recipe.optimizer, model, blocks)
-    loop = training_loop(recipe, model, samples.vocabulary, device, processes)
+    divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, processes)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
+    loop = training_loop(recipe, divided.clip, samples.vocabulary, device, processes)
     seconds, began = [], time.perf_counter()
-    for _ in loop.run(model, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
+    for _ in loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    out.put((peak, resident, seconds[-1]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return peak, resident, seconds[-1]
 
 
 def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes of the process that had most at its peak, and in the end; seconds of the slowest."""
-    context = multiprocessing.get_context("spawn")
-    processes, out = LAYOUTS[name][0], context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(
-                target=train, args=(rank, processes, name, changes, f"{folder}/store", out)
-            )
-            for rank in range(processes)
-        ]
-        for one in started:
-            one.start()
-        found = [out.get(timeout=200) for _ in started]
-        for one in started:
-            one.join()
-    return tuple(map(max, zip(*found, strict=True)))
+    """Of the process that had most at its peak, and in the end; of the slowest."""
+    ranks = run_fresh_ranks(LAYOUTS[name][0], train, name, changes)
+    peak, resident, seconds = map(max, zip(*ranks, strict=True))
+    return peak, resident, seconds
 
 
 def rates() -> tuple[float, float]:
@@ -189,15 +172,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     chosen: list[str] = parser.parse_args().only
     result = RESULTS / "layouts.json"
-    before = json.loads(result.read_text())["layouts"] if result.exists() else {}
-    reserved = {1: 0.0, 2: 0.0}
-    for processes, name in ((1, "one process"), (2, "two shards")):
-        reserved[processes] = measured(name, NOTHING)[1]
-        print("reserved", processes, reserved[processes] / MIB, flush=True)
+    known = json.loads(result.read_text()) if result.exists() else {}
+    before, reserved = known.get("layouts", {}), known.get("reserved_mib", {})
+    for processes, name in (("1", "one process"), ("2", "two shards")):
+        if processes not in reserved or len(chosen) == len(LAYOUTS):
+            reserved[processes] = round(measured(name, NOTHING)[1] / MIB, 1)
     flops, copied = rates()
     for name in chosen:
         peak, _, seconds = measured(name, {})
-        memory, step = predicted(name, reserved[LAYOUTS[name][0]], flops, copied)
+        own = reserved[str(LAYOUTS[name][0])] * MIB
+        memory, step = predicted(name, own, flops, copied)
         before[name] = {
             "measured_mib": round(peak / MIB, 1),
             "predicted_mib": round(memory.total / MIB, 1),
@@ -208,7 +192,8 @@ def main() -> None:
             "gflops": round(flops / 1e9, 1),
         }
         print(name, before[name], flush=True)
-        figures = {"layouts": {name: before[name] for name in LAYOUTS if name in before}}
+        found = {name: before[name] for name in LAYOUTS if name in before}
+        figures = {"reserved_mib": reserved, "layouts": found}
         write_result("layouts", figures, ("elastrata", "torch"))
 
 

@@ -6,8 +6,8 @@ scale: 10,000 workers over 30 days, each lost every 100 hours on average and rep
 with the engine's deal at every number of workers that occurs. intervals: the best number of steps
 between durable checkpoints without hot copies, beside Young's and Daly's formulas. record: the
 faults of the disturbed run in results/elasticity_plain.json, replayed; that has no time of its last
-step, so what can be compared is how many steps were done again and the numbers of workers. Writes
-results/simulation.json.
+step, so what can be compared is how many steps were done again and the numbers of workers. chaos:
+the same for results/chaos.json, at several paces. Writes results/simulation.json.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from elastrata.simulation.trace import Event, Rates, drawn_events
 
 DAY = 86_400.0
 SEEDS = range(20)
+PACES = (0.03, 0.06, 0.12)
+"""Seconds of a step."""
 
 
 def scale() -> dict[str, Any]:
@@ -144,8 +146,68 @@ def record() -> dict[str, Any]:
     }
 
 
+def chaos() -> dict[str, Any]:
+    """The run of `chaos.py`, whose record does not tell what a step took: at several paces."""
+    run = json.loads((RESULTS / "chaos.json").read_text())
+    recovery = read_recovery(str(RESULTS / "faults.json"))
+    found = {}
+    for pace in PACES:
+        at = Conditions(
+            steps=run["steps"],
+            step_seconds=lambda workers, pace=pace: pace,
+            workers_min=1,
+            workers_max=3,
+            checkpoint_every=200,
+            checkpoint_seconds=0.0,
+            save_seconds=0.0,
+            hot_every=5,
+            hot_seconds=0.0,
+            hot_save_seconds=0.2,
+            resize_seconds=1.0,
+            recovery=recovery,
+        )
+        outcome = Run(at).replay(_chaos_events(run["faults"]), DAY)
+        found[f"{pace:g} s a step"] = {
+            "seconds": round(outcome.seconds, 1),
+            "goodput": round(outcome.goodput, 3),
+            "steps_done_again": outcome.lost_steps,
+            "sizes": [size for _, size in outcome.sizes],
+        }
+    recorded = {
+        "seconds": run["seconds"],
+        "steps_done_again": sum(run["rolled_back"]),
+        "sizes": run["world_sizes"],
+    }
+    return {"recorded": recorded, "simulated": found}
+
+
+def _chaos_events(faults: list[dict[str, Any]]) -> list[Event]:
+    """A process that dies, or hangs, leaves its machine: another takes its place at once. Another
+    node comes before the last one goes."""
+    events, there = [Event(0.0, "join", 2)], 2
+    for fault in faults:
+        kind, second = fault["kind"], fault["seconds"]
+        if kind in ("kill worker", "hang worker"):
+            events += [Event(second, "lose"), Event(second + 0.001, "join")]
+        elif kind == "add node":
+            events.append(Event(second, "join"))
+            there += 1
+        else:
+            if there == 1:
+                events.append(Event(second - 0.001, "join"))
+                there += 1
+            events.append(Event(second, "drain" if kind == "drain node" else "lose"))
+            there -= 1
+    return sorted(events)
+
+
 def main() -> None:
-    figures = {"scale": scale(), "intervals": intervals(), "record": record()}
+    figures = {
+        "scale": scale(),
+        "intervals": intervals(),
+        "record": record(),
+        "chaos": chaos(),
+    }
     write_result("simulation", figures, ("numpy",))
 
 

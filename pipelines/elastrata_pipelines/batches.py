@@ -13,7 +13,7 @@ from elastrata_pipelines.batch_size_warmup import (
     batch_size_at,
     steps_of_equal_size,
 )
-from elastrata_pipelines.deal import Deal, WorkModel
+from elastrata_pipelines.deal import Deal, WorkModel, num_micro_batches
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Ints, Order, Places
 from elastrata_pipelines.payload import StepLayout, encode
@@ -62,6 +62,9 @@ class Batches:
     """None: batches are dealt to as many ranks as there are."""
     micro_batch_multiple: int = 1
     """Every rank gets a multiple of so many micro-batches."""
+    larger_budgets: tuple[int, ...] = ()
+    """Other numbers of tokens that ranks may cut their rows by, each more than
+    `tokens_per_micro_batch`."""
 
     def stripes(self) -> Stripes:
         """A reader of the data set."""
@@ -83,10 +86,9 @@ class Batches:
         places = self.order.places(group.first_position, group.num_steps * group.batch_size)
         table, index = _read(stripes or self.stripes(), places)
         lengths = table["length"].to_numpy()[index]
-        deals = [
-            self._deal(lengths[k * group.batch_size : (k + 1) * group.batch_size], num_ranks)
-            for k in range(group.num_steps)
-        ]
+        parts = lengths.reshape(group.num_steps, group.batch_size)
+        deals = [self._deal(part, num_ranks) for part in parts]
+        counts = [self._counts(*both) for both in zip(deals, parts, strict=True)]
         for rank in range(num_ranks):
             hands = [dealt.hands[rank] for dealt in deals]
             rows = np.concatenate(
@@ -98,6 +100,7 @@ class Batches:
                     cuts=hand.cuts.tolist(),
                     imbalance=dealt.imbalance,
                     rounds=num_rounds(self.virtual_ranks or num_ranks, num_ranks),
+                    counts=counts[k],
                 )
                 for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
             ]
@@ -142,6 +145,14 @@ class Batches:
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             multiple=self.micro_batch_multiple,
         )
+
+    def _counts(self, dealt: Deal, lengths: Ints) -> dict[int, int]:
+        """By each of the larger budgets, the micro-batches of every rank."""
+        rows = [hand.rows for hand in dealt.hands]
+        return {
+            budget: num_micro_batches(rows, lengths, budget, self.micro_batch_multiple)
+            for budget in self.larger_budgets
+        }
 
 
 def _read(stripes: Stripes, places: Places) -> tuple[pa.Table, Ints]:

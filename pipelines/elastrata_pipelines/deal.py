@@ -96,11 +96,16 @@ def cut_hands(
         tokens_per_micro_batch: no micro-batch holds more tokens.
         multiple: of so many micro-batches.
     """
-    num_micro_batches = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
-    num_micro_batches += -num_micro_batches % multiple
-    return tuple(
-        Hand(rows=r, cuts=cut(lengths[r], num_micro_batches, tokens_per_micro_batch)) for r in rows
-    )
+    count = num_micro_batches(rows, lengths, tokens_per_micro_batch, multiple)
+    return tuple(Hand(rows=r, cuts=cut(lengths[r], count, tokens_per_micro_batch)) for r in rows)
+
+
+def num_micro_batches(
+    rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int, multiple: int = 1
+) -> int:
+    """Into how many micro-batches `cut_hands` cuts the rows of every rank."""
+    count = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
+    return count + -count % multiple
 
 
 def _share(rows: Ints, lengths: Ints, work: WorkModel, num_ranks: int) -> tuple[list[Ints], float]:

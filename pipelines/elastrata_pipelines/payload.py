@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastrata_pipelines.deal import cut
 from elastrata_pipelines.rows import Rows
 
 _STEPS = b"steps"
@@ -28,6 +29,8 @@ class StepLayout:
     """Largest work of a rank over the mean, in this step."""
     rounds: int = 1
     """Virtual ranks that the rank plays one after the other, with equally many micro-batches."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """By larger budgets of tokens: the micro-batches that every rank would have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,15 @@ class RankStep:
     cuts: npt.NDArray[np.int64]
     imbalance: float
     rounds: int = 1
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """By larger budgets of tokens: the micro-batches that every rank would have."""
+
+    def cut_for(self, budget: int) -> Self:
+        """The same rows in the same order, in micro-batches of up to `budget` tokens, as they would
+        have been dealt: equally many on every rank. As it is where `counts` has no such budget."""
+        if budget not in self.counts:
+            return self
+        return replace(self, cuts=cut(self.rows.lengths, self.counts[budget], budget))
 
     @property
     def micro_batches(self) -> list[Rows]:
@@ -80,6 +92,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             cuts=np.array(layout["cuts"], dtype=np.int64),
             imbalance=layout["imbalance"],
             rounds=layout["rounds"],
+            counts={int(budget): count for budget, count in layout["counts"].items()},
         )
 
 

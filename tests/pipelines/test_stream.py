@@ -163,3 +163,18 @@ def test_micro_batches_are_views_of_the_payload(batches) -> None:
     for rows in step.micro_batches:
         assert int(rows.lengths.sum()) <= batches.tokens_per_micro_batch
         assert np.shares_memory(rows.tokens, memory)
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_a_larger_budget_cuts_as_if_it_had_been_dealt(batches: Batches, multiple: int) -> None:
+    least = replace(batches, micro_batch_multiple=multiple, tokens_per_micro_batch=48)
+    open_ = replace(least, larger_budgets=(96, 192, 4096))
+    group = Group(first_step=0, first_position=0, num_steps=4, batch_size=BATCH)
+    for budget in (48, *open_.larger_budgets):
+        dealt_so = replace(least, tokens_per_micro_batch=budget).payloads(group, 3)
+        for payload, expected in zip(open_.payloads(group, 3), dealt_so, strict=True):
+            steps = zip(decode(payload, "uint16"), decode(expected, "uint16"), strict=True)
+            for step, same in steps:
+                cut = step.cut_for(budget)
+                assert cut.cuts.tolist() == same.cuts.tolist()
+                assert cut.rows.sample_ids.tolist() == same.rows.sample_ids.tolist()

@@ -44,3 +44,25 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_mistakes_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "gpt/125m", "--cluster", "8xA10-80GB"]) == 2
     assert "did you mean 'A100-80GB'?" in capsys.readouterr().err
+
+
+def test_what_a_recipe_leaves_open_is_planned_and_stays_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "planned.yaml"
+    settings = ["micro_batch_tokens=auto", "activation_checkpointing=auto", "compile=false"]
+    cluster = ["--cluster", "8xA100-80GB", "--write", str(written), "--json"]
+    assert run(["plan", "gpt/1.3b", *settings, *cluster]) == 0
+    shown = capsys.readouterr()
+    automatic = json.loads(shown.out)["automatic"]
+    assert automatic["fits"]
+    assert automatic["micro_batch_tokens"] % 2048 == 0
+    assert f"micro_batch_tokens {automatic['micro_batch_tokens']:,}" in shown.err
+    recipe = load_recipe(str(written))
+    assert (recipe.micro_batch_tokens, recipe.activation_checkpointing) == ("auto", "auto")
+    assert recipe.workers.max == 8
+
+
+def test_inspecting_tells_what_is_left_open(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "gpt/tiny", "micro_batch_tokens=auto"]) == 0
+    assert "auto         micro_batch_tokens" in capsys.readouterr().out

@@ -137,6 +137,9 @@ def test_what_saves_memory_and_what_it_costs() -> None:
     again = replace(plain, checkpointing="full")
     kept = replace(plain, reshard=False)
     copied = replace(plain, shards=1, copies=32)
+    half = replace(plain, checkpointing="selective")
+    assert _bytes(again) < _bytes(half) < _bytes(plain)
+    assert _step(again).recomputation > _step(half).recomputation > 0
     assert _bytes(again) < _bytes(plain) < _bytes(kept) < _bytes(copied)
     assert _step(again).total > _step(plain).total
     divided = Layout(tensor=4, shards=8, micro_batch=4)

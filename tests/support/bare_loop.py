@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.data_rank import data_rank
-from elastrata.training.evaluate import evaluate, held_out_rows
+from elastrata.training.evaluate import evaluate, held_out_step
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.training.step import StepLoss
+from elastrata.workers.automatic import automatic
 from elastrata.workers.engine import divided_model, phase_masks, training_loop
+from elastrata.workers.events import Chosen
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
@@ -26,21 +29,56 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
     return train_recipe(rank, world_size, Recipe.model_validate(recipe))
 
 
-def train_recipe(rank: int, world_size: int, recipe: Recipe) -> list[StepRecord]:
-    return BareTraining(rank, world_size, recipe).run(Start(), recipe.steps_in_all)
+def train_recipe(
+    rank: int, world_size: int, recipe: Recipe, known: Mapping[str, Any] | None = None
+) -> list[StepRecord]:
+    return BareTraining(rank, world_size, recipe, known).run(Start(), recipe.steps_in_all)
+
+
+def train_automatically(
+    rank: int, world_size: int, recipe: dict[str, Any], known: Mapping[str, Any] | None = None
+) -> tuple[list[StepRecord], list[Chosen], dict[str, Any]]:
+    """The records, what was chosen, and what a commit would say of it.
+
+    Args:
+        rank: this one.
+        world_size: ranks.
+        recipe: that leaves something open.
+        known: what groups before have settled on.
+    """
+    training = BareTraining(rank, world_size, Recipe.model_validate(recipe), known)
+    records = training.run(Start(), training.recipe.steps_in_all)
+    return records, training.chosen, training.chooser.state()
 
 
 class BareTraining:
     """One rank's model, sharded, with its optimizer and its loop."""
 
-    def __init__(self, rank: int, world_size: int, recipe: Recipe) -> None:
-        self.recipe, self._batches = recipe, training_data(recipe).train
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        recipe: Recipe,
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
+        data = training_data(recipe)
+        self.recipe, self._batches = recipe, data.train
         parallel, cpu = recipe.parallel, torch.device("cpu")
         self._data = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
         manifest = self._batches.manifest
         vocabulary, seq_len = manifest.vocabulary, manifest.seq_len
         divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
         self.model, self._passes = divided.model, divided.passes
+        self.chosen: list[Chosen] = []
+        self.chooser = automatic(
+            recipe,
+            data.phases,
+            divided.recompute,
+            cpu,
+            world_size=world_size,
+            per_node=world_size,
+            known=known or {},
+        )
         blocks = recipe.workload.blocks(self.model)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
         self.masks = phase_masks(recipe, divided)
@@ -60,19 +98,19 @@ class BareTraining:
 
     def records(self, start: Start, steps: int) -> Iterator[StepRecord]:
         """The same, one by one as they are done."""
-        stream = self._stream(start, steps)
+        stream = self.chooser.cut(self._stream(start, steps), self.chosen.append)
         run = self.loop.run(self._passes, self.optimizer, stream, start, lambda: Act.GO_ON)
-        return (record for record, _ in run)
+        return (replace(record, **self.chooser.figures()) for record, _ in run)
 
     def evaluate(self, samples: int) -> StepLoss:
         """Over so many of the training samples."""
         workload, manifest = self.recipe.workload, self._batches.manifest
         data = self._data
-        rows = held_out_rows(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
+        part = held_out_step(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
         return evaluate(
             self._passes,
             workload,
-            rows,
+            part.micro_batches,
             manifest.vocabulary,
             torch.device("cpu"),
             counts=data.counts,

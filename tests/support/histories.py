@@ -59,6 +59,8 @@ def record(step: int) -> StepRecord:
         "memory_by_stage": (),
         "mfu": None,
         "bubble": None,
+        "micro_batch_tokens": None,
+        "activation_checkpointing": None,
     }
     return StepRecord(**{**zeros, **plain, **nothing})
 

@@ -143,9 +143,11 @@ class Compared:
 
 
 def table2(path: Path, efficiency: Efficiency, zero3: Stack = ZERO3_2021) -> list[Compared]:
-    """PTD-P and ZeRO-3. 96 and 280 model-parallel GPUs are the paper's: 8 x 12, 8 x 35. That stages
-    are not interleaved is what its figures tell, whose bubbles are (p - 1) / m. Micro-batches of
-    PTD-P have one sample, those of ZeRO-3 as many as the batch allows."""
+    """PTD-P and ZeRO-3. 96 and 280 model-parallel GPUs, 8 x 12 and 8 x 35, and micro-batches of one
+    sample for PTD-P, of as many as the batch allows for ZeRO-3, are the paper's, as
+    github.com/cli99/llm-analysis, examples/megatron-lm, has copied it; so is that ZeRO-3 had 640
+    GPUs and 2,560 samples where PTD-P had 560 and 2,240, as 560 were too few for it. That stages
+    are not interleaved is what the paper's figures tell, whose bubbles are (p - 1) / m."""
     found = []
     for row in rows(path):
         is_large = row["params_billion"] > 200
@@ -158,16 +160,17 @@ def table2(path: Path, efficiency: Efficiency, zero3: Stack = ZERO3_2021) -> lis
             copies=gpus // 8 // stages,
             checkpointing="full",
         )
-        whole = Layout(shards=gpus, micro_batch=batch_size // gpus, checkpointing="full")
+        shards, shared = (640, 2560) if gpus == 560 else (gpus, batch_size)
+        whole = Layout(shards=shards, micro_batch=shared // shards, checkpointing="full")
         a = _predicted(model, gpus, efficiency, MEGATRON_2021, divided, batch_size)
-        b = _predicted(model, gpus, efficiency, zero3, whole, batch_size)
+        b = _predicted(model, shards, efficiency, zero3, whole, shared)
         found.append(
             Compared(
                 params_billion=row["params_billion"],
                 gpus=gpus,
                 ptdp=_tflops(model, gpus, batch_size, a.total),
                 ptdp_published=row["ptdp_tflops_per_gpu"],
-                zero3=_tflops(model, gpus, batch_size, b.total),
+                zero3=_tflops(model, shards, shared, b.total),
                 zero3_published=row["zero3_tflops_per_gpu"],
                 zero3_waits=b.data_messages / b.total,
             )

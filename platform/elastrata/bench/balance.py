@@ -8,6 +8,7 @@ from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import choose_lengths
 from elastrata.launch.data_outline import data_outline
 from elastrata.launch.preflight import training_data
+from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
 from elastrata_pipelines.deal import Ints
@@ -33,13 +34,14 @@ def measure_balances(
     Raises:
         UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
     """
+    tokens = fixed_tokens(recipe, "a measurement")
     batches = batches_of_lengths(recipe, wanted)
     work = recipe.workload.work(data_outline(recipe).vocabulary)
     return {
         number: measure_balance(
             batches(samples_per_worker * number),
             workers=number,
-            tokens_per_micro_batch=recipe.micro_batch_tokens,
+            tokens_per_micro_batch=tokens,
             work=work,
         )
         for number in workers

@@ -22,9 +22,10 @@ def check_fits(recipe: Recipe, outline: DataOutline, name: str, histogram: tuple
     """
     longest = len(histogram) - 1
     problems = recipe.workload.problems(_manifest(outline, histogram))
-    if longest > recipe.micro_batch_tokens:
+    most = recipe.micro_batch_tokens
+    if most != "auto" and longest > most:
         problems.append(
-            f"micro_batch_tokens: {recipe.micro_batch_tokens}: --lengths {name} has samples of "
+            f"micro_batch_tokens: {most}: --lengths {name} has samples of "
             f"{longest} tokens; expected at least that"
         )
     if problems:

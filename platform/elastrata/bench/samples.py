@@ -8,8 +8,9 @@ from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import DATA, choose_lengths
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.rank_steps import rank_steps
-from elastrata.launch.data_outline import DataOutline, data_outline
+from elastrata.launch.data_outline import data_outline
 from elastrata.launch.preflight import training_data
+from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.payload import RankStep
@@ -38,12 +39,29 @@ def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
     Raises:
         UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
     """
+    tokens = fixed_tokens(recipe, "a measurement")
     outline = data_outline(recipe)
     lengths = choose_lengths(wanted, seq_len=outline.seq_len, prepared=outline.prepared)
     if lengths.histogram is None:
         return _of_data_set(recipe, steps)
     check_fits(recipe, outline, lengths.name, lengths.histogram)
-    return _random(recipe, outline, lengths.name, lengths.histogram, steps)
+    random = RandomSteps(
+        histogram=lengths.histogram,
+        num_ids=outline.vocabulary.size,
+        pairs=outline.pairs,
+        steps=steps,
+        batch_size=recipe.batch_size,
+        work=recipe.workload.work(outline.vocabulary),
+        tokens_per_micro_batch=tokens,
+        virtual_ranks=recipe.parallel.virtual_ranks or 1,
+        seed=recipe.seed,
+    )
+    return Samples(
+        lengths=lengths.name,
+        vocabulary=outline.vocabulary,
+        seq_len=len(lengths.histogram) - 1,
+        steps=tuple(random),
+    )
 
 
 def _of_data_set(recipe: Recipe, steps: int) -> Samples:
@@ -53,26 +71,4 @@ def _of_data_set(recipe: Recipe, steps: int) -> Samples:
         vocabulary=batches.manifest.vocabulary,
         seq_len=batches.manifest.seq_len,
         steps=tuple(rank_steps(batches, batch_size=recipe.batch_size, steps=steps)),
-    )
-
-
-def _random(
-    recipe: Recipe, outline: DataOutline, name: str, histogram: tuple[int, ...], steps: int
-) -> Samples:
-    random = RandomSteps(
-        histogram=histogram,
-        num_ids=outline.vocabulary.size,
-        pairs=outline.pairs,
-        steps=steps,
-        batch_size=recipe.batch_size,
-        work=recipe.workload.work(outline.vocabulary),
-        tokens_per_micro_batch=recipe.micro_batch_tokens,
-        virtual_ranks=recipe.parallel.virtual_ranks or 1,
-        seed=recipe.seed,
-    )
-    return Samples(
-        lengths=name,
-        vocabulary=outline.vocabulary,
-        seq_len=len(histogram) - 1,
-        steps=tuple(random),
     )

@@ -157,11 +157,12 @@ def _subject(
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
     run = load_recipe(data, overrides)
     part = part_of(run, phase)
+    most = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(
         url=part.data.path,
         model=run,
         batch_size=batch or part.batch_size,
-        tokens_per_micro_batch=micro_batch_tokens or part.micro_batch_tokens,
+        tokens_per_micro_batch=micro_batch_tokens or most,
         order={"window_stripes": part.data.window_stripes, "seed": run.seed},
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +11,14 @@ import typer
 
 from elastrata.commands.options import Json, Overrides, Phase, RecipeName, part_of
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata.terminal.plan_report import plan_result, show_plan, show_terms
+from elastrata.terminal.plan_report import plan_result, show_automatic, show_plan, show_terms
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from elastrata.planner.forecast import Forecast
+    from elastrata.planner.group import Planned
     from elastrata.planner.plan import Plan
+    from elastrata.recipe.phase import PhaseKeys
     from elastrata.recipe.recipe import Recipe
 
 ClusterOption = Annotated[
@@ -70,6 +72,9 @@ def plan(
     chosen = _runnable(loaded, found)
     if chosen is not None and chosen is not families[0]:
         console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
+    left_open = _left_open(loaded, part_of(loaded, phase), found)
+    if left_open is not None:
+        show_automatic(console, found, left_open)
     if write is not None:
         _write(write, recipe, overrides or [], loaded, found, chosen)
         console.print(f"\nrecipe {write}", markup=False)
@@ -78,7 +83,25 @@ def plan(
         console.print(f"\nplot {plot}", markup=False)
     if json:
         written = None if write is None else str(write)
-        print_json_line({"recipe": recipe, **plan_result(found, families), "written": written})
+        print_json_line(
+            {
+                "recipe": recipe,
+                **plan_result(found, families),
+                "automatic": left_open and asdict(left_open),
+                "written": written,
+            }
+        )
+
+
+def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> Planned | None:
+    """What `auto` would stand for with all devices, divided as the recipe says; None where it
+    leaves nothing open, or those devices cannot be divided so."""
+    from elastrata.planner.group import planned
+
+    size = recipe.parallel.group_size
+    if not recipe.is_automatic or found.cluster.devices % size:
+        return None
+    return planned(recipe, part, found.model, found.cluster)
 
 
 def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:

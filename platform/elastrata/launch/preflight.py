@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from elastrata.planner.choice import budgets
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import DataSet
@@ -107,14 +108,33 @@ def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
         )
     if held_out:
         problems += _held_out_problems(part, manifest, *held_out)
+    if recipe.is_automatic:
+        problems += _plan_problems(recipe, manifest)
     if problems:
         raise UserError(*problems)
     manifest.read_lengths(storage)
+    cuts = _budgets(part, [manifest, held_out[1]] if held_out else [manifest])
     window = part.data.window_stripes
     return (
-        _batches(recipe, part, storage, manifest, seed=recipe.seed, window_stripes=window),
-        _held_out_batches(recipe, part, *held_out) if held_out else None,
+        _batches(recipe, cuts, storage, manifest, seed=recipe.seed, window_stripes=window),
+        _held_out_batches(recipe, cuts, *held_out) if held_out else None,
     )
+
+
+def _plan_problems(recipe: Recipe, manifest: Manifest) -> tuple[str, ...]:
+    """Why nobody can plan what the recipe leaves open."""
+    try:
+        recipe.workload.transformer(manifest.vocabulary, manifest.seq_len)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _budgets(part: PhaseKeys, manifests: Sequence[Manifest]) -> tuple[int, ...]:
+    """The numbers of tokens that micro-batches may have, ascending."""
+    if part.micro_batch_tokens != "auto":
+        return (part.micro_batch_tokens,)
+    return budgets(max(map(longest_sample, manifests)), part.batch_size)
 
 
 def _tokenizer_problems(recipe: Recipe, manifests: Sequence[Manifest]) -> Iterator[str]:
@@ -193,10 +213,10 @@ def _size_problems(part: PhaseKeys, manifest: Manifest) -> list[str]:
             f"batch_size: {part.batch_size}: larger than the data set "
             f"({manifest.samples} samples in {part.data.path})"
         )
-    longest = longest_sample(manifest)
-    if longest > part.micro_batch_tokens:
+    longest, most = longest_sample(manifest), part.micro_batch_tokens
+    if most != "auto" and longest > most:
         problems.append(
-            f"micro_batch_tokens: {part.micro_batch_tokens}: the data set has samples of "
+            f"micro_batch_tokens: {most}: the data set has samples of "
             f"{longest} tokens; expected at least that"
         )
     return problems
@@ -216,11 +236,11 @@ def _held_out(recipe: Recipe, data: Storage) -> tuple[Storage, Manifest] | None:
 
 
 def _held_out_batches(
-    recipe: Recipe, part: PhaseKeys, storage: Storage, manifest: Manifest
+    recipe: Recipe, cuts: tuple[int, ...], storage: Storage, manifest: Manifest
 ) -> Batches:
     """All stripes in one window and one seed for all runs: the draw is always the same."""
     return _batches(
-        recipe, part, storage, manifest, seed=EVALUATION_SEED, window_stripes=manifest.stripes
+        recipe, cuts, storage, manifest, seed=EVALUATION_SEED, window_stripes=manifest.stripes
     )
 
 
@@ -230,9 +250,10 @@ def _held_out_problems(
     problems = _missing_files(storage, held_out)
     if held_out.tokenizer_fingerprint != manifest.tokenizer_fingerprint:
         problems.append(f"{storage.uri()}: prepared with another tokenizer than {part.data.path}")
-    if longest_sample(held_out) > part.micro_batch_tokens:
+    most = part.micro_batch_tokens
+    if most != "auto" and longest_sample(held_out) > most:
         problems.append(
-            f"micro_batch_tokens: {part.micro_batch_tokens}: the held-out data has samples of "
+            f"micro_batch_tokens: {most}: the held-out data has samples of "
             f"{longest_sample(held_out)} tokens"
         )
     return problems
@@ -240,7 +261,7 @@ def _held_out_problems(
 
 def _batches(
     recipe: Recipe,
-    part: PhaseKeys,
+    cuts: tuple[int, ...],
     storage: Storage,
     manifest: Manifest,
     *,
@@ -257,7 +278,8 @@ def _batches(
             seed=seed,
         ),
         work=recipe.workload.work(manifest.vocabulary),
-        tokens_per_micro_batch=part.micro_batch_tokens,
+        tokens_per_micro_batch=cuts[0],
         virtual_ranks=recipe.parallel.virtual_ranks,
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        larger_budgets=cuts[1:],
     )

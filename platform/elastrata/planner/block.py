@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from elastrata.planner.efficiency import Efficiency
 from elastrata.planner.hardware import Device
 from elastrata.planner.kernels import matmul_seconds, traffic_seconds
+from elastrata.planner.layout import Checkpointing
 from elastrata.planner.stack import Stack
 from elastrata.planner.transformer import Transformer
 
@@ -54,6 +55,28 @@ def block_passes(
     elementwise = _elementwise(model, machine, samples, tensor, sequence)
     parts = (linear, attention, elementwise)
     return Passes(sum(p.forward for p in parts), sum(p.backward for p in parts))
+
+
+@lru_cache(maxsize=4096)
+def again_seconds(
+    model: Transformer,
+    machine: Machine,
+    samples: int,
+    tensor: int,
+    sequence: bool,
+    checkpointing: Checkpointing,
+) -> float:
+    """Of what a backward pass computes again: the forward pass; `selective` keeps attention's
+    result and every second matrix product: key, output and, where the feed-forward has three, its
+    second are left."""
+    if checkpointing == "none":
+        return 0.0
+    if checkpointing == "full":
+        return block_passes(model, machine, samples, tensor, sequence).forward
+    left = model.hidden * (model.kv_width + model.hidden)
+    left += model.hidden * model.feed_forward if model.gated else 0
+    products = _linear(model, machine, samples, tensor).forward * left / model.block_matrices
+    return products + _elementwise(model, machine, samples, tensor, sequence).forward
 
 
 @lru_cache(maxsize=4096)

@@ -16,9 +16,12 @@ class Efficiency:
     attention: float = 0.6
     """Of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73% on A100)."""
     link: float = 0.75
-    """Of the link inside a node, by collectives (nccl-tests on DGX A100: about 230 GB/s of 300)."""
+    """Of the link inside a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s of
+    300; github.com/NVIDIA/nccl-tests, issue 175)."""
     network: float = 0.8
-    """Of the network, by collectives (nccl-tests on DGX A100: 160 to 190 GB/s of 200 a node)."""
+    """Of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
+    all-reduce: 85 to 91 GB/s of 100; github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). Less
+    is counted on, as larger networks are shared."""
     message_seconds: float = 20e-6
     """Before a message's first byte: the launch of a kernel, and its way through a ring."""
 

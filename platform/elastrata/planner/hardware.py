@@ -20,6 +20,7 @@ class Device:
     dtype: str
     """The format the peak is of."""
     memory_bytes: float
+    """That PyTorch sees: less than the data sheet says, by what the driver keeps."""
     memory_bandwidth: float
     """Bytes per second."""
     multiprocessors: int
@@ -186,3 +187,15 @@ def device_named(name: str) -> Device:
         hint = nearest(name.upper(), [*DEVICES, *ALIASES])
         raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
     return DEVICES[found]
+
+
+def device_like(name: str) -> Device:
+    """The device of the table that a driver's name for it means, such as `NVIDIA A100-SXM4-40GB`;
+    that of an A100 for one that is not in it.
+
+    Args:
+        name: as PyTorch has it; `CPU` for any CPU.
+    """
+    family = [one for key, one in DEVICES.items() if key.split("-")[0] in name.upper()]
+    sized = [one for one in family if one.name.split("-")[-1] in name.upper()]
+    return (sized or family or [DEVICES["A100-80GB"]])[0]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
+"""As the recipe's `activation_checkpointing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,19 @@ class Layout:
         parts = self.pipeline * self.virtual_stages
         return self.virtual_stages * -(-layers // parts)
 
-    def __str__(self) -> str:
+    @property
+    def division(self) -> str:
+        """In words, without what may change from step to step."""
         pieces = [f"tp{self.tensor}{'+sp' if self.sequence else ''}", f"pp{self.pipeline}"]
         if self.pipeline > 1:
             pieces[-1] += f" {self.schedule}" + (
                 f" x{self.virtual_stages}" if self.virtual_stages > 1 else ""
             )
-        pieces.append(f"{self.copies}x{self.shards}")
-        pieces.append(f"mb{self.micro_batch}")
-        pieces += ["recompute"] if self.checkpointing == "full" else []
+        return " ".join([*pieces, f"{self.copies}x{self.shards}"])
+
+    def __str__(self) -> str:
+        pieces = [self.division, f"mb{self.micro_batch}"]
+        names = {"none": [], "selective": ["recompute half"], "full": ["recompute"]}
+        pieces += names[self.checkpointing]
         pieces += [] if self.reshard else ["keep"]
         return " ".join(pieces)

@@ -141,12 +141,13 @@ def _stage(
     flight = blocks_in_flight(model, layout, micro_batches, stage - stack.extra_micro_batches)
     block = block_activations(model, stack, layout)
     logits = _logits(model, stack, layout) if has_head else 0.0
-    again = block if layout.checkpointing == "full" else 0.0
+    kept = _kept(model, stack, layout, block)
+    again = 0.0 if layout.checkpointing == "none" else max(0.0, block - kept)
     state = own * stack.state_bytes / (layout.shards if stack.sharding != "none" else 1)
     gathered = _gathered(model, stack, layout, own)
     begins = (
         _accumulated(stack, own, micro_batches),
-        _kept(model, stack, layout, block) * flight,
+        kept * flight,
         max(logits, again),
     )
     ends = (_reduced(model, stack, layout, own), 0.0, block)
@@ -163,11 +164,26 @@ def _stage(
 
 
 def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> float:
-    """Of a block, for the backward pass: all of it, or its input alone."""
+    """Of a block, for the backward pass: all of it, its input alone, or with that what `selective`
+    keeps (`training/recomputation.py`)."""
     if layout.checkpointing == "none":
         return block
-    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
-    return hidden / (layout.tensor if layout.sequence else 1)
+    tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1
+    hidden = tokens * model.hidden * stack.element_bytes
+    if layout.checkpointing == "full":
+        return hidden / parts
+    return min(block, hidden / parts + tokens * _kept_results(model, stack, layout))
+
+
+def _kept_results(model: Transformer, stack: Stack, layout: Layout) -> float:
+    """Bytes per token of attention's result and of every second matrix product: query, value, the
+    feed-forward's first and, where it has three, its last, which is whole on every tensor-parallel
+    device; and there of the two sums over them."""
+    e, h = stack.element_bytes, model.hidden
+    own = e * (2 * h + model.kv_width + model.feed_forward) + _FP32 * model.heads
+    last = e * h if model.gated else 0
+    sums = 2 * e * h / (layout.tensor if layout.sequence else 1) if layout.tensor > 1 else 0
+    return own / layout.tensor + last + sums
 
 
 def _logits(model: Transformer, stack: Stack, layout: Layout) -> float:

@@ -78,7 +78,7 @@ def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
 
 def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, object]:
     """The recipe's keys, by dotted path, that make it train under a layout, where they differ from
-    what it says."""
+    what it says. What it says is `auto` stays so."""
     copies: object = "all" if layout.shards == 1 and layout.data > 1 else layout.copies
     wanted: dict[str, object] = {
         "workers.min": min(recipe.workers.min, layout.devices),
@@ -99,7 +99,9 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     if layout.pipeline != recipe.parallel.pipeline:
         wanted["parallel.micro_batches"] = None  # by the number of stages
     values = recipe.model_dump(mode="json")
-    return {path: value for path, value in wanted.items() if _value(values, path) != value}
+    return {
+        path: value for path, value in wanted.items() if _value(values, path) not in (value, "auto")
+    }
 
 
 def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:

@@ -18,7 +18,7 @@ _MOST_SAMPLES = 64
 """In a micro-batch: devices are full long before."""
 _MOST_PARTS = 8
 """Of the model on one device of a pipeline."""
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,8 @@ def _shapes(
                 (False, True) if tensor > 1 else (False,),
                 _CHECKPOINTING,
             ):
+                if schedule == "zero_bubble" and checkpointing == "selective":
+                    continue  # what it keeps is there for one backward pass, not for its two parts
                 for reshard in (True, False) if shards > 1 else (True,):
                     yield Layout(
                         tensor=tensor,

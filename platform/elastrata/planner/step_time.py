@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.planner.block import Machine, Passes, block_passes, head_passes
+from elastrata.planner.block import Machine, Passes, again_seconds, block_passes, head_passes
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.kernels import traffic_seconds
 from elastrata.planner.layout import Layout
@@ -94,10 +94,9 @@ def step_time(
     at = _Setting(model, cluster, machine, layout, batch_size)
     micro_batches = layout.micro_batches(batch_size)
     layers = layout.layers_of_stage(model.layers)
-    block = block_passes(
-        model, machine, layout.micro_batch, layout.tensor, layout.sequence and layout.tensor > 1
-    )
-    again = block.forward if layout.checkpointing == "full" else 0.0
+    shape = (layout.micro_batch, layout.tensor, layout.sequence and layout.tensor > 1)
+    block = block_passes(model, machine, *shape)
+    again = again_seconds(model, machine, *shape, layout.checkpointing)
     talk = _tensor_messages(at)
     head = _head_excess(at, block, again, layers)
     per_layer = block.forward + block.backward + again + talk
@@ -139,8 +138,8 @@ def _head_excess(at: _Setting, block: Passes, again: float, layers: int) -> floa
 
 def _tensor_messages(at: _Setting) -> float:
     """Two sums of the hidden states forward and two backward, in every block, and the two forward
-    ones again where it is recomputed (arXiv 1909.08053, section 3). Dividing the tokens makes a
-    gather and a scatter of each sum (arXiv 2205.05198, section 4.2.2). None is hidden."""
+    ones again where all of it is recomputed (arXiv 1909.08053, section 3). Dividing the tokens
+    makes a gather and a scatter of each sum (arXiv 2205.05198, section 4.2.2). None is hidden."""
     if at.layout.tensor == 1:
         return 0.0
     sums = 6 if at.layout.checkpointing == "full" else 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -25,8 +25,10 @@ class PhaseKeys(Config):
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
     """Smaller batches at first. The learning rate's schedule knows nothing of it."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Most tokens that one worker runs through the model at once."""
+    micro_batch_tokens: PositiveInt | Literal["auto"] = 8192
+    """Most tokens that one worker runs through the model at once. auto: what is fastest among what
+    its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
+    measure."""
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sparsity: SparsityConfig = None

@@ -63,6 +63,9 @@ class WorkersConfig(Config):
     """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
     threads: PositiveInt | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most memory that `auto` counts on for a worker. Default: all that its GPU has; without one,
+    an equal share of what its machine has to spare."""
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:
@@ -91,10 +94,11 @@ class Recipe(PhaseKeys):
     note it in the history, and go on."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
-    activation_checkpointing: Recomputation = "none"
+    activation_checkpointing: Recomputation | Literal["auto"] = "none"
     """full: every block keeps its input only, and computes everything again in the backward pass:
     the least memory. selective: it also keeps the results of attention and of every second matrix
-    product. What is learned is the same."""
+    product. auto: one of these, by the plan and by what the first steps measure, as with
+    `micro_batch_tokens`. What is learned is the same."""
     compile: bool = False
     """Compiles every block with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()
@@ -121,6 +125,13 @@ class Recipe(PhaseKeys):
     def parts(self) -> tuple[PhaseKeys, ...]:
         """The phases of the run; the recipe itself where it has but one."""
         return self.phases or (self,)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether a key is `auto` that each group of workers finds a value for."""
+        return self.activation_checkpointing == "auto" or any(
+            part.micro_batch_tokens == "auto" for part in self.parts
+        )
 
     @property
     def steps_in_all(self) -> int:

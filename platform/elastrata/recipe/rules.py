@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastrata.recipe.automatic_rules import automatic_problems
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
 from elastrata.recipe.recipe import Recipe
@@ -28,6 +29,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_reduction(recipe),
         *_clip(recipe),
         *_sparsity(recipe),
+        *automatic_problems(recipe),
     ]
 
 
@@ -110,10 +112,11 @@ def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
 
 def _sizes(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
     prepare, (least, named) = part.data.prepare, _least_samples(recipe)
-    if prepare and prepare.seq_len > part.micro_batch_tokens:
+    most = part.micro_batch_tokens
+    if prepare and most != "auto" and prepare.seq_len > most:
         yield (
             ("micro_batch_tokens",),
-            f"micro_batch_tokens: {part.micro_batch_tokens}: expected at least "
+            f"micro_batch_tokens: {most}: expected at least "
             f"data.prepare.seq_len ({prepare.seq_len}), the longest sample",
         )
     if part.batch_size < least:

@@ -19,11 +19,23 @@ def show_model(console: Console, name: str, recipe: Recipe, found: ModelInspecti
     tokenizer = "" if found.prepared else ", as asked of `elastrata prepare`"
     console.print(f"recipe       {name}", markup=False)
     console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
+    for line in _left_open(recipe):
+        console.print(f"auto         {line}", markup=False)
     console.print(f"vocabulary   {found.vocabulary:,} ids{tokenizer}\n", markup=False)
     _show_groups(console, found)
     for number, plan in enumerate(found.sparsity):
         _show_plan(console, plan, f"phase {number}" if len(found.sparsity) > 1 else "sparsity")
     console.print()
+
+
+def _left_open(recipe: Recipe) -> list[str]:
+    """What of the recipe is chosen where it trains."""
+    lines = []
+    if any(part.micro_batch_tokens == "auto" for part in recipe.parts):
+        lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
+    if recipe.activation_checkpointing == "auto":
+        lines.append("activation_checkpointing")
+    return [f"{line}: `elastrata plan` tells what it would be on a cluster" for line in lines]
 
 
 def _show_groups(console: Console, found: ModelInspection) -> None:

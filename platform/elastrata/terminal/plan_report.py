@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from elastrata.planner.forecast import Forecast
+    from elastrata.planner.group import Planned
     from elastrata.planner.plan import Plan
 
 _GIB = 2**30
@@ -93,6 +94,19 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
         f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "
         f"{efficiency.memory:.0%} of the memory, {efficiency.attention:.0%} by flash attention, "
         f"{efficiency.link:.0%} of the link, {efficiency.network:.0%} of the network",
+        markup=False,
+    )
+
+
+def show_automatic(console: Console, found: Plan, planned: Planned) -> None:
+    """What the recipe leaves open, as a group on all devices would choose it."""
+    fits = "" if planned.fits else ", which is too much"
+    console.print(
+        f"\nauto, where the recipe's own layout has all devices ({planned.layout}): "
+        f"micro_batch_tokens {planned.micro_batch_tokens:,}, activation_checkpointing "
+        f"{planned.activation_checkpointing}: {planned.memory_bytes / _GIB:.1f} GiB of "
+        f"{found.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
+        "least and goes by what its first steps measure",
         markup=False,
     )
 

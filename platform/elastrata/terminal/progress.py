@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from elastrata.training.record import StepRecord
 from elastrata.workers.events import (
+    Chosen,
     Committed,
     Evaluated,
     Event,
@@ -98,6 +99,11 @@ def _line(event: Event, step: int) -> str | None:
             return f"lost workers: {event.text}; going on from the newest state"
         case Substituted():
             return f"not to be had here: {event.text}"
+        case Chosen():
+            return (
+                f"from step {event.step} on: micro_batch_tokens {event.micro_batch_tokens:,}, "
+                f"activation_checkpointing {event.activation_checkpointing} ({event.text})"
+            )
         case Warned():
             return f"warning: {event.text}"
         case _:

@@ -10,6 +10,7 @@ from elastrata.runs.history import HistoryWriter
 from elastrata.tracking.tracker import Tracker
 from elastrata.training.record import StepRecord
 from elastrata.workers.events import (
+    Chosen,
     Committed,
     Evaluated,
     Event,
@@ -130,6 +131,9 @@ class Observer:
                 self._lose(event)
             case Substituted():
                 return self._substitute(event.text)
+            case Chosen():
+                keys = ("micro_batch_tokens", "activation_checkpointing")
+                self._tracker.tag({f"chosen.{key}": vars(event)[key] for key in keys})
             case Refused():
                 self.refused = event.problems
             case _:

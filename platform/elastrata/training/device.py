@@ -7,11 +7,13 @@ import resource
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
+_STATM = Path("/proc/self/statm")
 PEAK_BF16_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 data sheet, dense
     "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, dense
@@ -100,3 +102,47 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None = None) -> int:
+    """Bytes that this process may have in use: all that its GPU has and nobody else uses; without
+    one, what it has already and an equal share of what the machine, or its container, has to spare.
+
+    Args:
+        device: of this process.
+        per_node: processes like this one on the machine.
+        most_gb: not more than so many gigabytes; default: no limit.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        found = free + torch.cuda.memory_reserved(device)
+    else:
+        found = _resident_bytes() + _spare_bytes() // per_node
+    return found if most_gb is None else min(found, int(most_gb * 1e9))
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
+        return 0
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+def _spare_bytes() -> int:
+    """Of main memory; all of it where nothing tells what is in use."""
+    if not _STATM.exists():
+        return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min([1024 * kilobytes, *_spare_of_container()])
+
+
+def _spare_of_container() -> list[int]:
+    """What the container's limit leaves, where there is one (cgroups, version 2)."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - used)]

@@ -14,7 +14,7 @@ from elastrata.training.step import StepLoss, mean_loss, reduce_sums, total_weig
 from elastrata.training.workload import Workload
 from elastrata_pipelines.batches import Batches, Group
 from elastrata_pipelines.format import Vocabulary
-from elastrata_pipelines.payload import decode
+from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.rows import Rows
 
 EVALUATION_SEED = 0
@@ -73,8 +73,8 @@ def evaluation_metrics(workload: Workload) -> list[str]:
     return ["eval/loss", *(f"eval/{name}" for name in workload.metrics())]
 
 
-def held_out_rows(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> list[Rows]:
-    """This rank's micro-batches of the held-out data. All ranks get equally many.
+def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> RankStep:
+    """This rank's part of the held-out data. All ranks get equally many micro-batches.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -87,7 +87,7 @@ def held_out_rows(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
     )
     for place, payload in enumerate(batches.payloads(group, num_ranks)):
         if place == rank:
-            return next(decode(payload, batches.manifest.token_dtype)).micro_batches
+            return next(decode(payload, batches.manifest.token_dtype))
     raise ValueError(f"rank {rank} of {num_ranks}")
 
 

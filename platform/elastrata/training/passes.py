@@ -40,6 +40,9 @@ class Passes(Protocol):
             batches: from `ready`; all ranks have equally many.
         """
 
+    def recomputes(self, share: float) -> None:
+        """From now on blocks compute so much of their forward pass again in the backward pass."""
+
     def figures(self) -> Mapping[str, Any]:
         """What there is to say of the last step: fields of `StepRecord`."""
 
@@ -80,6 +83,9 @@ class WholeModel:
         losses = [self._workload.loss(self._model, batch) for batch in batches]
         self._model.train()
         return losses
+
+    def recomputes(self, share: float) -> None:
+        """See `Passes`."""
 
     def figures(self) -> Mapping[str, Any]:
         """See `Passes`."""

@@ -116,6 +116,11 @@ class Pipeline:
         self._runs.pop(False)
         return losses
 
+    def recomputes(self, share: float) -> None:
+        """See `Passes`. Figures only: it is the stages' blocks that do."""
+        self._recomputed = share
+        self._runs.clear()
+
     def figures(self) -> Mapping[str, Any]:
         """See `Passes`."""
         return {"bubble": self._bubble, "memory_by_stage": self._memory}

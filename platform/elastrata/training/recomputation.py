@@ -38,6 +38,11 @@ _KEPT = frozenset(
 _MATMULS = frozenset({"aten::mm", "aten::addmm"})
 
 
+def way_at_first(policy: Recomputation | Literal["auto"]) -> Recomputation:
+    """What blocks compute again until something is chosen."""
+    return "none" if policy == "auto" else policy
+
+
 def recompute(block: nn.Module, way: Recomputation) -> None:
     """Has a block compute again, in its backward pass, what it does not keep of its forward pass.
 
@@ -46,7 +51,10 @@ def recompute(block: nn.Module, way: Recomputation) -> None:
     activations, costs memory and hardly any time. Recomputing attention alone, as Korthikanti et
     al. 2022 (arXiv 2205.05198) do, would save little here: neither kernel keeps the scores, which
     is what grows with the square of the length.
+
+    May be called again, between steps, with another way.
     """
+    vars(block).pop("forward", None)
     if way == "full":
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if way == "selective":

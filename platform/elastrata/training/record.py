@@ -50,6 +50,10 @@ class StepRecord:
     """Forward and backward over all ranks, by the workload's formula."""
     mfu: float | None
     """Share of the devices' dense bf16 peak; None where the peak is not known."""
+    micro_batch_tokens: int | None = None
+    """Where the recipe leaves it open: what was chosen for this step."""
+    activation_checkpointing: str | None = None
+    """The same."""
     skipped: bool = False
     """Loss or gradient were not finite, and the model stayed as it was."""
     bubble: float | None = None
@@ -92,6 +96,8 @@ class StepRecord:
             "perf/world_size": self.world_size,
             **{f"sparsity/{layer}": share for layer, share in self.layer_sparsity.items()},
         }
+        if self.micro_batch_tokens is not None:
+            tracked["perf/micro_batch_tokens"] = self.micro_batch_tokens
         if self.bubble is not None:
             tracked["perf/bubble"] = self.bubble
             tracked["perf/memory_bytes"] = max(self.memory_by_stage)

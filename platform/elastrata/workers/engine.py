@@ -5,6 +5,7 @@ Knows no Ray, so that `elastrata bench` measures what the workers run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.partial_model import partial_model
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import build_stage_clip
-from elastrata.training.recomputation import RECOMPUTED
+from elastrata.training.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata.training.substitutions import substitutions
@@ -37,8 +38,17 @@ class DividedModel:
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
     """Of its gradient; may have hooks on the model."""
+    blocks: Sequence[nn.Module]
+    """Of it."""
     pipeline: dist.ProcessGroup | None = None
     """The ranks that have the model's stages between them, where there are any."""
+
+    def recompute(self, way: Recomputation) -> None:
+        """From now on its blocks compute again what `activation_checkpointing` of that value has
+        them compute again."""
+        for block in self.blocks:
+            recompute(block, way)
+        self.passes.recomputes(RECOMPUTED[way])
 
 
 def divided_model(
@@ -54,7 +64,8 @@ def divided_model(
         ordered=recipe.parallel.virtual_ranks is not None,
         sparse=any(part.sparsity for part in recipe.parts),
     )
-    return DividedModel(model, WholeModel(model, recipe.workload), clip)
+    passes = WholeModel(model, recipe.workload)
+    return DividedModel(model, passes, clip, recipe.workload.blocks(model))
 
 
 def sharded_model(
@@ -68,7 +79,7 @@ def sharded_model(
         recipe.workload.blocks(model),
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
         compile=recipe.compile and abilities(device).can_compile,
         parallel=recipe.parallel,
         tensor_parallel=recipe.workload.tensor_parallel,
@@ -149,7 +160,7 @@ def _pipelined(
         costs,
         mesh,
         precision=recipe.precision,
-        activation_checkpointing=recipe.activation_checkpointing,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
         compile=recipe.compile and abilities(device).can_compile,
         parallel=parallel,
     )
@@ -160,12 +171,12 @@ def _pipelined(
         parallel,
         dtype=DTYPES[recipe.precision],
         device=device,
-        recomputed=RECOMPUTED[recipe.activation_checkpointing],
+        recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
     )
     group = mesh.get_group("pipeline")
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
     clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
-    return DividedModel(stages.model, passes, clip, group)
+    return DividedModel(stages.model, passes, clip, workload.blocks(stages.model), group)
 
 
 def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:

@@ -118,6 +118,17 @@ class Substituted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the recipe leaves open (`auto`) has these values from `step` on."""
+
+    step: int
+    micro_batch_tokens: int
+    activation_checkpointing: str
+    text: str
+    """Why, in a few words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned:
     """Something the user should know, in one line; the run goes on."""
 
@@ -143,6 +154,7 @@ Event = (
     | Halted
     | Lost
     | Substituted
+    | Chosen
     | Warned
     | Refused
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Event
 from types import TracebackType
 from typing import Any, Self, cast
@@ -21,6 +21,7 @@ from elastrata.training.request import Act, Request
 from elastrata.training.step import StepLoss
 from elastrata.workers.backoff import Backoff
 from elastrata.workers.events import (
+    Chosen,
     Committed,
     Evaluated,
     Halted,
@@ -61,6 +62,7 @@ class Keeper:
         config: which checkpoints are taken and stay.
         sender: to the driver.
         state: what there is to save, as it is when this is called.
+        extra: more that a commit is to say, as it is when this is called.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Keeper:
         config: CheckpointConfig,
         sender: Sender,
         state: Callable[[], dict[str, Any]],
+        extra: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
         self._config, self._sender, self._state = config, sender, state
+        self._extra = extra
         self._evaluated: Evaluated | None = None
         self._serving: Request | None = None
         self._retry = Backoff()
@@ -120,6 +124,12 @@ class Keeper:
                 },
             )
             self._history.flush()
+
+    def chose(self, event: Chosen) -> None:
+        """The group has chosen what the recipe leaves open. Rank 0 says so."""
+        if self._history:
+            self._sender.send(event)
+            self._history.add("chosen", asdict(event))
 
     def stepped(self, record: StepRecord) -> None:
         """A step is done."""
@@ -215,6 +225,7 @@ class Keeper:
 
     def _saving(self, record: StepRecord) -> Saving:
         extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
+        extra |= self._extra()
         if self._evaluated and self._evaluated.step == record.step:
             extra[EVALUATION_LOSS] = self._evaluated.loss
             extra[EVALUATION] = self._evaluated.to_metrics()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any, NoReturn
@@ -27,13 +28,14 @@ from elastrata.training.evaluate import (
     EvaluationConfig,
     evaluate,
     evaluation_due,
-    held_out_rows,
+    held_out_step,
 )
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
 from elastrata.training.target import TargetConfig, is_over, reached
+from elastrata.workers.automatic import CHOSEN, automatic
 from elastrata.workers.backoff import patiently
 from elastrata.workers.engine import divided_model, missing_here, phase_masks, training_loop
 from elastrata.workers.events import Refused, Started, Substituted, Warned
@@ -43,7 +45,7 @@ from elastrata.workers.mailbox import Sender
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 
@@ -98,6 +100,15 @@ def _train(job: Job, sender: Sender) -> None:
     phases.passed("state")
     held_out = _held_out(job, start, data)
     phases.passed("held_out")
+    chooser = automatic(
+        recipe,
+        job.phases,
+        divided.recompute,
+        device,
+        world_size=world_size,
+        per_node=context.get_local_world_size(),
+        known=commit.extra.get(CHOSEN, {}) if commit else {},
+    )
     keeper = Keeper(
         job.run,
         job.hot,
@@ -106,6 +117,7 @@ def _train(job: Job, sender: Sender) -> None:
         config=recipe.checkpoint,
         sender=sender,
         state=lambda: training_state(model, optimizer) | (masks.state() if masks else {}),
+        extra=chooser.state,
     )
     started = Started(
         attempt=attempt,
@@ -127,12 +139,14 @@ def _train(job: Job, sender: Sender) -> None:
         was_over = commit is not None and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         )
-        steps = loop.run(passes, optimizer, stream, start, keeper.asked)
-        for record, act in () if was_over else steps:
+        parts = chooser.cut(stream, keeper.chose)
+        steps = loop.run(passes, optimizer, parts, start, keeper.asked)
+        for done, act in () if was_over else steps:
+            record = replace(done, **chooser.figures())
             keeper.stepped(record)
             is_last = record.step == recipe.steps_in_all
-            if rows := _due_rows(held_out, record, recipe.evaluation):
-                began = time.perf_counter()
+            if due := _due(held_out, record, recipe.evaluation):
+                began, rows = time.perf_counter(), chooser.as_chosen(due).micro_batches
                 loss = evaluate(
                     passes, recipe.workload, rows, vocabulary, device, counts=data.counts
                 )
@@ -234,21 +248,21 @@ def _agree(value: Any) -> Any:
     return agreed[0]
 
 
-def _held_out(job: Job, start: Start, data: DataRank) -> dict[int, list[Rows]]:
-    """This rank's held-out micro-batches in every phase that is left, by the phase's last step."""
+def _held_out(job: Job, start: Start, data: DataRank) -> dict[int, RankStep | None]:
+    """This rank's held-out data in every phase that is left, by the phase's last step."""
     samples, rank, num_ranks = job.recipe.evaluation.samples, data.rank, data.dp_size
     return {
-        phase.last_step: held_out_rows(batches, samples=samples, rank=rank, num_ranks=num_ranks)
+        phase.last_step: held_out_step(batches, samples=samples, rank=rank, num_ranks=num_ranks)
         if batches
-        else []
+        else None
         for phase, batches in zip(job.phases, job.held_out, strict=True)
         if phase.last_step > start.step
     }
 
 
-def _due_rows(
-    held_out: Mapping[int, list[Rows]], record: StepRecord, config: EvaluationConfig
-) -> list[Rows]:
+def _due(
+    held_out: Mapping[int, RankStep | None], record: StepRecord, config: EvaluationConfig
+) -> RankStep | None:
     """What the model is evaluated on after that step; there is always an evaluation at the end of a
     phase."""
     last = min(last for last in held_out if last >= record.step)
@@ -259,4 +273,4 @@ def _due_rows(
         samples=record.samples,
         batch_samples=record.batch_samples,
     )
-    return held_out[last] if is_due else []
+    return held_out[last] if is_due else None

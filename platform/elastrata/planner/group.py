@@ -1,0 +1,133 @@
+"""The choices of a recipe's phases on a group of workers that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastrata.planner.choice import Choices, budgets
+from elastrata.planner.cluster import Cluster
+from elastrata.planner.correction import USABLE
+from elastrata.planner.hardware import device_like
+from elastrata.planner.layout import Checkpointing, Layout
+from elastrata.planner.plan import machine_of
+from elastrata.planner.transformer import Transformer
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
+from elastrata.training.parallel import ParallelConfig
+
+
+def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """How a group of workers divides the model: as `rank_mesh` makes it.
+
+    Args:
+        parallel: the recipe's.
+        world_size: workers of the group, a multiple of `parallel.group_size`.
+    """
+    data = world_size // parallel.group_size
+    copies = data if parallel.replicate == "all" else parallel.replicate
+    copies = copies if data % copies == 0 else 1
+    return Layout(
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        pipeline=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
+        schedule=parallel.schedule,
+        shards=data // copies,
+        copies=copies,
+        reshard=parallel.reshard_after_forward,
+    )
+
+
+def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
+    """The workers as the plan sees them.
+
+    Args:
+        device_name: as PyTorch has it; any CPU's is `CPU`.
+        world_size: workers of the group.
+        per_node: of them, on one node.
+    """
+    return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
+
+
+def _policies(recipe: Recipe) -> tuple[Checkpointing, ...]:
+    """What `activation_checkpointing: auto` may stand for; zero bubble divides the backward pass,
+    and what `selective` keeps is there for one."""
+    if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
+        return ("none", "full")
+    return ("none", "selective", "full")
+
+
+def phase_choices(
+    recipe: Recipe,
+    part: PhaseKeys,
+    model: Transformer,
+    sizes: Sequence[int],
+    layout: Layout,
+    cluster: Cluster,
+) -> Choices:
+    """What a group may choose for one phase; a single choice where the recipe leaves nothing open.
+
+    Args:
+        recipe: that is trained.
+        part: its phase.
+        model: on samples as long as that phase's.
+        sizes: tokens that a micro-batch may have, ascending.
+        layout: of the group.
+        cluster: the group.
+    """
+    policy = recipe.activation_checkpointing
+    return Choices(
+        model=model,
+        cluster=cluster,
+        machine=machine_of(recipe, cluster),
+        layout=layout,
+        batch_size=part.batch_size,
+        budgets=tuple(sizes),
+        policies=_policies(recipe) if policy == "auto" else (policy,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What the plan has for `auto` on a cluster. The field names are keys of `elastrata plan
+    --json`."""
+
+    layout: str
+    """How the recipe has the devices divide the model."""
+    micro_batch_tokens: int
+    activation_checkpointing: str
+    memory_bytes: float
+    fits: bool
+    """Whether that is within what a group dares to use of its devices."""
+
+
+def planned(recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster) -> Planned:
+    """What a group on all devices of a cluster would choose, if it measured what is planned.
+
+    Args:
+        recipe: that leaves something open.
+        part: one of its phases.
+        model: on samples as long as that phase's.
+        cluster: with a multiple of `parallel.group_size` devices.
+    """
+    layout = group_layout(recipe.parallel, cluster.devices)
+    tokens = part.micro_batch_tokens
+    choices = phase_choices(
+        recipe,
+        part,
+        model,
+        budgets(model.seq_len, part.batch_size) if tokens == "auto" else (tokens,),
+        layout,
+        cluster,
+    )
+    usable = USABLE * cluster.device.memory_bytes
+    best = choices.best(lambda one: choices.bytes(one) <= usable)
+    needed = choices.bytes(best)
+    return Planned(
+        layout=layout.division,
+        micro_batch_tokens=best.micro_batch_tokens,
+        activation_checkpointing=best.activation_checkpointing,
+        memory_bytes=needed,
+        fits=needed <= usable,
+    )

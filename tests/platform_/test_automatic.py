@@ -1,0 +1,295 @@
+"""`auto`: what is chosen, that no measured step ever needs more than there is, and that what is
+learned does not depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastrata.cli import run as run_command
+from elastrata.planner.block import Machine
+from elastrata.planner.choice import Choice, Choices, budgets
+from elastrata.planner.cluster import read_cluster
+from elastrata.planner.correction import USABLE, Correction
+from elastrata.planner.efficiency import GPU
+from elastrata.planner.group import group_layout
+from elastrata.planner.hardware import DEVICES, device_like
+from elastrata.planner.layout import Layout
+from elastrata.planner.stack import elastrata
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata.training.parallel import ParallelConfig
+from elastrata.workers.automatic import Automatic, PhaseChoices
+from elastrata.workers.events import Chosen
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.rows import Rows
+from support.bare_loop import train_automatically, train_on_ranks
+from support.published import gpt
+from support.ranks import run_ranks
+from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
+
+AUTO = {"micro_batch_tokens": "auto", "activation_checkpointing": "auto"}
+STEPS = 7
+RELATIVE = 1e-5
+"""fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
+
+
+def _choices(batch_size: int = 256, **layout: Any) -> Choices:
+    model = gpt(24, 2304, 24)
+    return Choices(
+        model=model,
+        cluster=read_cluster("8xA100"),
+        machine=Machine(DEVICES["A100-80GB"], GPU, elastrata("bf16", "fp32")),
+        layout=Layout(**(layout or {"shards": 8})),
+        batch_size=batch_size,
+        budgets=budgets(model.seq_len, batch_size),
+        policies=("none", "full"),
+    )
+
+
+def test_budgets_are_longest_samples_up_to_a_whole_step() -> None:
+    assert budgets(512, 5) == (512, 1024, 2048, 4096)
+    assert budgets(512, 1) == (512,)
+    assert budgets(512, 10_000)[-1] == 512 * 64
+
+
+def test_what_needs_least_is_one_sample_computed_again() -> None:
+    choices = _choices()
+    smallest = Choice(micro_batch_tokens=choices.budgets[0], activation_checkpointing="full")
+    assert choices.smallest == smallest
+    assert choices.best(lambda _: False) == smallest
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    choices = _choices()
+    room = 60 * 2**30
+    best = choices.best(lambda one: choices.bytes(one) <= room)
+    fitting = [one for one in choices.all if choices.bytes(one) <= room]
+    assert best in fitting
+    assert choices.seconds(best) <= 1.01 * min(map(choices.seconds, fitting))
+    assert choices.best(lambda _: True).activation_checkpointing == "none"
+    more = [choices.bytes(one) for one in choices.all if one.activation_checkpointing == "none"]
+    assert more == sorted(more)
+
+
+@given(
+    scale=st.floats(0.4, 2.0),
+    fixed=st.floats(-0.5, 6.0),
+    memory=st.floats(30.0, 140.0),
+    filled=st.lists(st.floats(0.3, 1.0), min_size=12, max_size=12),
+)
+def test_no_step_needs_more_than_there_is(
+    scale: float, fixed: float, memory: float, filled: list[float]
+) -> None:
+    """Of a device whose steps need up to twice as much for their activations as the plan says, and
+    something beside; micro-batches are not always full."""
+    choices, correction = _choices(), Correction()
+    smallest = choices.bytes(choices.smallest)
+
+    def needed(choice: Choice, tokens: int) -> float:
+        return smallest + fixed * 2**30 + scale * (choices.bytes(choice, tokens) - smallest)
+
+    available = memory * 2**30
+    longest = choices.budgets[0]
+    if needed(choices.smallest, longest) > USABLE * available:
+        return
+    peak, choice = 0.0, choices.smallest
+    for share in filled:
+        choice = choices.smallest if not correction.has_begun else correction.next(choices)
+        tokens = max(longest, round(share * choice.micro_batch_tokens))
+        peak = max(peak, needed(choice, tokens))
+        assert peak <= available
+        if not correction.is_over:
+            correction.measured(choices, choice, tokens, USABLE * available - peak)
+    assert needed(choice, choice.micro_batch_tokens) <= available
+
+
+def test_where_the_plan_is_right_its_choice_is_reached() -> None:
+    choices, correction = _choices(), Correction()
+    available = 70 * 2**30
+    choice = choices.smallest
+    while not correction.is_over:
+        choice = correction.next(choices)
+        room = USABLE * available - choices.bytes(choice)
+        correction.measured(choices, choice, choice.micro_batch_tokens, room)
+    planned = choices.best(lambda one: choices.bytes(one) <= USABLE * available)
+    reached = correction.next(choices)
+    assert reached.activation_checkpointing == planned.activation_checkpointing == "none"
+    assert reached.micro_batch_tokens >= planned.micro_batch_tokens / 2
+
+
+def test_a_peak_of_another_kind_makes_the_choice_smaller() -> None:
+    choices, correction = _choices(), Correction()
+    correction.measured(choices, choices.smallest, choices.budgets[0], 50 * 2**30)
+    large = correction.next(choices)
+    correction.measured(choices, large, large.micro_batch_tokens, -(2**30))
+    assert choices.bytes(correction.next(choices)) < choices.bytes(large)
+
+
+def test_a_group_is_planned_as_it_is_divided() -> None:
+    hybrid = ParallelConfig(replicate=2, tensor=2)
+    assert group_layout(hybrid, 8) == Layout(tensor=2, shards=2, copies=2)
+    assert group_layout(hybrid, 6) == Layout(tensor=2, shards=3)  # 2 does not divide 3
+    assert group_layout(ParallelConfig(replicate="all"), 3) == Layout(copies=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla T4", "T4"),
+        ("CPU", "CPU"),
+        ("NVIDIA RTX A6000", "A100-80GB"),
+    ],
+)
+def test_devices_are_known_by_their_drivers_names(name: str, known: str) -> None:
+    assert device_like(name).name == known
+
+
+def test_where_nothing_may_be_chosen_is_told(tmp_path: Path) -> None:
+    virtual = {"virtual_ranks": 4}
+    plain = {"fused": False, "lr": 1e-3}
+    values = tiny_recipe(tmp_path, tmp_path, **AUTO, parallel=virtual, optimizer=plain)
+    (path, line), *more = cross_field_problems(Recipe.model_validate(values))
+    assert (path, more) == (("micro_batch_tokens",), [])
+    assert "expected a number where parallel.virtual_ranks is set" in line
+    compiled = tiny_recipe(tmp_path, tmp_path, **AUTO, compile=True)
+    ((path, line),) = cross_field_problems(Recipe.model_validate(compiled))
+    assert path == ("activation_checkpointing",)
+    assert "whose blocks stay as they are compiled" in line
+
+
+def test_a_measurement_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"{key}={value}" for key, value in AUTO.items()]
+    assert run_command(["bench", "step", "bert/tiny", *settings]) == 2
+    told = capsys.readouterr().err
+    assert "micro_batch_tokens: 'auto': a measurement needs a number" in told
+    assert "activation_checkpointing: 'auto': a measurement needs none" in told
+
+
+def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:
+    short, ways = _choices(batch_size=4, shards=1), list[str]()
+    phases = [
+        PhaseChoices(last_step=6, choices=short),
+        PhaseChoices(last_step=12, choices=_choices(batch_size=32, shards=1)),
+    ]
+    cpu, memory = torch.device("cpu"), 2**40
+    chooser = Automatic(phases, "none", ways.append, cpu, memory, known={})
+    news: list[Chosen] = []
+    for _ in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
+        pass
+    assert [one.step for one in news] == [1, 5, 7, 11]
+    assert [one.activation_checkpointing for one in news] == ["full", "none", "none", "none"]
+    tokens = [one.micro_batch_tokens for one in news]
+    assert tokens[0] == short.budgets[0] < tokens[1] <= short.budgets[-1]
+    assert tokens[2] >= tokens[1]
+    assert ways == ["full", "none"]
+    settled = chooser.state()["chosen"]
+    assert list(settled) == ["tp1 pp1 1x1, phase 0", "tp1 pp1 1x1, phase 1"]
+    again = Automatic(phases, "none", ways.append, cpu, memory, known=settled)
+    (kept,) = _news(again, 9)
+    assert (kept.micro_batch_tokens, kept.activation_checkpointing) == (tokens[-1], "none")
+    smaller = Automatic(phases, "none", ways.append, cpu, 2**35, known=settled)
+    (anew,) = _news(smaller, 9)
+    assert anew.text.startswith("first; the plan has")
+
+
+def _news(chooser: Automatic, step: int) -> list[Chosen]:
+    news: list[Chosen] = []
+    list(chooser.cut([_empty_step(step)], news.append))
+    return news
+
+
+def _empty_step(number: int) -> RankStep:
+    nothing = np.zeros(0, np.int64)
+    rows = Rows(
+        sample_ids=nothing.astype(np.uint64), epochs=nothing, lengths=nothing, tokens=nothing
+    )
+    return RankStep(step=number, rows=rows, cuts=np.array([0, 0]), imbalance=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("automatic")
+    write_data_set(folder, samples=200)
+    return folder
+
+
+def _numbers(records: Any) -> list[tuple[float, float]]:
+    return [(record.loss, record.gradient_norm) for record in records]
+
+
+def test_samples_and_losses_do_not_depend_on_what_is_chosen(folder: Path) -> None:
+    values = tiny_recipe(folder, folder / "runs", steps=STEPS)
+    fixed = run_ranks(2, train_on_ranks, values)[0]
+    ranks = run_ranks(2, train_automatically, {**values, **AUTO})
+    records, chosen, state = ranks[0]
+    assert [r.digest for r in records] == [r.digest for r in fixed]
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
+    assert [one.step for one in chosen] == [1, 5]
+    first, last = records[0], records[-1]
+    assert (first.micro_batch_tokens, first.activation_checkpointing) == (SEQ_LEN, "full")
+    assert (last.micro_batch_tokens, last.activation_checkpointing) == (SEQ_LEN * 16, "none")
+    assert first.micro_batches > last.micro_batches == 1
+    for other, told, kept in ranks[1:]:
+        assert [r.micro_batch_tokens for r in other] == [r.micro_batch_tokens for r in records]
+        assert (told, kept) == (chosen, state)
+
+    # A group like it begins with what this one has settled on.
+    again, before, _ = run_ranks(2, train_automatically, {**values, **AUTO}, state["chosen"])[0]
+    assert [one.text for one in before] == ["as before in such a group"]
+    same = {**values, "micro_batch_tokens": last.micro_batch_tokens}
+    assert _numbers(again) == _numbers(run_ranks(2, train_on_ranks, same)[0])
+
+    # Another one measures anew; with too little memory it stays with what needs least.
+    tight = {**values, **AUTO, "workers": {**values["workers"], "memory_gb": 0.35}}
+    alone = run_ranks(1, train_automatically, tight, state["chosen"])[0][0]
+    assert {r.micro_batch_tokens for r in alone} == {SEQ_LEN}
+    assert {r.activation_checkpointing for r in alone} == {"full"}
+    plain = {**values, "micro_batch_tokens": SEQ_LEN}
+    assert _numbers(alone) == _numbers(run_ranks(1, train_on_ranks, plain)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline": 2},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"},
+        {"pipeline": 2, "schedule": "zero_bubble", "reshard_after_forward": False},
+        {"tensor": 2, "sequence": True},
+    ],
+    ids=str,
+)
+def test_nor_where_workers_compute_a_sample_together(
+    parallel: dict[str, Any], folder: Path
+) -> None:
+    sizes = {"hidden_size": 24, "num_layers": 4, "num_heads": 2, "max_positions": SEQ_LEN}
+    gpt = {"name": "gpt", **sizes, "embedding_multiple": 2}
+    changes = {"workload": gpt, "parallel": parallel, "steps": STEPS}
+    values = tiny_recipe(folder, folder / "runs", **changes)
+    fixed = run_ranks(2, train_on_ranks, values)[0]
+    records, chosen, _ = run_ranks(2, train_automatically, {**values, **AUTO})[0]
+    assert [r.digest for r in records] == [r.digest for r in fixed]
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
+    assert [one.step for one in chosen] == [1, 5]
+    assert records[0].activation_checkpointing == "full"
+    assert records[-1].activation_checkpointing == "none"
+    assert records[-1].micro_batches == parallel.get("pipeline", 1)
+
+
+def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
+    values = tiny_recipe(folder, folder / "runs", **AUTO)
+    values["workers"]["memory_gb"] = 0.01
+    with pytest.raises(UserError, match="a worker is to need 0"):
+        run_ranks(1, train_automatically, values)
