@@ -17,18 +17,24 @@ from elastrata.commands.bench import bench
 from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
 from elastrata.commands.generate import generate
+from elastrata.commands.guard import guard
 from elastrata.commands.inspect import inspect
 from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
 from elastrata.commands.status import status
+from elastrata.commands.stop import stop
+from elastrata.commands.submit import submit
 from elastrata.commands.train import train
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
-_COMMANDS = (quickstart, prepare, inspect, train, status, audit, export, generate, doctor, schema)
+_COMMANDS = (
+    *(quickstart, prepare, inspect, train, submit, status, stop, audit, export, generate),
+    *(doctor, guard, schema),
+)
 
 app = typer.Typer(
     name="elastrata",
