@@ -1,0 +1,28 @@
+"""The cluster's autoscaler: whether there is one that launches nodes, and what it refuses."""
+
+from __future__ import annotations
+
+import ray
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+
+from elastrata.workers.nodes import nodes
+
+_NODE_GROUP = "ray.io/node-group"
+"""The label that Ray's cluster launcher and KubeRay give every node that is theirs."""
+_SECONDS_TO_ANSWER = 5.0
+
+
+def launches_nodes() -> bool:
+    """Whether the cluster's nodes are launched by one, as need be."""
+    return any(node["Labels"].get(_NODE_GROUP) for node in nodes() if node["Alive"])
+
+
+def refuses() -> bool:
+    """Whether it can never have what is asked of it; it then launches nothing at all."""
+    client = ray._private.worker.global_worker.gcs_client
+    try:
+        answer = client.get_cluster_status(timeout_s=_SECONDS_TO_ANSWER)
+    except ray.exceptions.RpcError:
+        return False
+    state = GetClusterStatusReply.FromString(answer).autoscaling_state
+    return bool(state.infeasible_cluster_resource_constraints)
