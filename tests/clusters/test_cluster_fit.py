@@ -90,11 +90,11 @@ def test_workers_that_leave_no_cpu_to_read_with(
         (
             _launcher(max_workers=-1, cluster_name=3),
             [
-                "max_workers: -1: expected a whole number, 0 or more",
+                "max_workers: -1: expected a whole number at least 0",
                 "cluster_name: 3: expected text",
             ],
         ),
-        (_launcher(head_node_type="hed"), ["head_node_type: 'hed': expected one of head, small, "]),
+        (_launcher(head_node_type="hed"), ["head_node_type: 'hed': expected one of head, large, small"]),
         ({"steps": 3}, ["expected a file for Ray's cluster launcher, with `provider`, or a "]),
         ("a: [", ["1: not valid YAML: "]),
         (

@@ -23,9 +23,7 @@ class Autoscaler:
 
 
 def _rounds(autoscaler: Autoscaler, wanted: list[int], rounds: int) -> list[int]:
-    demands = [
-        Demand(least=1, patience=PATIENCE + 37 * number) for number, _ in enumerate(wanted)
-    ]
+    demands = [Demand(least=1, patience=PATIENCE + 37 * number) for number, _ in enumerate(wanted)]
     have = [0] * len(wanted)
     for number in range(rounds):
         now = number * SECONDS_TO_JUDGE

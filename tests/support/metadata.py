@@ -29,7 +29,7 @@ class Metadata:
     def reply(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
         self.asked.append((method, path))
         name, value = self.needs.get(path, ("", ""))
-        if name and headers.get(name) is None or value not in ("*", headers.get(name, "")):
+        if (name and headers.get(name) is None) or value not in ("*", headers.get(name, "")):
             return 401, "the header is missing"
         if self.broken:
             return 503, "try again later"
@@ -42,7 +42,7 @@ def metadata_server() -> Iterator[Metadata]:
     metadata = Metadata()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the library's name
+        def do_GET(self) -> None:
             code, text = metadata.reply(self.command, self.path, self.headers)
             self.send_response(code)
             self.end_headers()

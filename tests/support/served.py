@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
 from typing import Any
+from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import yaml

@@ -19,9 +19,7 @@ def submit(
     name: Annotated[
         str | None, typer.Option(help="The run's name. The same name continues the same run.")
     ] = None,
-    follow: Annotated[
-        bool, typer.Option(help="Show the job's output until it has ended.")
-    ] = True,
+    follow: Annotated[bool, typer.Option(help="Show the job's output until it has ended.")] = True,
     tries: Annotated[
         int, typer.Option(min=0, help="How often to start the driver again where it is killed.")
     ] = 10,

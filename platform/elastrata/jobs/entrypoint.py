@@ -2,8 +2,8 @@
 
     python3 -m elastrata.jobs.entrypoint VERSION TRIES ARGUMENT...
 
-Exits as `elastrata train` did at last. A signal to stop reaches that from Ray, too; this process waits
-until it has saved.
+Exits as `elastrata train` did at last. A signal to stop reaches that from Ray, too; this process
+waits until it has saved.
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterOutline) -> Iterator[Fi
         name="worker",
         status="ok" if fitting else "problem",
         found=f"{claim}: {', '.join(fitting) or 'more than any node has'}",
-        advice=""
-        if fitting
-        else "lower workers.cpus or workers.gpus, or add larger nodes",
+        advice="" if fitting else "lower workers.cpus or workers.gpus, or add larger nodes",
     )
     room = cluster.room(worker)
     yield Finding(
