@@ -94,7 +94,10 @@ def test_workers_that_leave_no_cpu_to_read_with(
                 "cluster_name: 3: expected text",
             ],
         ),
-        (_launcher(head_node_type="hed"), ["head_node_type: 'hed': expected one of head, large, small"]),
+        (
+            _launcher(head_node_type="hed"),
+            ["head_node_type: 'hed': expected one of head, large"],
+        ),
         ({"steps": 3}, ["expected a file for Ray's cluster launcher, with `provider`, or a "]),
         ("a: [", ["1: not valid YAML: "]),
         (
