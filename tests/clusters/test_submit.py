@@ -200,7 +200,9 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
     """Until so many groups of workers have shown steps."""
 
     def has_stepped() -> bool:
-        parts = re.split(r"^training on", log.read_text(errors="replace"), flags=re.MULTILINE)
+        text = log.read_text(errors="replace")
+        assert ": FAILED" not in text, text
+        parts = re.split(r"^training on", text, flags=re.MULTILINE)
         return len(parts) > groups and "\nstep " in parts[-1]
 
     try:

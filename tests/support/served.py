@@ -45,7 +45,7 @@ class Served:
         self._autoscaling: dict[str, str] = {}
         self._start(
             *self._launched_by(launcher or {}),
-            *("--head", f"--port={self._port}", "--num-cpus=0", f"--temp-dir={folder}"),
+            *("--head", f"--port={self._port}", "--num-cpus=0"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
             *(f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}"),
         )
@@ -79,9 +79,13 @@ class Served:
                 process.wait()
 
     def _start(self, *arguments: str) -> None:
-        with (self._folder / f"node-{len(self._processes)}.log").open("wb") as log:
+        """A node with files of its own, as on another machine: nodes that share a folder take the
+        shipped packages away from one another."""
+        number = len(self._processes)
+        own = self._folder / str(number)
+        with (self._folder / f"node-{number}.log").open("wb") as log:
             process = subprocess.Popen(
-                [str(BIN / "ray"), "start", *arguments, *_NODE, *_WORKERS],
+                [str(BIN / "ray"), "start", *arguments, *_NODE, *_WORKERS, f"--temp-dir={own}"],
                 env={**self.environment, **self._autoscaling},
                 stdout=log,
                 stderr=subprocess.STDOUT,

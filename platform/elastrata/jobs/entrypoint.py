@@ -39,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
     for left in range(int(tries), -1, -1):
-        code = subprocess.Popen([sys.executable, "-m", "elastrata", "train", *rest]).wait()
+        # What fails far away is told in full: nobody can try it again by hand there.
+        command = [sys.executable, "-m", "elastrata", "--traceback", "train", *rest]
+        code = subprocess.Popen(command).wait()
         if code >= 0 or asked or not left:
             break
         name = signal.Signals(-code).name
