@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -21,6 +22,8 @@ _PORT = 8265
 _SECONDS_FOR_A_TUNNEL = 60.0
 _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """What Ray's client would follow rather than the address it is given."""
+_NOISY_LOGGERS = ("ray.dashboard", "ray._private.runtime_env", "ray._common")
+"""They tell of every package and connection."""
 
 
 @contextmanager
@@ -35,6 +38,8 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     Raises:
         UserError: there is none, or it does not let us in.
     """
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     if cluster == "auto" or ":" in cluster:
         yield _connected(cluster, cluster)
         return
