@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import GcsClient
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2, gcs_pb2
 
 _SECONDS_TO_ANSWER = 5.0
+_ALIVE = gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
+_REASON = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
 
 
 class Nodes:
@@ -31,7 +33,7 @@ class Nodes:
             raise ConnectionError("no Ray runs here")
         self._gcs = _connected(found)
         self._node_id = node_id
-        self._ip = ray.util.get_node_ip_address()
+        self._ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
     def alive(self) -> list[str]:
         """Their ids, while Ray takes them for alive."""
@@ -39,7 +41,7 @@ class Nodes:
         return [
             node.node_id.hex()
             for node in nodes.values()
-            if node.state == GcsNodeInfo.ALIVE and self._is_meant(node)
+            if node.state == _ALIVE and self._is_meant(node)
         ]
 
     def drain(self, ids: Sequence[str], text: str, time: float) -> list[str]:
@@ -51,18 +53,17 @@ class Nodes:
             time: when, in Unix time.
         """
         answers = [
-            self._gcs.drain_node(node, DRAIN_NODE_REASON_PREEMPTION, text, math.floor(time * 1000))
-            for node in ids
+            self._gcs.drain_node(node, _REASON, text, math.floor(time * 1000)) for node in ids
         ]
         return [str(reason) for is_accepted, reason in answers if not is_accepted]
 
-    def _is_meant(self, node: GcsNodeInfo) -> bool:
+    def _is_meant(self, node: Any) -> bool:
         if self._node_id is not None:
             return bool(node.node_id.hex() == self._node_id)
         return bool(node.node_manager_address == self._ip)
 
 
-def _connected(address: str) -> GcsClient:
+def _connected(address: str) -> Any:
     try:
         return GcsClient(address=address)
     except Exception as error:  # Ray's own kinds, which differ by version
