@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ray
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+from ray.core.generated import autoscaler_pb2
 
 from elastrata.workers.nodes import nodes
 
@@ -19,10 +19,10 @@ def launches_nodes() -> bool:
 
 def refuses() -> bool:
     """Whether it can never have what is asked of it; it then launches nothing at all."""
-    client = ray._private.worker.global_worker.gcs_client
+    client = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+    reply = autoscaler_pb2.GetClusterStatusReply()  # type: ignore[attr-defined]
     try:
-        answer = client.get_cluster_status(timeout_s=_SECONDS_TO_ANSWER)
+        reply.ParseFromString(client.get_cluster_status(timeout_s=_SECONDS_TO_ANSWER))
     except ray.exceptions.RpcError:
         return False
-    state = GetClusterStatusReply.FromString(answer).autoscaling_state
-    return bool(state.infeasible_cluster_resource_constraints)
+    return bool(reply.autoscaling_state.infeasible_cluster_resource_constraints)
