@@ -14,7 +14,8 @@ _SECONDS_TO_ANSWER = 5.0
 
 def launches_nodes() -> bool:
     """Whether the cluster's nodes are launched by one, as need be."""
-    return any(node["Labels"].get(_NODE_GROUP) for node in nodes() if node["Alive"])
+    labels = [node.get("Labels") or {} for node in nodes() if node["Alive"]]
+    return any(_NODE_GROUP in found for found in labels)
 
 
 def refuses() -> bool:
