@@ -11,7 +11,10 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, newest_verified
+from elastrata_pipelines import patience
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
 from support.command import run
 from support.faulty_s3 import FaultyS3, faulty_s3
 from support.synthetic import tiny_recipe, write_data_set
@@ -72,6 +75,35 @@ def test_an_upload_that_is_interrupted_leaves_nothing(storage: Storage, faults: 
     assert storage.names() == []
     storage.write(b"again", "large")
     assert storage.read("large") == b"again"
+
+
+def test_reading_waits_for_a_store_that_is_away(
+    bucket: str, faults: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_data_set(f"{bucket}/data", samples=100)
+    data = Storage(f"{bucket}/data")
+    (expected,) = Stripes(data, manifest).read([1])
+    monkeypatch.setattr(patience, "FIRST_SECONDS", 0.01)
+    faults.fail(40, 500, "InternalError")  # more often than s3fs itself tries
+    assert Stripes(data, manifest).read([1]) == [expected]
+    assert faults.refused == 40
+
+
+def test_reading_does_not_wait_where_that_cannot_help(bucket: str, faults: FaultyS3) -> None:
+    manifest = write_data_set(f"{bucket}/data", samples=100)
+    data, shard = Storage(f"{bucket}/data"), manifest.shards[0].path
+    faults.answer = lambda method, path: (403, "AccessDenied")
+    with pytest.raises(UserError, match=r"00000.parquet: may not be read \("):
+        Stripes(data, manifest).read([1])
+    faults.answer = lambda method, path: None
+    content = bytearray(data.read(shard))
+    content[len(content) // 3] ^= 1
+    data.write(bytes(content), shard)
+    with pytest.raises(UserError, match=r"00000.parquet: the shard is damaged \("):
+        Stripes(data, manifest).read([0, 1])
+    data.delete(shard)
+    with pytest.raises(UserError, match=r"00000.parquet: the shard is missing"):
+        Stripes(data, manifest).read([1])
 
 
 def _put(checkpoints: Storage, step: int) -> str:
