@@ -4,9 +4,10 @@
 
 The S3 server is Ceph's (Debian's radosgw, ceph-mon and ceph-osd), in memory, on the cores that also
 train. Disk and server take turns, and the median over the rounds of the ratio of their tokens per
-second counts: of training BERT-mini on the corpus of `corpus.py`, one worker with one thread, its storage on disk
-either way; and of the input pipeline alone, through Ray Data to one worker, which does nothing but
-read. Nothing that was read is kept for later by the client; disk reads are from the page cache.
+second counts: of training BERT-mini on the corpus of `corpus.py`, one worker with one thread, its
+storage on disk either way; and of the input pipeline alone, through Ray Data to one worker, which
+does nothing but read. Nothing that was read is kept for later by the client; disk reads are from
+the page cache.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -68,6 +69,12 @@ class Served:
             f"--object-store-memory={128 * 2**20}",
         )
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """What Ray says of every node, dead ones too."""
+        found = json.loads(self._get("/api/v0/nodes?detail=1&limit=1000"))
+        nodes: list[dict[str, Any]] = found["data"]["result"]["result"]
+        return nodes
+
     def close(self) -> None:
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
@@ -111,12 +118,17 @@ class Served:
         return (f"--autoscaling-config={file}",)
 
     def _answers(self) -> bool:
-        headers = {"Authorization": f"Bearer {self.token}"}
         try:
-            with urlopen(Request(f"{self.address}/api/jobs/", headers=headers), timeout=5):
-                return True
+            self._get("/api/jobs/")
         except (URLError, OSError):
             return False
+        return True
+
+    def _get(self, path: str) -> bytes:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        with urlopen(Request(f"{self.address}{path}", headers=headers), timeout=30) as answer:
+            found: bytes = answer.read()
+        return found
 
 
 @contextmanager
