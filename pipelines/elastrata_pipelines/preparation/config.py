@@ -18,7 +18,7 @@ class _Part(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
 
-    @field_validator("*", mode="before")
+    @field_validator("*")
     @classmethod
     def _can_be_written_down(cls, value: object) -> object:
         refuse_secrets(value)

@@ -15,7 +15,7 @@ class Config(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
 
-    @field_validator("*", mode="before")
+    @field_validator("*")
     @classmethod
     def _can_be_written_down(cls, value: object) -> object:
         refuse_secrets(value)
