@@ -1,10 +1,10 @@
 """Tokens per second with the data on S3, beside the same on this machine's disk.
 
-    PYTHONPATH=tests python benchmarks/object_store.py ../shared/data/wikitext
+    PYTHONPATH=tests python benchmarks/object_store.py
 
 The S3 server is Ceph's (Debian's radosgw, ceph-mon and ceph-osd), in memory, on the cores that also
 train. Disk and server take turns, and the median over the rounds of the ratio of their tokens per
-second counts: of training BERT-mini on the corpus of `corpus.py`, one worker with one thread, its
+second counts: of training BERT-mini on samples of up to 512 tokens, one worker with one thread, its
 storage on disk either way; and of the input pipeline alone, through Ray Data to one worker, which
 does nothing but read. Nothing that was read is kept for later by the client; disk reads are from
 the page cache.
@@ -17,29 +17,20 @@ import json
 import statistics
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from corpus import prepare_corpus
 from report import write_result
 
 from elastrata.runs import history
-from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 from support.ceph import BUCKET, ceph
+from support.synthetic import Sizes, write_data_set
 
 RECIPE = "bert/mini"
 STEPS, WARM_UP, BATCH = 150, 30, 32
 READ_STEPS, READ_WARM_UP, READ_BATCH = 800, 200, 512
+SAMPLES, SIZES = 2**18, Sizes(seq_len=512, stripe=1024, stripes_per_shard=16)
 DISK, S3 = "disk", "s3"
-
-
-def copy(folder: Path, there: Storage) -> None:
-    """Copies every file of a data set to the server."""
-    here = Storage(str(folder))
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = str(path.relative_to(folder))
-        there.write(here.read(name), name)
 
 
 def trained(data: str) -> dict[str, float]:
@@ -93,16 +84,14 @@ def rounds_of(measure: Any, places: dict[str, str], count: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wikitext", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ceph():
         places = {DISK: f"{folder}/data", S3: f"s3://{BUCKET}/data"}
-        prepare_corpus(arguments.wikitext, Path(places[DISK]))
-        copy(Path(places[DISK]), Storage(places[S3]))
-        manifest = Manifest.read(Storage(places[DISK]))
+        disk, s3 = (write_data_set(place, SAMPLES, sizes=SIZES) for place in places.values())
+        assert disk == s3
         figures = {
-            "data": {"samples": manifest.samples, "tokens": manifest.tokens},
+            "data": {"samples": disk.samples, "tokens": disk.tokens, "shards": len(disk.shards)},
             "training": rounds_of(trained, places, arguments.rounds),
             "reading_alone": rounds_of(read, places, arguments.rounds),
         }
