@@ -1,0 +1,82 @@
+"""How soon a run grows on a cluster whose nodes Ray's autoscaler starts, and what it costs.
+
+    PYTHONPATH=tests python benchmarks/autoscaling.py
+
+A run of very short steps starts on one node of `cluster_configs/raylets.yaml`, whose nodes share
+this machine, and asks for more workers than there can ever be. Growth begins when the group of
+workers has saved its state and halted; its seconds are counted from the start of the node that the
+first added worker needed. Then a node is drained, as by a spot machine's notice. Every run is
+compared with one of the same recipe that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from report import write_result
+
+from support.autoscaled import FIRST_NODE, MOST_NODES, Growth, autoscaled, grown
+from support.command import run, run_json
+from support.live_run import LiveRun
+from support.short_steps import write_recipe
+
+STEPS = 3000
+SETTINGS = ("workers.max=8", "workers.cpus=2", "workers.gpus=0")
+PATIENCE_SECONDS = 400.0
+
+
+def disturbed(recipe: Path, name: str) -> tuple[LiveRun, list[Growth]]:
+    """A run that grows to what there can be, and loses a node; how it has grown."""
+    with autoscaled() as cluster:
+        where = ("--address", cluster.gcs_address)
+        live = LiveRun(recipe, name, recipe.parent / f"log-{name}", *where, *SETTINGS)
+        live.wait_for_size(MOST_NODES, number=2, steps=100, seconds=PATIENCE_SECONDS)
+        growths = grown(live, cluster)
+        drained = run("guard", "--now", "100", *where, "--node", FIRST_NODE)
+        if drained.returncode:
+            raise RuntimeError(drained.stderr)
+        live.end(PATIENCE_SECONDS)
+    return live, growths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = write_recipe(Path(folder), steps=STEPS)
+        runs = recipe.parent / "runs"
+        alone = LiveRun(recipe, "alone", recipe.parent / "log-alone", "workers.max=1")
+        alone.end(PATIENCE_SECONDS)
+        for number in range(arguments.rounds):
+            name = f"round-{number}"
+            live, growths = disturbed(recipe, name)
+            proved = run_json("audit", runs / name, runs / "alone")
+            rounds.append(
+                {
+                    "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
+                    "growths": [asdict(growth) for growth in growths],
+                    "steps_lost": sum(live.rolled_back()),
+                    "equal_digests": proved["equal"],
+                }
+            )
+            print(rounds[-1], flush=True)
+    seconds = [growth["seconds"] for one in rounds for growth in one["growths"]]
+    figures = {
+        "seconds_until_growth_begins": {
+            "median": round(statistics.median(seconds), 1),
+            "longest": round(max(seconds), 1),
+        },
+        "rounds": rounds,
+    }
+    write_result("autoscaling", figures, ("elastrata", "ray", "torch"))
+
+
+if __name__ == "__main__":
+    main()
