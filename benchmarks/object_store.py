@@ -4,7 +4,7 @@
 
 The S3 server is Ceph's (Debian's radosgw, ceph-mon and ceph-osd), in memory, on the cores that also
 train. Disk and server take turns, and the median over the rounds of the ratio of their tokens per
-second counts: of training BERT-mini on samples of up to 512 tokens, one worker with one thread, its
+second counts: of training BERT-tiny on samples of up to 512 tokens, one worker with one thread, its
 storage on disk either way; and of the input pipeline alone, through Ray Data to one worker, which
 does nothing but read. Nothing that was read is kept for later by the client; disk reads are from
 the page cache.
@@ -26,7 +26,7 @@ from elastrata_pipelines.storage import Storage
 from support.ceph import BUCKET, ceph
 from support.synthetic import Sizes, write_data_set
 
-RECIPE = "bert/mini"
+RECIPE = "bert/tiny"
 STEPS, WARM_UP, BATCH = 150, 30, 32
 READ_STEPS, READ_WARM_UP, READ_BATCH = 800, 200, 512
 SAMPLES, SIZES = 2**18, Sizes(seq_len=512, stripe=1024, stripes_per_shard=16)

@@ -24,6 +24,8 @@ from support.command import wait_until
 
 BIN = Path(sys.executable).parent
 _NODE = ("--node-ip-address=127.0.0.1", "--dashboard-agent-listen-port=0", "--block")
+_KEPT = ("RAY_worker_niceness",)
+"""A setting of this machine's, not of a cluster."""
 _WORKERS = ("--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats")
 
 
@@ -145,7 +147,11 @@ def served(launcher: dict[str, Any] | None = None) -> Iterator[Served]:
 
 def client_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's environment, without what it may know of another cluster."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") or name in _KEPT
+    }
     return {**own, "PATH": f"{BIN}{os.pathsep}{own['PATH']}", **changes}
 
 
