@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from support.served import Served, served
 
 MOST_NODES = 3
 """Beside the head."""
+STEPS = 100_000
+"""More than there is time for: runs are interrupted when all has been seen."""
+SETTINGS = ("workers.max=8", "workers.cpus=2", "workers.gpus=0", "workers.hang_seconds=300")
+"""A worker for each node, and more than there can ever be: the autoscaler would launch nothing for
+that."""
 FIRST_NODE = "f" * 51 + "00001"
 """The id that Ray's provider of nodes on one machine gives to the first node."""
 
@@ -40,6 +46,12 @@ def autoscaled() -> Iterator[Served]:
         for name, value in cluster.settings.items():
             patch.setenv(name, value)
         yield cluster
+
+
+def interrupt(live: LiveRun) -> None:
+    """Ends a run, its state saved."""
+    live.send(signal.SIGTERM)
+    assert live.driver.wait(timeout=120) == 130, live.output
 
 
 def grown(live: LiveRun, cluster: Served) -> list[Growth]:
