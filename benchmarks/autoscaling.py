@@ -5,8 +5,7 @@
 A run of very short steps starts on one node of `cluster_configs/raylets.yaml`, whose nodes share
 this machine, and asks for more workers than there can ever be. Growth begins when the group of
 workers has saved its state and halted; its seconds are counted from the start of the node that the
-first added worker needed. Then a node is drained, as by a spot machine's notice, and the run is
-ended. The samples of every step are held against those that the data set says it has.
+first added worker needed. Then a node is drained, as by a spot machine's notice, Ray starts another one in its place, and the run is ended. The samples of every step are held against those that the data set says it has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 from report import write_result
 
 from support.autoscaled import (
-    FIRST_NODE,
     MOST_NODES,
     SETTINGS,
     STEPS,
@@ -29,8 +27,10 @@ from support.autoscaled import (
     autoscaled,
     grown,
     interrupt,
+    make_way,
+    world_sizes,
 )
-from support.command import run, run_json
+from support.command import run_json
 from support.live_run import LiveRun
 from support.short_steps import write_recipe
 
@@ -44,10 +44,7 @@ def disturbed(recipe: Path, name: str) -> tuple[LiveRun, list[Growth]]:
         live = LiveRun(recipe, name, recipe.parent / f"log-{name}", *where, *SETTINGS)
         live.wait_for_size(MOST_NODES, number=2, steps=20, seconds=PATIENCE_SECONDS)
         growths = grown(live, cluster)
-        drained = run("guard", "--now", "100", *where, "--node", FIRST_NODE)
-        if drained.returncode:
-            raise RuntimeError(drained.stderr)
-        live.wait_for_size(MOST_NODES - 1, number=3, steps=20, seconds=PATIENCE_SECONDS)
+        make_way(live, cluster)
         interrupt(live)
     return live, growths
 
@@ -65,7 +62,7 @@ def main() -> None:
             proved = run_json("audit", recipe.parent / "runs" / name)
             rounds.append(
                 {
-                    "world_sizes": [entry["world_size"] for entry in live.of_kind("started")],
+                    "world_sizes": world_sizes(live),
                     "growths": [asdict(growth) for growth in growths],
                     "steps": len(live.steps()),
                     "steps_lost": sum(live.rolled_back()),

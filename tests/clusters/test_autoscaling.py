@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from support.autoscaled import FIRST_NODE, MOST_NODES, SETTINGS, STEPS, autoscaled, grown, interrupt
+from support.autoscaled import (
+    MOST_NODES,
+    SETTINGS,
+    STEPS,
+    autoscaled,
+    grown,
+    interrupt,
+    make_way,
+    world_sizes,
+)
 from support.command import run, wait_until
 from support.live_run import LiveRun
 from support.served import Served
 from support.short_steps import write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def _world_sizes(live: LiveRun) -> list[int]:
-    return [entry["world_size"] for entry in live.of_kind("started")]
 
 
 def _assert_whole(live: LiveRun, run_dir: Path) -> None:
@@ -35,13 +40,10 @@ def test_a_run_grows_to_what_the_file_allows_and_makes_way(tmp_path: Path) -> No
         live = LiveRun(recipe, "auto", tmp_path / "log", *where, *SETTINGS)
         live.wait_for_size(MOST_NODES, number=2, steps=20, seconds=400)
         growths = grown(live, cluster)
-        drained = run("guard", "--now", "100", *where, "--node", FIRST_NODE)
-        assert drained.returncode == 0, drained.stderr
-        live.wait_for_size(MOST_NODES - 1, number=3, steps=20, seconds=200)
+        make_way(live, cluster)
         interrupt(live)
-    sizes = _world_sizes(live)
+    sizes = world_sizes(live)
     assert sizes[0] == 1
-    assert sizes[-1] == MOST_NODES - 1
     assert growths[-1].larger == max(sizes) == MOST_NODES
     assert "drain" in [entry["reason"] for entry in live.of_kind("halted")]
     _assert_whole(live, tmp_path / "runs" / "auto")
@@ -65,7 +67,7 @@ def test_two_runs_share_what_the_file_allows(tmp_path: Path) -> None:
         def have_all() -> bool:
             assert all(live.driver.poll() is None for live in lives)
             assert _alive(cluster) <= MOST_NODES
-            return sum(_world_sizes(live)[-1] for live in lives) == MOST_NODES
+            return sum(world_sizes(live)[-1] for live in lives) == MOST_NODES
 
         wait_until(have_all, 400, "all nodes at work")
         for live in lives:

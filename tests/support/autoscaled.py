@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from elastrata.shipped import cluster_files
+from support.command import run, wait_until
 from support.live_run import LiveRun
 from support.served import Served, served
 
@@ -46,6 +47,27 @@ def autoscaled() -> Iterator[Served]:
         for name, value in cluster.settings.items():
             patch.setenv(name, value)
         yield cluster
+
+
+def world_sizes(live: LiveRun) -> list[int]:
+    """Of all its groups of workers so far, in order."""
+    return [entry["world_size"] for entry in live.of_kind("started")]
+
+
+def make_way(live: LiveRun, cluster: Served) -> None:
+    """Drains the first node, as its guard would, and waits until the run has left it. Ray's
+    autoscaler then starts another one in its place."""
+    where = ("--address", cluster.gcs_address, "--node", FIRST_NODE)
+    drained = run("guard", "--now", "100", *where)
+    assert drained.returncode == 0, drained.stderr
+    smaller = MOST_NODES - 1
+
+    def has_left() -> bool:
+        sizes = world_sizes(live)
+        return smaller in sizes[sizes.index(MOST_NODES) :]
+
+    wait_until(has_left, 300, f"{smaller} workers")
+    live.wait_for_more(steps=3)
 
 
 def interrupt(live: LiveRun) -> None:
