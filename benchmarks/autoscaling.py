@@ -5,7 +5,9 @@
 A run of very short steps starts on one node of `cluster_configs/raylets.yaml`, whose nodes share
 this machine, and asks for more workers than there can ever be. Growth begins when the group of
 workers has saved its state and halted; its seconds are counted from the start of the node that the
-first added worker needed. Then a node is drained, as by a spot machine's notice, Ray starts another one in its place, and the run is ended. The samples of every step are held against those that the data set says it has.
+first added worker needed. Then a node is drained, as by a spot machine's notice, Ray starts another
+one in its place, and the run is ended. The samples of every step are held against those that the
+data set says it has.
 """
 
 from __future__ import annotations
