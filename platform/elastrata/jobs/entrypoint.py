@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         if code >= 0 or asked or not left:
             break
         name = signal.Signals(-code).name
-        sys.stderr.write(f"the driver was killed ({name}); trying again, {left} tries left\n")
+        sys.stderr.write(f"the driver was killed ({name}); trying again, {left - 1} tries left\n")
         sys.stderr.flush()
     return code if code >= 0 else 128 - code
 
