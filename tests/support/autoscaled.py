@@ -20,9 +20,12 @@ MOST_NODES = 3
 """Beside the head."""
 STEPS = 100_000
 """More than there is time for: runs are interrupted when all has been seen."""
-SETTINGS = ("workers.max=8", "workers.cpus=2", "workers.gpus=0", "workers.hang_seconds=300")
+SETTINGS = (
+    *("workers.max=8", "workers.cpus=2", "workers.gpus=0"),
+    *("workers.hang_seconds=300", "checkpoint.grace_seconds=300"),
+)
 """A worker for each node, and more than there can ever be: the autoscaler would launch nothing for
-that."""
+that. Time enough to save on the slowest machine."""
 FIRST_NODE = "f" * 51 + "00001"
 """The id that Ray's provider of nodes on one machine gives to the first node."""
 
