@@ -109,8 +109,13 @@ class Storage:
             temporary.unlink(missing_ok=True)
 
     def open(self, *parts: str) -> Any:
-        """Opens a file for reading, seekable."""
+        """Opens a file for reading, seekable. A remote one is read ahead, by megabytes."""
         return self.fs.open(self.path(*parts), "rb")
+
+    def open_scattered(self, *parts: str) -> Any:
+        """The same, to read pieces that lie far apart: no more is fetched than is asked for."""
+        own = {} if self.is_local else {"cache_type": "none"}
+        return self.fs.open(self.path(*parts), "rb", **own)
 
     def delete(self, *parts: str) -> None:
         """Deletes a file, or a folder with all that is in it; nothing happens where it is gone."""

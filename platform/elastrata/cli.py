@@ -17,6 +17,7 @@ from elastrata.commands.bench import bench
 from elastrata.commands.doctor import doctor
 from elastrata.commands.export import export
 from elastrata.commands.generate import generate
+from elastrata.commands.guard import guard
 from elastrata.commands.inspect import inspect
 from elastrata.commands.plan import plan
 from elastrata.commands.prepare import prepare
@@ -24,6 +25,8 @@ from elastrata.commands.quickstart import quickstart
 from elastrata.commands.schema import schema
 from elastrata.commands.simulate import simulate
 from elastrata.commands.status import status
+from elastrata.commands.stop import stop
+from elastrata.commands.submit import submit
 from elastrata.commands.sweep import sweep
 from elastrata.commands.train import train
 from elastrata.terminal.console import print_error, print_json_line
@@ -39,11 +42,14 @@ _COMMANDS = (
     simulate,
     train,
     sweep,
+    submit,
     status,
+    stop,
     audit,
     export,
     generate,
     doctor,
+    guard,
     schema,
 )
 

@@ -38,6 +38,12 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
+def test_every_test_that_is_named_exists() -> None:
+    named = {name for path in DOCUMENTS for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named <= set(re.findall(r"^def (test_\w+)\(", sources, flags=re.MULTILINE))
+
+
 def test_every_command_is_documented() -> None:
     readme = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert set(readme) == COMMANDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,26 @@ from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.storage import Storage
 
 SEQ_LEN, VOCABULARY, STRIPE, STRIPES_PER_SHARD = 48, 97, 32, 2
+_LENGTHS_PER_MEAN = 3.84
+"""The longest sample over the mean, before lengths are cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the parts of a data set are."""
+
+    seq_len: int = SEQ_LEN
+    stripe: int = STRIPE
+    stripes_per_shard: int = STRIPES_PER_SHARD
 
 
 def write_data_set(
-    folder: Path | str, samples: int, seed: int = 0, *, pairs: bool = False
+    folder: Path | str,
+    samples: int,
+    seed: int = 0,
+    *,
+    pairs: bool = False,
+    sizes: Sizes = Sizes(),
 ) -> Manifest:
     """Writes `samples` samples of uneven lengths, each one token over and over: easy to learn.
 
@@ -26,13 +43,15 @@ def write_data_set(
     """
     rng = np.random.default_rng(seed)
     storage = Storage(str(folder))
-    lengths = np.minimum(SEQ_LEN, 4 + rng.geometric(0.08, samples)).astype(np.int32)
-    for stripe in range(0, samples, STRIPE):
-        lengths[stripe : stripe + STRIPE] = -np.sort(-lengths[stripe : stripe + STRIPE])
-    stripes = list(_stripes(lengths, rng, seed, pairs=pairs))
+    lengths = 4 + rng.geometric(_LENGTHS_PER_MEAN / sizes.seq_len, samples)
+    lengths = np.minimum(sizes.seq_len, lengths).astype(np.int32)
+    for stripe in range(0, samples, sizes.stripe):
+        lengths[stripe : stripe + sizes.stripe] = -np.sort(-lengths[stripe : stripe + sizes.stripe])
+    stripes = list(_stripes(lengths, rng, seed, sizes.stripe, pairs=pairs))
+    step = sizes.stripes_per_shard
     files = [
-        write_shard(storage, f"shards/{i:05d}.parquet", stripes[i : i + STRIPES_PER_SHARD])
-        for i in range(0, len(stripes), STRIPES_PER_SHARD)
+        write_shard(storage, f"shards/{i:05d}.parquet", stripes[i : i + step])
+        for i in range(0, len(stripes), step)
     ]
     with storage.create(LENGTHS) as stream:
         np.save(stream, lengths, allow_pickle=False)
@@ -43,13 +62,13 @@ def write_data_set(
         samples=samples,
         tokens=int(lengths.sum()),
         stripes=len(stripes),
-        stripe_size=STRIPE,
-        seq_len=SEQ_LEN,
+        stripe_size=sizes.stripe,
+        seq_len=sizes.seq_len,
         seed=seed,
         packing="none",
         pairs=pairs,
         token_dtype="uint16",
-        length_histogram=tuple(np.bincount(lengths, minlength=SEQ_LEN + 1).tolist()),
+        length_histogram=tuple(np.bincount(lengths, minlength=sizes.seq_len + 1).tolist()),
         vocabulary=Vocabulary(
             size=VOCABULARY, pad_id=0, mask_id=4, special_ids=(0, 1, 2, 3, 4), continuation_ids=()
         ),
@@ -62,10 +81,10 @@ def write_data_set(
 
 
 def _stripes(
-    lengths: np.ndarray, rng: np.random.Generator, seed: int, *, pairs: bool
+    lengths: np.ndarray, rng: np.random.Generator, seed: int, size: int, *, pairs: bool
 ) -> Iterator[pa.Table]:
-    for first in range(0, len(lengths), STRIPE):
-        part = lengths[first : first + STRIPE]
+    for first in range(0, len(lengths), size):
+        part = lengths[first : first + size]
         tokens = np.repeat(rng.integers(5, VOCABULARY, len(part)), part).astype("<u2")
         offsets = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * 2
         ids = mix(np.arange(first, first + len(part)) + seed * 1_000_003)

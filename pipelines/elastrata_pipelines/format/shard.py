@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +11,11 @@ import pyarrow.parquet as pq
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.checked import CheckedStream
 from elastrata_pipelines.format.manifest import FileEntry, Manifest
+from elastrata_pipelines.patience import may_pass
 from elastrata_pipelines.storage import Storage
+
+_REMOTE_SHARDS_AT_ONCE = 16
+"""A request to an object store takes tens of milliseconds, most of it waiting."""
 
 
 def shard_schema(*, packed: bool, pairs: bool) -> pa.Schema:
@@ -73,26 +78,39 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
 
     Raises:
         UserError: a shard is missing, truncated, or does not hold what the manifest says.
+        OSError: a remote storage does not answer as it should.
     """
-    wanted = {stripe: place for place, stripe in enumerate(stripes)}
-    tables: list[pa.Table | None] = [None] * len(stripes)
+    parts: list[tuple[FileEntry, int, list[int]]] = []
     first = 0
     for shard in manifest.shards:
-        inside = [stripe for stripe in wanted if first <= stripe < first + shard.stripes]
-        if inside:
-            for stripe, table in zip(
-                inside, _read_row_groups(storage, shard, [s - first for s in inside]), strict=True
-            ):
-                tables[wanted[stripe]] = table
+        if inside := [stripe for stripe in stripes if first <= stripe < first + shard.stripes]:
+            parts.append((shard, first, inside))
         first += shard.stripes
-    return [table for table in tables if table is not None]
+
+    def read(part: tuple[FileEntry, int, list[int]]) -> dict[int, pa.Table]:
+        shard, first, inside = part
+        tables = _read_row_groups(storage, shard, [stripe - first for stripe in inside])
+        return dict(zip(inside, tables, strict=True))
+
+    found: dict[int, pa.Table] = {}
+    if storage.is_local or len(parts) < 2:
+        for tables in map(read, parts):
+            found |= tables
+    else:
+        with ThreadPoolExecutor(min(len(parts), _REMOTE_SHARDS_AT_ONCE)) as threads:
+            for tables in threads.map(read, parts):
+                found |= tables
+    return [found[stripe] for stripe in stripes]
 
 
 def _read_row_groups(storage: Storage, shard: FileEntry, groups: Sequence[int]) -> list[pa.Table]:
     try:
-        with storage.open(shard.path) as stream:
+        with storage.open_scattered(shard.path) as stream:
             reader = pq.ParquetFile(
-                stream, binary_type=pa.large_binary(), page_checksum_verification=True
+                stream,
+                binary_type=pa.large_binary(),
+                page_checksum_verification=True,
+                pre_buffer=not storage.is_local,  # a stripe is one request, not one for each column
             )
             if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
                 raise UserError(
@@ -103,5 +121,9 @@ def _read_row_groups(storage: Storage, shard: FileEntry, groups: Sequence[int]) 
             return [reader.read_row_group(group, use_threads=False) for group in groups]
     except FileNotFoundError:
         raise UserError(f"{storage.uri(shard.path)}: the shard is missing") from None
+    except PermissionError as error:
+        raise UserError(f"{storage.uri(shard.path)}: may not be read ({error})") from None
     except (pa.ArrowInvalid, OSError) as error:
+        if may_pass(error, is_local=storage.is_local):
+            raise
         raise UserError(f"{storage.uri(shard.path)}: the shard is damaged ({error})") from None

@@ -8,13 +8,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
+from elastrata_pipelines.secrets import refuse_secrets
+
 
 class _Part(BaseModel):
-    """Frozen; unknown keys are errors."""
+    """Frozen; unknown keys are errors, and so are secrets in URLs."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_written_down(cls, value: object) -> object:
+        refuse_secrets(value)
+        return value
 
 
 class SourceConfig(_Part):

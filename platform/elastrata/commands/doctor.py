@@ -1,14 +1,16 @@
-"""`elastrata doctor`: whether this machine is ready."""
+"""`elastrata doctor`: whether this machine, or a cluster that is to be, is ready."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.commands.options import Json
+from elastrata.commands.options import Json, Overrides
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +21,18 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAI
 
 
 def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="With --cluster: a recipe that is to run there."),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Look at a cluster file instead of this machine; or a name, such as aws.",
+        ),
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(help="Folder or URL to try: writes, reads back, deletes.")
     ] = None,
@@ -30,9 +44,15 @@ def doctor(
     """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
     from elastrata.launch.doctor import examine
 
+    if recipe is not None and cluster is None:
+        raise UserError(f"{recipe}: expected --cluster FILE with it, to look whether it fits there")
     console = open_console(as_json=json)
     findings = []
-    for finding in examine(storage=storage, tracking=tracking):
+    for finding in (
+        _examine_cluster(cluster, recipe, overrides or [])
+        if cluster is not None
+        else examine(storage=storage, tracking=tracking)
+    ):
         _show(console, finding)
         findings.append(finding)
     problems = sum(finding.status == "problem" for finding in findings)
@@ -42,6 +62,18 @@ def doctor(
         print_json_line({"ok": not problems, "checks": checks})
     if problems:
         raise typer.Exit(1)
+
+
+def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
+    from elastrata.clusters.file import read_cluster
+    from elastrata.launch.cluster_fit import cluster_findings, fit_findings
+    from elastrata.recipe.file import load_recipe
+
+    outline = read_cluster(cluster)
+    chosen = load_recipe(recipe, overrides) if recipe is not None else None
+    yield from cluster_findings(outline)
+    if chosen is not None:
+        yield from fit_findings(chosen.workers, outline)
 
 
 def _show(console: Console, finding: Finding) -> None:

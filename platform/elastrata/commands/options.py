@@ -28,6 +28,14 @@ Address = Annotated[
     str | None,
     typer.Option(help="Ray cluster to join: auto or its address. Default: one of its own, here."),
 ]
+ClusterAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|ADDRESS",
+        help="Its dashboard's address (http://HOST:8265), auto, or the file or name of a cluster "
+        "that `ray up` started.",
+    ),
+]
 Phase = Annotated[
     int, typer.Option(min=0, help="Of a recipe with phases: the one to look at, counted from 0.")
 ]

@@ -16,6 +16,7 @@ from elastrata.runs import history
 from elastrata.runs.flops import flops_by_phase
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.time_to_target import time_to_target
+from elastrata.tracking.gauges import Gauges
 from elastrata.tracking.observer import Observer
 from elastrata.tracking.pictures import publish_pictures
 from elastrata.tracking.tracker import Status, Tracker
@@ -57,7 +58,7 @@ class Drive:
                 observer = Observer(
                     self.tracker,
                     writer,
-                    self.show,
+                    self._shown(),
                     history.world_sizes(entries),
                     step=max(done, default=0),
                     substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
@@ -140,6 +141,16 @@ class Drive:
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
             else:
                 return
+
+    def _shown(self) -> Callable[[Event], None]:
+        """Shows an event, and sets Ray's metrics by it."""
+        gauges = Gauges(self.run.uri().rsplit("/", 1)[-1])
+
+        def show(event: Event) -> None:
+            gauges(event)
+            self.show(event)
+
+        return show
 
     def _record_target(self) -> None:
         """Records when the run reached its target, or that it did not."""

@@ -40,6 +40,7 @@ from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.training.phases import Phases
 from elastrata.training.target import TargetConfig
+from elastrata.workers.autoscaler import launches_nodes
 from elastrata.workers.events import Committed, Event, Launched, Warned
 from elastrata.workers.mailbox import open_mailbox
 from elastrata_pipelines.errors import UserError
@@ -110,7 +111,9 @@ def train(
             phases.passed("ray")
             gpus = _gpus_per_worker(recipe)
             if problems := cluster_problems(recipe, gpus, _cluster_resources()):
-                raise UserError(*problems)
+                if not launches_nodes():
+                    raise UserError(*problems)
+                show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
             mailbox = open_mailbox()
             tracker = _open_record(recipe, name, run, identity, data, record)
             phases.passed("record")
@@ -169,7 +172,13 @@ def _cluster_resources() -> dict[str, float]:
 
 def _gpus_per_worker(recipe: Recipe) -> float:
     if recipe.workers.gpus == "auto":
-        return 1.0 if _cluster_resources().get("GPU", 0) >= 1 else 0.0
+        resources = _cluster_resources()
+        if cluster_problems(recipe, 0.0, resources) and launches_nodes():
+            raise UserError(
+                "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
+                "expected a number, 0 for CPUs"
+            )
+        return 1.0 if resources.get("GPU", 0) >= 1 else 0.0
     return recipe.workers.gpus
 
 

@@ -1,13 +1,22 @@
-"""The base of everything that a recipe configures: frozen, checked at birth, no unknown keys."""
+"""The base of what a recipe configures: frozen, checked at birth, no unknown keys, no secrets."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from elastrata_pipelines.secrets import refuse_secrets
 
 
 class Config(BaseModel):
-    """A part of a recipe. Unknown keys are errors; values never change after creation."""
+    """A part of a recipe. Unknown keys are errors, and so are secrets in URLs; values never change
+    after creation."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_written_down(cls, value: object) -> object:
+        refuse_secrets(value)
+        return value

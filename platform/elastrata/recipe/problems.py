@@ -25,6 +25,7 @@ from elastrata.recipe.value_types import (
 )
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.secrets import without_secrets
 
 _SHOWN_CHARACTERS = 60
 
@@ -71,12 +72,12 @@ def misread_booleans(model: Model, text: RecipeText) -> list[str]:
 
 
 def shown_value(value: Any) -> str:
-    """A value as YAML would have it, in one line, cut where it is long."""
+    """A value as YAML would have it, in one line, cut where it is long, and without secrets."""
     if isinstance(value, str):
-        shown = repr(value)
+        shown = repr(without_secrets(value))
     else:
         dumped = yaml.safe_dump(value, default_flow_style=True, width=10**9)
-        shown = dumped.removesuffix("\n...\n").strip()
+        shown = without_secrets(dumped.removesuffix("\n...\n").strip())
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 3]}..."
 
 

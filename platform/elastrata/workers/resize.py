@@ -7,6 +7,7 @@ to go (`ray drain-node`, a spot machine's notice) before they are gone.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +27,16 @@ from ray.train.v2.api.config import ScalingConfig
 from typing_extensions import override
 
 from elastrata.training.request import Act, Request
+from elastrata.workers.autoscaler import launches_nodes, refuses
+from elastrata.workers.demand import Demand
 from elastrata.workers.nodes import draining, elsewhere, nodes, unreachable
 from elastrata.workers.orphans import note_controller
 
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 """At the whole cluster: every node is asked for a connection."""
+_PATIENCE_SECONDS = (45.0, 90.0)
+"""Until a run asks again for what an autoscaler refused; drawn for each run."""
 _ROUNDING = 1e-6
 """Ray adds up fractions of a CPU; three workers of 0.4 need no more than 1.2."""
 
@@ -68,6 +73,12 @@ class ResizePolicy(ElasticScalingPolicy):
         self._avoided: frozenset[str] = frozenset()
         self._own_nodes: frozenset[str] = frozenset()
         self._looked = float("-inf")
+        self._demand = Demand(
+            least=scaling.min_workers, patience=random.uniform(*_PATIENCE_SECONDS)
+        )
+        self._demanded: int | None = None
+        self._reserved_count = 0
+        self._demand_looked = float("-inf")
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -85,12 +96,14 @@ class ResizePolicy(ElasticScalingPolicy):
             time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
             return NoopDecision()
         self._avoided = draining() | unreachable()
+        self._look_at_demand(running=0)
         return super().make_decision_for_non_running_worker_group()
 
     @override
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
+        self._look_at_demand(running=worker_group_state.num_workers)
         if self._asked is None:
             self._asked = self._reason_to_halt(worker_group_state, worker_group_status)
             self._deadline = time.monotonic() + self._grace_seconds
@@ -182,16 +195,39 @@ class ResizePolicy(ElasticScalingPolicy):
 
     @override
     def _get_num_workers_for_resource_request(self) -> int:
-        """The most workers, and once more those that the run's own nodes about to go have room for:
-        else Ray might reserve room on these alone. At most twice as many."""
+        """As many as the autoscaler may ever grant. Without one: the most workers, and once more
+        those that the run's own nodes about to go have room for: else Ray might reserve room on
+        these alone. At most twice as many."""
+        return self._wanted() if self._demanded is None else self._demanded
+
+    def _wanted(self) -> int:
         leaving = self._avoided & self._own_nodes
         room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
         return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
+
+    def _look_at_demand(self, running: int) -> None:
+        """Asks for another number of workers where the autoscaler refuses what was asked."""
+        now = time.monotonic()
+        if now - self._demand_looked < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._demand_looked = now
+        if not launches_nodes():
+            return
+        before = self._demanded
+        self._demanded = self._demand.workers(
+            self._wanted(),
+            have=max(running, self._reserved_count),
+            is_refused=refuses(),
+            now=now,
+        )
+        if self._demanded != before:
+            self._send_resource_request()  # type: ignore[no-untyped-call]
 
     @override
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         staying = [r for node, r in reserved_resources.items() if node not in self._avoided]
         count = min(sum(map(self._room, staying)), self.scaling_config.max_workers)
+        self._reserved_count = count
         return count - count % self._multiple
 
     @override

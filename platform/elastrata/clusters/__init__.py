@@ -1,0 +1,1 @@
+"""Clusters before there are any: what a cluster file can ever provide."""

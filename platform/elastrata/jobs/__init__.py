@@ -1,0 +1,1 @@
+"""Runs as jobs of a Ray cluster: submitted, followed and stopped from elsewhere."""
