@@ -105,14 +105,29 @@ def test_values_that_the_recipe_does_not_take(tmp_path: Path) -> None:
 
 
 def test_population_based_training_changes_only_what_a_run_can_go_on_with(tmp_path: Path) -> None:
-    told = _problems(tmp_path, scheduler={"name": "pbt"}, searcher={"name": "grid"}, space={
-        "workload.mask_probability": {"uniform": [0.1, 0.2], "points": 2},
-        "optimizer.lr": {"loguniform": [1e-4, 1e-2], "points": 2},
-    })  # fmt: skip
+    changes = {**SOUND["changes"], "evaluation.every": 10}
+    told = _problems(
+        tmp_path,
+        changes=changes,
+        scheduler={"name": "pbt"},
+        searcher={"name": "grid"},
+        space={
+            "workload.mask_probability": {"uniform": [0.1, 0.2], "points": 2},
+            "optimizer.lr": {"loguniform": [1e-4, 1e-2], "points": 2},
+        },
+    )
     assert [line.split(":")[0] for line in told] == [
         "searcher.name",
         "space.workload.mask_probability",
     ]
+
+
+def test_schedulers_need_something_to_look_at(tmp_path: Path) -> None:
+    told = _problems(tmp_path, scheduler={"name": "asha"})
+    assert [line.split(":")[0] for line in told] == ["changes.evaluation.every"]
+    space = {"optimizer.lr": {"loguniform": [1e-4, 1e-2]}}
+    told = _problems(tmp_path, trials=1, scheduler={"name": "pbt"}, space=space)
+    assert [line.split(":")[0] for line in told] == ["changes.evaluation.every", "trials"]
 
 
 def test_the_command_ends_with_2_and_starts_nothing(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from elastrata.recipe.problems import shown_value
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import known_paths
-from elastrata.sweeps.schedulers import PbtConfig
+from elastrata.sweeps.schedulers import NoneConfig, PbtConfig
 from elastrata.sweeps.searchers import GridConfig, RandomConfig, missing_package
 from elastrata.sweeps.space import condition_problems, reaching
 from elastrata.sweeps.sweep import SweepConfig
@@ -20,6 +20,7 @@ SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that a sweep decides on, or that are the same in all trials."""
 _EXTRA = {"optuna": "'elastrata[sweeps]'"}
 """How to install what a searcher needs, where the package's name does not say it."""
+_LEAST_POPULATION = 2
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
 """What a run may go on with another value of."""
 
@@ -84,8 +85,21 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
 
 
 def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
-    if not isinstance(config.scheduler, PbtConfig):
+    if isinstance(config.scheduler, NoneConfig):
         return
+    every, steps = recipe.evaluation.every, recipe.steps_in_all
+    if every and every >= steps:
+        yield (
+            f"changes.evaluation.every: {every}: expected fewer than steps ({steps}): scheduler "
+            f"{config.scheduler.name!r} looks at trials after their evaluations"
+        )
+    if isinstance(config.scheduler, PbtConfig):
+        yield from _population(config, recipe)
+
+
+def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
+    if config.trials < _LEAST_POPULATION:
+        yield f"trials: {config.trials}: expected {_LEAST_POPULATION} or more with scheduler 'pbt'"
     if not isinstance(config.searcher, RandomConfig):
         yield f"searcher.name: {config.searcher.name!r}: expected 'random' with scheduler 'pbt'"
     if recipe.workers.max > 1:
