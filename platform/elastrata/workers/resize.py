@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from elastrata.training.request import Act, Request
 from elastrata.workers.nodes import draining, elsewhere, nodes, unreachable
-from elastrata.workers.orphans import note_controller
 
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -71,7 +70,6 @@ class ResizePolicy(ElasticScalingPolicy):
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
-        note_controller(self._run)
         self._requester_id = self._run
         self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
         self._send_resource_request()  # type: ignore[no-untyped-call]
