@@ -52,7 +52,10 @@ def study(
         scheduler={"name": "asha", "reduction_factor": 2},
         trials=trials,
     )
-    return elastrata.sweep(config)
+    result = elastrata.sweep(config)
+    if result.status != "FINISHED":
+        raise SystemExit(f"{result.folder}: interrupted")
+    return result
 
 
 def row(result: SweepResult, optimizer: str, batch_size: int, steps: int) -> dict[str, Any]:

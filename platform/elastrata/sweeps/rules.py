@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from elastrata.recipe.problems import shown_value
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import known_paths
-from elastrata.sweeps.schedulers import PbtConfig
+from elastrata.sweeps.schedulers import NoneConfig, PbtConfig
 from elastrata.sweeps.searchers import GridConfig, RandomConfig, missing_package
 from elastrata.sweeps.space import condition_problems, reaching
 from elastrata.sweeps.sweep import SweepConfig
@@ -20,6 +20,7 @@ SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that a sweep decides on, or that are the same in all trials."""
 _EXTRA = {"optuna": "'elastrata[sweeps]'"}
 """How to install what a searcher needs, where the package's name does not say it."""
+_LEAST_POPULATION = 2
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
 """What a run may go on with another value of."""
 
@@ -33,6 +34,7 @@ def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
         *(f"space.{key}: {line}" for key, line in condition_problems(config.space)),
         *_searcher(config),
         *_scheduler(config, base.recipe),
+        *_concurrency(config, base.recipe),
     ]
     return found or [*_values(config, base)]
 
@@ -84,8 +86,21 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
 
 
 def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
-    if not isinstance(config.scheduler, PbtConfig):
+    if isinstance(config.scheduler, NoneConfig):
         return
+    every, steps = recipe.evaluation.every, recipe.steps_in_all
+    if every and every >= steps:
+        yield (
+            f"changes.evaluation.every: {every}: expected fewer than steps ({steps}): scheduler "
+            f"{config.scheduler.name!r} looks at trials after their evaluations"
+        )
+    if isinstance(config.scheduler, PbtConfig):
+        yield from _population(config, recipe)
+
+
+def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
+    if config.trials < _LEAST_POPULATION:
+        yield f"trials: {config.trials}: expected {_LEAST_POPULATION} or more with scheduler 'pbt'"
     if not isinstance(config.searcher, RandomConfig):
         yield f"searcher.name: {config.searcher.name!r}: expected 'random' with scheduler 'pbt'"
     if recipe.workers.max > 1:
@@ -98,6 +113,14 @@ def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
             )
         if domain.when:
             yield f"space.{key}.when: not possible with scheduler 'pbt'"
+
+
+def _concurrency(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
+    if recipe.workers.max > 1 and config.concurrency not in ("auto", 1):
+        yield (
+            f"concurrency: {config.concurrency}: expected 1 where workers.max "
+            f"({recipe.workers.max}) is more: a trial has the cluster to itself then"
+        )
 
 
 def _values(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:
