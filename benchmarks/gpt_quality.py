@@ -38,7 +38,7 @@ from elastrata.launch.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
-from elastrata.training.evaluate import held_out_rows
+from elastrata.training.evaluate import held_out_step
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 
@@ -98,7 +98,7 @@ def hand_over(recipe: Recipe, scratch: Path) -> None:
     tables = data.train.stripes().read(range(manifest.stripes))
     tokens = b"".join(sample for table in tables for sample in table["tokens"].to_pylist())
     np.save(scratch / "train.npy", np.frombuffer(tokens, manifest.token_dtype))
-    rows = held_out_rows(held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1)
+    rows = held_out_step(held_out, samples=MAX_SAMPLES, rank=0, num_ranks=1).micro_batches
     np.savez(scratch / "held_out.npz", **documents(rows))
 
 

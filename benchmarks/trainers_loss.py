@@ -38,7 +38,7 @@ from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import build_clip
-from elastrata.training.evaluate import evaluate, held_out_rows
+from elastrata.training.evaluate import evaluate, held_out_step
 from elastrata.training.optimizer import build_optimizer, set_learning_rate
 from elastrata.training.passes import WholeModel
 from elastrata.training.step import train_step
@@ -102,7 +102,9 @@ def train(name: str, recipe: Recipe) -> Curve:
     model = workload.build_model(vocabulary, data.train.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     clip, passes = build_clip(recipe.clip, model), WholeModel(model, workload)
-    held_out = held_out_rows(validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
+    held_out = held_out_step(
+        validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1
+    ).micro_batches
     tokens, curve = 0, []
     for number, micro_batches in enumerate(STEPS_OF[name](data.train, recipe)):
         ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]

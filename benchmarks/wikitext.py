@@ -25,7 +25,7 @@ from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.runs import history
 from elastrata.tracking.pictures import FOLDER, LOSS_CURVE
-from elastrata.training.evaluate import EVALUATION_SEED, held_out_rows
+from elastrata.training.evaluate import EVALUATION_SEED, held_out_step
 from elastrata_pipelines.storage import Storage
 
 RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
@@ -44,7 +44,9 @@ def most_frequent_accuracy(overrides: list[str]) -> float:
     recipe = load_recipe(RECIPE, overrides)
     (held_out,) = training_data(recipe).held_out
     assert held_out is not None
-    rows = held_out_rows(held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1)
+    rows = held_out_step(
+        held_out, samples=recipe.evaluation.samples, rank=0, num_ranks=1
+    ).micro_batches
     vocabulary = held_out.manifest.vocabulary
     labels: list[np.ndarray] = []
     for part in rows:

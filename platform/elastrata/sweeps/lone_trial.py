@@ -6,6 +6,7 @@ any other, which `status`, `audit`, `export` and `train` take.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,13 +26,14 @@ from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.post import Post
 from elastrata.sweeps.report import Report
 from elastrata.training.device import current_device
-from elastrata.training.evaluate import evaluate, evaluation_due, held_out_rows
+from elastrata.training.evaluate import evaluate, evaluation_due, held_out_step
 from elastrata.training.optimizer import build_optimizer
 from elastrata.training.phases import Phases
 from elastrata.training.record import StepRecord
 from elastrata.training.request import Act
 from elastrata.training.step import StepLoss
 from elastrata.training.target import is_over
+from elastrata.workers.automatic import CHOSEN, automatic
 from elastrata.workers.engine import divided_model, phase_masks, training_loop
 from elastrata.workers.events import Evaluated, Started
 from elastrata.workers.keeper import Keeper
@@ -40,7 +42,6 @@ from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 
 _GROUP_TOKENS = 2**20
@@ -83,12 +84,21 @@ class LoneTrial:
         self.optimizer = build_optimizer(
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
         )
-        self._masks = phase_masks(recipe, self.model)
+        self._masks = phase_masks(recipe, self._divided)
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
             restore(checkpoints, self._commit, self.model, self.optimizer)
             if self._masks:
                 self._masks.restore(self._commit.step, partial(load, checkpoints, self._commit))
+        self._chooser = automatic(
+            recipe,
+            self.data.phases,
+            self._divided.recompute,
+            self.device,
+            world_size=1,
+            per_node=os.cpu_count() or 1,  # as many trials there may be at a time
+            known=self._commit.extra.get(CHOSEN, {}) if self._commit else {},
+        )
         self.start = _start(self._commit)
         self._post = Post()
         self._record: StepRecord | None = None
@@ -144,6 +154,7 @@ class LoneTrial:
             config=recipe.checkpoint,
             sender=self._post,  # type: ignore[arg-type]
             state=self._state,
+            extra=self._chooser.state,
         )
         with self._keeper as keeper:
             keeper.started(
@@ -184,16 +195,17 @@ class LoneTrial:
         )
         passes = self._divided.passes
         steps, seconds = self._past.unreported(), 0.0
-        for record, _ in loop.run(passes, self.optimizer, stream, self.start, keeper.asked):
-            self._record = record
+        parts = self._chooser.cut(stream, keeper.chose)
+        for done, _ in loop.run(passes, self.optimizer, parts, self.start, keeper.asked):
+            self._record = record = replace(done, **self._chooser.figures())
             keeper.stepped(record)
             steps.append(curve(record))
-            rows = self._due(record)
-            if not rows:
+            held_out = self._due(record)
+            if held_out is None:
                 keeper.keep(record, Act.GO_ON, is_last=False)
                 seconds += record.seconds
                 continue
-            metrics, took = self._evaluated(keeper, record, rows)
+            metrics, took = self._evaluated(keeper, record, held_out)
             over = self._is_end(record.step, metrics)
             keeper.keep(record, Act.GO_ON, is_last=over)
             if over:  # who hears of the end may look for the checkpoint
@@ -212,16 +224,17 @@ class LoneTrial:
             steps, seconds = [], 0.0
 
     def _evaluated(
-        self, keeper: Keeper, record: StepRecord, rows: list[Rows]
+        self, keeper: Keeper, record: StepRecord, held_out: RankStep
     ) -> tuple[Mapping[str, float], float]:
         """What the evaluation after that step reports, and the seconds it took."""
         began = time.perf_counter()
-        loss = self._loss(rows)
+        loss = self._loss(held_out)
         took = time.perf_counter() - began
         return dict(keeper.evaluated(record, loss, took)), took
 
-    def _loss(self, rows: list[Rows]) -> StepLoss:
+    def _loss(self, held_out: RankStep) -> StepLoss:
         passes, recipe = self._divided.passes, self.recipe
+        rows = self._chooser.as_chosen(held_out).micro_batches
         return evaluate(passes, recipe.workload, rows, self.data.vocabulary, self.device)
 
     def _state(self) -> dict[str, Any]:
@@ -236,7 +249,7 @@ class LoneTrial:
         recipe = self.recipe
         return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
-    def _due(self, record: StepRecord) -> list[Rows]:
+    def _due(self, record: StepRecord) -> RankStep | None:
         last = self._last_step(record.step)
         is_due = evaluation_due(
             self.recipe.evaluation,
@@ -245,7 +258,7 @@ class LoneTrial:
             samples=record.samples,
             batch_samples=record.batch_samples,
         )
-        return self._held_out[last] if is_due else []
+        return self._held_out[last] if is_due else None
 
 
 def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
@@ -257,8 +270,8 @@ def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
                 yield from decode(payload, phase.batches.manifest.token_dtype)
 
 
-def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, list[Rows]]:
-    """The held-out micro-batches of every phase, by the phase's last step.
+def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, RankStep]:
+    """The held-out data of every phase, by the phase's last step.
 
     Raises:
         UserError: there is nothing to compare trials by.
@@ -271,7 +284,7 @@ def _held_out(recipe: Recipe, data: TrainingData) -> dict[int, list[Rows]]:
             )
     samples = recipe.evaluation.samples
     return {
-        phase.last_step: held_out_rows(batches, samples=samples, rank=0, num_ranks=1)
+        phase.last_step: held_out_step(batches, samples=samples, rank=0, num_ranks=1)
         for phase, batches in zip(data.phases, data.held_out, strict=True)
         if batches
     }
