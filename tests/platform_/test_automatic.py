@@ -285,7 +285,7 @@ def test_nor_where_workers_compute_a_sample_together(
     assert [one.step for one in chosen] == [1, 5]
     assert records[0].activation_checkpointing == "full"
     assert records[-1].activation_checkpointing == "none"
-    assert records[-1].micro_batches == parallel.get("pipeline", 1)
+    assert records[-1].micro_batches <= records[0].micro_batches
 
 
 def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:

@@ -60,11 +60,18 @@ class Choices:
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
-        """Each of them."""
+        """Each of them. A budget is of no use where half of it takes all that a rank has."""
+        most = 2 * self._each * self.model.seq_len
         return tuple(
             Choice(micro_batch_tokens=budget, activation_checkpointing=policy)
             for budget, policy in product(self.budgets, self.policies)
+            if budget < most or budget == self.budgets[0]
         )
+
+    @property
+    def _each(self) -> int:
+        """Samples of a rank in a step, at most."""
+        return -(-self.batch_size // self.layout.data)
 
     @property
     def smallest(self) -> Choice:
@@ -82,8 +89,7 @@ class Choices:
             tokens: of the largest micro-batch there is; default: as many as there may be.
         """
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
-        each = -(-self.batch_size // self.layout.data)
-        count = -(-each * self.model.seq_len // choice.micro_batch_tokens)
+        count = -(-self._each * self.model.seq_len // choice.micro_batch_tokens)
         found = memory(
             replace(self.model, seq_len=size),
             self.cluster.device,
@@ -94,11 +100,13 @@ class Choices:
         return found.total
 
     def seconds(self, choice: Choice) -> float:
-        """Of a step of full-length samples."""
+        """Of a step of full-length samples; a last micro-batch that is not full takes its share."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
         policy = choice.activation_checkpointing
         layout = replace(self.layout, micro_batch=samples, checkpointing=policy)
-        return step_time(self.model, self.cluster, self.machine, layout, self.batch_size).total
+        full = layout.micro_batches(self.batch_size) * samples * layout.data
+        time = step_time(self.model, self.cluster, self.machine, layout, self.batch_size)
+        return time.total * self.batch_size / full
 
     def best(self, fits: Callable[[Choice], bool]) -> Choice:
         """The fastest that fits, or the smallest where none does."""
