@@ -15,7 +15,7 @@ from elastrata.sweeps.domains import Choice, Domain, Int, Value
 TOKENS = "progress/tokens"
 """The metric by which schedulers count: it is the same whatever the batch size."""
 _ASHA_RUNGS, _SHARE_OF_A_TRIAL = 3, 8
-_FOREVER = math.inf
+_FOREVER: Any = math.inf
 
 
 class NoneConfig(Config):
