@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,30 @@ def intervals() -> dict[str, Any]:
     }
 
 
+def short_steps(
+    steps: int,
+    step_seconds: Callable[[int], float],
+    *,
+    workers_max: int,
+    recovery: RecoverySeconds,
+) -> Conditions:
+    """A run of short steps, as the faults are measured on: it seldom saves, and copies often."""
+    return Conditions(
+        steps=steps,
+        step_seconds=step_seconds,
+        workers_min=1,
+        workers_max=workers_max,
+        checkpoint_every=200,
+        checkpoint_seconds=0.0,
+        save_seconds=0.0,
+        hot_every=5,
+        hot_seconds=0.0,
+        hot_save_seconds=0.2,
+        resize_seconds=1.0,
+        recovery=recovery,
+    )
+
+
 def record() -> dict[str, Any]:
     """The disturbed run of `elasticity.py`: hot copies every 5 steps, up to two workers there."""
     run = json.loads((RESULTS / "elasticity_plain.json").read_text())
@@ -108,18 +132,10 @@ def record() -> dict[str, Any]:
     recovery = read_recovery(str(RESULTS / "faults.json"))
     table = json.loads((RESULTS / "faults.json").read_text())["kinds"]
     hung = table["worker hung (SIGSTOP), 10 s allowed"]["next_step_after_s"]["median"]
-    at = Conditions(
-        steps=run["steps"],
-        step_seconds=lambda workers: seconds[f"{workers} worker{'s' * (workers > 1)}"],
-        workers_min=1,
+    at = short_steps(
+        run["steps"],
+        lambda workers: seconds[f"{workers} worker{'s' * (workers > 1)}"],
         workers_max=2,
-        checkpoint_every=200,
-        checkpoint_seconds=0.0,
-        save_seconds=0.0,
-        hot_every=5,
-        hot_seconds=0.0,
-        hot_save_seconds=0.2,
-        resize_seconds=1.0,
         recovery=replace(recovery, lost=max(recovery.lost, hung)),
     )
     lost = []
@@ -152,19 +168,8 @@ def chaos() -> dict[str, Any]:
     recovery = read_recovery(str(RESULTS / "faults.json"))
     found = {}
     for pace in PACES:
-        at = Conditions(
-            steps=run["steps"],
-            step_seconds=lambda workers, pace=pace: pace,
-            workers_min=1,
-            workers_max=3,
-            checkpoint_every=200,
-            checkpoint_seconds=0.0,
-            save_seconds=0.0,
-            hot_every=5,
-            hot_seconds=0.0,
-            hot_save_seconds=0.2,
-            resize_seconds=1.0,
-            recovery=recovery,
+        at = short_steps(
+            run["steps"], lambda workers, pace=pace: pace, workers_max=3, recovery=recovery
         )
         outcome = Run(at).replay(_chaos_events(run["faults"]), DAY)
         found[f"{pace:g} s a step"] = {
