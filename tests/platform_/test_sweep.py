@@ -127,6 +127,10 @@ def test_a_sweep_from_python(folder: Path) -> None:
     saved = {id: commits(Storage(result.folder).sub("trials", id, "checkpoints")) for id in parts}
     assert [id for id, found in saved.items() if found] == [best.id]
     assert saved[best.id][0].step == STEPS
+    client = MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
+    registered = client.get_model_version_by_alias("python", "best")
+    assert registered.run_id == parts[best.id].info.run_id
+    assert f"/trials/{best.id}/" in registered.source
     storage = Storage(result.folder)
     assert storage.names(PLOTS) == sorted(f"{name}.png" for name in PICTURES)
     assert storage.read(REPORT_FILE).count(b"data:image/png") == len(PICTURES)

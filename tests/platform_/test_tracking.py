@@ -143,6 +143,24 @@ def test_checkpoints_are_models_of_the_run_until_they_are_deleted(runs: Path) ->
     assert tags["checkpoint.latest"] == "s3://bucket/step-20"
 
 
+def test_the_best_checkpoint_is_a_version_of_a_model_once(runs: Path) -> None:
+    tracker = _open(runs)
+    for uri, step in (("s3://bucket/step-10", 10), ("s3://bucket/step-20", 20)):
+        for _ in range(2):  # again: still one version
+            tracker.record_checkpoint(uri, step, {})
+            tracker.register_checkpoint(uri, "lr")
+    tracker.register_checkpoint("s3://bucket/step-10", "lr")  # the best again
+    tracker.finish("FINISHED")
+    versions = _client(runs).search_model_versions("name = 'lr'")
+    assert {version.source for version in versions} == {
+        "s3://bucket/step-10",
+        "s3://bucket/step-20",
+    }
+    assert len(versions) == 2
+    best = _client(runs).get_model_version_by_alias("lr", "best")
+    assert (best.source, best.run_id) == ("s3://bucket/step-10", tracker.run_id)
+
+
 def test_values_that_are_no_numbers_do_not_stop_the_record(runs: Path) -> None:
     tracker = _open(runs)
     tracker.log_steps([{"step": 1, "train/loss": float("nan"), "perf/mfu": float("inf")}])

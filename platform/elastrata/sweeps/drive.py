@@ -218,7 +218,8 @@ class Drive:
         checkpoints = self.job.folder.sub(best.id, "checkpoints")
         found = commits(checkpoints)
         newest = (checkpoints.uri(found[0].folder), found[0].step) if found else None
-        self.record.crown(best, best.value(self.config.metric), newest)
+        name = self.folder.url.rpartition("/")[2]
+        self.record.crown(best, best.value(self.config.metric), newest, name)
 
     def _clean(self, *, but: str = "", at_the_end: bool = False) -> None:
         """Deletes the checkpoints of trials that are over and not the best."""

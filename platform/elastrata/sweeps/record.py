@@ -66,8 +66,11 @@ class SweepRecord:
         part.tag({"state": trial.state, **({"text": trial.text} if trial.text else {})})
         part.end(_STATUS[trial.state])
 
-    def crown(self, trial: Trial, value: float, checkpoint: tuple[str, int] | None) -> None:
-        """Marks the best trial, and records its checkpoint: its URI and step."""
+    def crown(
+        self, trial: Trial, value: float, checkpoint: tuple[str, int] | None, model: str
+    ) -> None:
+        """Marks the best trial, and registers its checkpoint, a URI and a step, as a version of
+        that model."""
         values: Mapping[str, Any] = {f"best.{key}": v for key, v in trial.values.items()}
         self.whole.tag({"best_trial": trial.id, "best_value": value, **values})
         last = trial.last
@@ -81,3 +84,4 @@ class SweepRecord:
             self.whole.tag({"best_checkpoint": checkpoint[0]})
             metrics = dict(last.metrics) if last else {}
             self._parts[trial.id].record_checkpoint(*checkpoint, metrics)
+            self._parts[trial.id].register_checkpoint(checkpoint[0], model)

@@ -28,6 +28,10 @@ class SilentTracker(Tracker):
         pass
 
     @override
+    def register_checkpoint(self, uri: str, name: str) -> None:
+        pass
+
+    @override
     def forget_checkpoint(self, uri: str) -> None:
         pass
 

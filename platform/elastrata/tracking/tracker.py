@@ -103,6 +103,30 @@ class Tracker:
 
         self._outbox.put(record)
 
+    def register_checkpoint(self, uri: str, name: str) -> None:
+        """Makes a recorded checkpoint the newest version of a model in MLflow's registry, once, and
+        gives it the alias `best`."""
+
+        def register() -> None:
+            _ensure_registered(self._client, name)
+            versions = self._client.search_model_versions(f"name = '{name}'")
+            version = next((v for v in versions if v.tags.get("uri") == uri), None)
+            if version is None:
+                model_id = self._recorded_models(uri)[0]
+                self._models[uri] = model_id
+                # A server takes no path of another machine, a database no id of a model.
+                is_server = self.uri.startswith(("http:", "https:"))
+                version = self._client.create_model_version(
+                    name,
+                    source=f"models:/{model_id}" if is_server else uri,
+                    run_id=self.run_id,
+                    tags={"uri": uri, "model_id": model_id},
+                    await_creation_for=0,
+                )
+            self._client.set_registered_model_alias(name, "best", version.version)
+
+        self._outbox.put(register)
+
     def forget_checkpoint(self, uri: str) -> None:
         """Takes the record of a checkpoint that was deleted off the run."""
 
@@ -248,6 +272,16 @@ def open_tracker(
         reason = str(error).strip().splitlines()[0][:300]
         raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {reason}") from error
     return Tracker(client, uri=uri, run_id=run.info.run_id, experiment_id=run.info.experiment_id)
+
+
+def _ensure_registered(client: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
 
 
 def _experiment(client: Any, name: str, uri: str) -> str:
