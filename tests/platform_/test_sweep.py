@@ -195,7 +195,7 @@ def test_a_trial_whose_process_dies_goes_on(folder: Path) -> None:
     actors = [
         process
         for process in psutil.Process(driver.pid).children(recursive=True)
-        if "TrialActor" in " ".join(process.cmdline())
+        if "ResourceTrainable" in " ".join(process.cmdline())  # Tune's name for every actor
     ]
     assert actors
     for process in actors:
