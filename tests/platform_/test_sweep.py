@@ -235,7 +235,8 @@ def test_trials_of_two_workers_are_elastic_runs(folder: Path) -> None:
     config = _config(
         folder,
         "groups",
-        changes={"workers.max": 2, "workers.min": 1},
+        changes={"workers.max": 2, "workers.min": 1, "workers.cpus": 0.4},
+        concurrency=2,
         scheduler={"name": "asha", "reduction_factor": 2},
         trials=3,
     )

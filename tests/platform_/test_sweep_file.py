@@ -122,13 +122,6 @@ def test_population_based_training_changes_only_what_a_run_can_go_on_with(tmp_pa
     ]
 
 
-def test_trials_of_several_workers_run_one_at_a_time(tmp_path: Path) -> None:
-    changes = {**SOUND["changes"], "workers.max": 2}
-    told = _problems(tmp_path, changes=changes, concurrency=2)
-    assert [line.split(":")[0] for line in told] == ["concurrency"]
-    assert load_sweep(_written(tmp_path, changes=changes)).concurrency == "auto"
-
-
 def test_schedulers_need_something_to_look_at(tmp_path: Path) -> None:
     told = _problems(tmp_path, scheduler={"name": "asha"})
     assert [line.split(":")[0] for line in told] == ["changes.evaluation.every"]
@@ -177,6 +170,8 @@ def test_trials_share_a_machine_without_a_fight() -> None:
     assert slots(one_worker, two, 8, trials=16).cpus == 0.25
     assert slots(one_worker, {"CPU": 8.0, "GPU": 4.0}, "auto", trials=16).count == 4
     groups = slots(WorkersConfig(max=2, cpus=0.5), {"CPU": 4.0}, "auto", trials=16)
-    assert (groups.count, groups.gpus) == (1, 0.0)
+    assert (groups.count, groups.threads, groups.gpus) == (2, 1, 0.0)
+    with pytest.raises(UserError, match="room for 3 trials of 2 workers"):
+        slots(WorkersConfig(max=2, cpus=0.5), {"CPU": 3.5}, 4, trials=16)
     with pytest.raises(UserError, match="a trial needs 3 CPUs"):
         slots(WorkersConfig(max=3, cpus=1.0), two, "auto", trials=1)

@@ -19,7 +19,7 @@ class TrialJob:
     folder: Storage
     """Every trial is a run in it."""
     threads: int
-    """Of a trial with one worker."""
+    """Of a worker, where the recipe does not say."""
     metric: str
     told: Mapping[str, int] = field(default_factory=dict)
     """By trial the step of the newest report that the sweep has had of it before."""
@@ -32,7 +32,7 @@ class TrialJob:
         """
         recipe = self.base.trial(point)
         workers = recipe.workers
-        if workers.threads is None and workers.max == 1:
+        if workers.threads is None:
             workers = workers.model_copy(update={"threads": self.threads})
         if workers.max > 1:
             workers = workers.model_copy(update={"spares": False})  # a trial is short

@@ -34,7 +34,6 @@ def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
         *(f"space.{key}: {line}" for key, line in condition_problems(config.space)),
         *_searcher(config),
         *_scheduler(config, base.recipe),
-        *_concurrency(config, base.recipe),
     ]
     return found or [*_values(config, base)]
 
@@ -113,14 +112,6 @@ def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
             )
         if domain.when:
             yield f"space.{key}.when: not possible with scheduler 'pbt'"
-
-
-def _concurrency(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
-    if recipe.workers.max > 1 and config.concurrency not in ("auto", 1):
-        yield (
-            f"concurrency: {config.concurrency}: expected 1 where workers.max "
-            f"({recipe.workers.max}) is more: a trial has the cluster to itself then"
-        )
 
 
 def _values(config: SweepConfig, base: BaseRecipe) -> Iterator[str]:

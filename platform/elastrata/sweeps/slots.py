@@ -9,8 +9,9 @@ from typing import Literal
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata_pipelines.errors import UserError
 
-_CPUS_OF_A_GROUP = 0.01
-"""What the process beside a group of workers claims: the workers claim their own."""
+_CPUS_OF_A_GROUP = 0.001
+"""What the process beside a group of workers claims, as Tune wants a claim from it; the workers
+have their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Slots:
     """Logical CPUs that the process of a trial claims."""
     gpus: float
     threads: int
-    """CPU threads of a trial with one worker."""
+    """CPU threads of a worker."""
 
 
 def slots(
@@ -42,15 +43,16 @@ def slots(
         trials: there are no more.
 
     Raises:
-        UserError: the cluster is too small for a single one.
+        UserError: the cluster is too small for a single one, or for as many groups as are wanted.
     """
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     gpus_each = (1.0 if gpus >= 1 else 0.0) if workers.gpus == "auto" else workers.gpus
     of_one = {"CPU": workers.max * workers.cpus, "GPU": workers.max * gpus_each}
-    if workers.max == 1:
-        of_one["CPU"] = min(1.0, cpus) if not gpus_each else workers.cpus
+    if workers.max == 1 and not gpus_each:
+        of_one["CPU"] = min(1.0, cpus)
+    claimed = {**of_one, "CPU": of_one["CPU"] + _CPUS_OF_A_GROUP * (workers.max > 1)}
     fitting = min(
-        (int(resources.get(kind, 0.0) / each + 1e-9) for kind, each in of_one.items() if each),
+        (int(resources.get(kind, 0.0) / each + 1e-9) for kind, each in claimed.items() if each),
         default=0,
     )
     if fitting < 1:
@@ -59,13 +61,21 @@ def slots(
             f"workers.max: {workers.max}: a trial needs {needs}, the cluster has {cpus:g} CPUs and "
             f"{gpus:g} GPUs"
         )
-    if workers.max > 1:  # a group that ends takes what this job has begun since with it
-        return Slots(count=1, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=1)
+    if workers.max > 1 and wanted != "auto" and min(trials, wanted) > fitting:
+        raise UserError(
+            f"concurrency: {wanted}: the cluster has room for {fitting} trials of {workers.max} "
+            "workers at a time"
+        )
+    if not gpus_each and wanted == "auto":
+        fitting = max(1, min(fitting, int(cpus / workers.max)))  # a CPU for every worker
     count = min(trials, fitting if wanted == "auto" else wanted)
     share = cpus / count
+    threads = max(1, int(share / workers.max))
+    if workers.max > 1:
+        return Slots(count=count, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=threads)
     return Slots(
         count=count,
         cpus=min(share, of_one["CPU"]) if gpus_each else share,
         gpus=min(gpus_each, gpus / count),
-        threads=max(1, int(share)),
+        threads=threads,
     )

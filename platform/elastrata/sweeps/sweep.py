@@ -34,7 +34,7 @@ class SweepConfig(Config):
     trials: PositiveInt = 16
     """How many points are tried."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Trials at a time; `auto`: as many as the cluster has GPUs or, without any, CPUs for."""
+    """Trials at a time; `auto`: so many that every worker has a GPU or, without any, a CPU."""
     max_seconds: PositiveFloat | None = None
     """Ends the sweep so long after its launch, with the best there is. Default: no end."""
     max_failures: Annotated[int, Field(ge=0)] = 2

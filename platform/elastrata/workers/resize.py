@@ -30,6 +30,7 @@ from elastrata.training.request import Act, Request
 from elastrata.workers.autoscaler import launches_nodes, refuses
 from elastrata.workers.demand import Demand
 from elastrata.workers.nodes import draining, elsewhere, nodes, unreachable
+from elastrata.workers.orphans import note_controller
 
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -81,6 +82,7 @@ class ResizePolicy(ElasticScalingPolicy):
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        note_controller(self._run)
         self._requester_id = self._run
         self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
         self._send_resource_request()  # type: ignore[no-untyped-call]

@@ -11,14 +11,12 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray import PlacementGroupID
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.training.ends import ControllerLostError, Stopped, TrainingError
@@ -26,6 +24,7 @@ from elastrata.training.workload import Workload
 from elastrata.workers import warm
 from elastrata.workers.events import Lost
 from elastrata.workers.job import Job
+from elastrata.workers.orphans import remove_orphans
 from elastrata.workers.resize import ResizePolicy
 from elastrata.workers.source import Source
 from elastrata.workers.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
@@ -105,23 +104,14 @@ def fit(
         multiple=parallel.group_size,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
     )
-    others = _placement_groups()
     try:
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-        for group in _placement_groups() - others:  # Ray keeps them until the job ends
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+        remove_orphans(job.run.uri())
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, _DEATHS):
             raise ControllerLostError(_death(cause)) from error
         raise TrainingError(_last_line(error)) from error
-
-
-def _placement_groups() -> set[str]:
-    """Ids of this job's placement groups that hold resources, or wait for them."""
-    table = placement_group_table()
-    job = ray.get_runtime_context().get_job_id()
-    return {id for id, group in table.items() if id.endswith(job) and group["state"] != "REMOVED"}
 
 
 def _callbacks(job: Job) -> list[Any]:
