@@ -184,7 +184,7 @@ def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -
         PhaseChoices(last_step=12, choices=_choices(batch_size=32, shards=1)),
     ]
     cpu, memory = torch.device("cpu"), 2**40
-    chooser = Automatic(phases, "none", ways.append, cpu, memory, known={})
+    chooser = Automatic(phases, "none", ways.append, cpu, memory)
     news: list[Chosen] = []
     for _ in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
         pass
@@ -194,12 +194,14 @@ def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -
     assert tokens[0] == short.budgets[0] < tokens[1] <= short.budgets[-1]
     assert tokens[2] >= tokens[1]
     assert ways == ["full", "none"]
-    settled = chooser.state()["chosen"]
-    assert list(settled) == ["tp1 pp1 1x1, phase 0", "tp1 pp1 1x1, phase 1"]
-    again = Automatic(phases, "none", ways.append, cpu, memory, known=settled)
+    settled = chooser.state()
+    assert list(settled["chosen"]) == ["tp1 pp1 1x1, phase 0", "tp1 pp1 1x1, phase 1"]
+    again = Automatic(phases, "none", ways.append, cpu, memory)
+    again.restore(settled)
     (kept,) = _news(again, 9)
     assert (kept.micro_batch_tokens, kept.activation_checkpointing) == (tokens[-1], "none")
-    smaller = Automatic(phases, "none", ways.append, cpu, 2**35, known=settled)
+    smaller = Automatic(phases, "none", ways.append, cpu, 2**35)
+    smaller.restore(settled)
     (anew,) = _news(smaller, 9)
     assert anew.text.startswith("first; the plan has")
 
@@ -246,14 +248,14 @@ def test_samples_and_losses_do_not_depend_on_what_is_chosen(folder: Path) -> Non
         assert (told, kept) == (chosen, state)
 
     # A group like it begins with what this one has settled on.
-    again, before, _ = run_ranks(2, train_automatically, {**values, **AUTO}, state["chosen"])[0]
+    again, before, _ = run_ranks(2, train_automatically, {**values, **AUTO}, state)[0]
     assert [one.text for one in before] == ["as before in such a group"]
     same = {**values, "micro_batch_tokens": last.micro_batch_tokens}
     assert _numbers(again) == _numbers(run_ranks(2, train_on_ranks, same)[0])
 
     # Another one measures anew; with too little memory it stays with what needs least.
     tight = {**values, **AUTO, "workers": {**values["workers"], "memory_gb": 0.35}}
-    alone = run_ranks(1, train_automatically, tight, state["chosen"])[0][0]
+    alone = run_ranks(1, train_automatically, tight, state)[0][0]
     assert {r.micro_batch_tokens for r in alone} == {SEQ_LEN}
     assert {r.activation_checkpointing for r in alone} == {"full"}
     plain = {**values, "micro_batch_tokens": SEQ_LEN}

@@ -30,13 +30,13 @@ def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[S
 
 
 def train_recipe(
-    rank: int, world_size: int, recipe: Recipe, known: Mapping[str, Any] | None = None
+    rank: int, world_size: int, recipe: Recipe, extra: Mapping[str, Any] | None = None
 ) -> list[StepRecord]:
-    return BareTraining(rank, world_size, recipe, known).run(Start(), recipe.steps_in_all)
+    return BareTraining(rank, world_size, recipe, extra).run(Start(), recipe.steps_in_all)
 
 
 def train_automatically(
-    rank: int, world_size: int, recipe: dict[str, Any], known: Mapping[str, Any] | None = None
+    rank: int, world_size: int, recipe: dict[str, Any], extra: Mapping[str, Any] | None = None
 ) -> tuple[list[StepRecord], list[Chosen], dict[str, Any]]:
     """The records, what was chosen, and what a commit would say of it.
 
@@ -44,9 +44,9 @@ def train_automatically(
         rank: this one.
         world_size: ranks.
         recipe: that leaves something open.
-        known: what groups before have settled on.
+        extra: what a commit of groups before said of it.
     """
-    training = BareTraining(rank, world_size, Recipe.model_validate(recipe), known)
+    training = BareTraining(rank, world_size, Recipe.model_validate(recipe), extra)
     records = training.run(Start(), training.recipe.steps_in_all)
     return records, training.chosen, training.chooser.state()
 
@@ -59,7 +59,7 @@ class BareTraining:
         rank: int,
         world_size: int,
         recipe: Recipe,
-        known: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         data = training_data(recipe)
         self.recipe, self._batches = recipe, data.train
@@ -77,8 +77,8 @@ class BareTraining:
             cpu,
             world_size=world_size,
             per_node=world_size,
-            known=known or {},
         )
+        self.chooser.restore(extra or {})
         blocks = recipe.workload.blocks(self.model)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, blocks)
         self.masks = phase_masks(recipe, divided)

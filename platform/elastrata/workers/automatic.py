@@ -25,7 +25,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
 
-CHOSEN = "chosen"
+_CHOSEN = "chosen"
 """The key of `Commit.extra` with what groups have settled on."""
 _ERROR = 1.1
 """Of a device's memory: what the plan says is too much for it by more than it errs is refused."""
@@ -50,7 +50,6 @@ class Automatic:
         recompute: has them compute again something else.
         device: of this rank.
         memory: bytes that this rank may use.
-        known: what groups before have settled on, by layout and phase.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class Automatic:
         recompute: Callable[[Recomputation], None],
         device: torch.device,
         memory: int,
-        known: Mapping[str, Any],
     ) -> None:
         self._phases, self._way, self._recompute = phases, way, recompute
         self._device, self._memory = device, memory
-        self._known: Known = dict(known)
+        self._known: Known = {}
         self._least_memory = -self._largest([-memory])[0]
         self._correction = Correction()
         self._phase = -1
@@ -96,8 +94,12 @@ class Automatic:
         return asdict(self._choice) if self._choice else {}
 
     def state(self) -> dict[str, Any]:
-        """What a commit is to say of it."""
-        return {CHOSEN: self._known} if self._known else {}
+        """What a commit is to say of it: what groups have settled on, by layout and phase."""
+        return {_CHOSEN: self._known} if self._known else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what groups before have settled on, as a commit's `extra` says it."""
+        self._known = dict(state.get(_CHOSEN, {}))
 
     def _prepare(self, step: int) -> Chosen | None:
         """Chooses for a step; returns what is to be recorded."""
@@ -201,7 +203,6 @@ def automatic(
     *,
     world_size: int,
     per_node: int,
-    known: Mapping[str, Any],
 ) -> Automatic:
     """A group's choices, as a recipe leaves them open. Collective.
 
@@ -212,7 +213,6 @@ def automatic(
         device: of this rank.
         world_size: workers of the group.
         per_node: of them, on this node.
-        known: see `Automatic`.
     """
     open_phases = []
     if recipe.is_automatic:
@@ -240,7 +240,6 @@ def automatic(
         recompute,
         device,
         memory_of_worker(device, per_node, recipe.workers.memory_gb),
-        known,
     )
 
 

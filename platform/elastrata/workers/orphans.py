@@ -17,17 +17,17 @@ _KEY = "elastrata-controller:"
 def note_controller(run: str) -> None:
     """Called in Ray Train's controller: says which actor makes the placement groups of that run."""
     actor = ray.get_runtime_context().get_actor_id() or ""
-    internal_kv._internal_kv_put(f"{_KEY}{run}", actor.encode())  # type: ignore[no-untyped-call]
+    internal_kv._internal_kv_put(f"{_KEY}{run}", actor.encode())
 
 
 def remove_orphans(run: str) -> None:
     """Frees what the run's newest controller has placed: Ray keeps that until the job ends. What
     other runs of this job have placed stays."""
-    actor: Any = internal_kv._internal_kv_get(f"{_KEY}{run}")  # type: ignore[no-untyped-call]
+    actor: Any = internal_kv._internal_kv_get(f"{_KEY}{run}")
     if not actor:
         return
-    accessor: Any = state._connect_and_get_accessor()  # type: ignore[no-untyped-call]
+    accessor: Any = state._connect_and_get_accessor()
     for data in accessor.get_placement_group_table():
-        group: Any = gcs_pb2.PlacementGroupTableData.FromString(data)
+        group: Any = gcs_pb2.PlacementGroupTableData.FromString(data)  # type: ignore[attr-defined]
         if group.creator_actor_id.hex() == actor.decode() and group.state != group.REMOVED:
             remove_placement_group(PlacementGroup(PlacementGroupID(group.placement_group_id)))
