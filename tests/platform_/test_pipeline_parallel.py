@@ -117,7 +117,8 @@ def test_losses_are_equal_however_the_model_is_cut(
     for runs in run_fresh_ranks(world_size, train_all, cases):
         for (name, way), found in zip(ways, runs, strict=True):
             _assert_equal(found, alone(name), f"{name}: {way}")
-            assert all(0 < record.bubble < 0.5 for record in found)
+            most = 1 - 1 / way["pipeline"]  # one rank after the other
+            assert all(0 < record.bubble < most for record in found)
             assert {len(record.memory_by_stage) for record in found} == {way["pipeline"]}
 
 
