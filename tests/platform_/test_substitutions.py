@@ -39,6 +39,11 @@ def test_a_line_for_each_thing_that_is_missing() -> None:
         "instead, which is slow",
         "compile: true: g++ is not on the path; operators run one by one instead",
     ]
+    (kernels,) = substitutions(POOR, dtype=FP32, compile=False, skip_zeros=True)
+    assert kernels.startswith("sparsity.kernels: true: this CPU has no 2:4 kernels")
+    assert not substitutions(
+        replace(ALL, skips_zeros=True), dtype=BF16, compile=True, skip_zeros=True
+    )
     old = replace(ALL, device="a Tesla V100", capability=(7, 0), has_bf16=False)
     (line,) = substitutions(old, dtype=BF16, compile=True)
     assert line.startswith("precision: bf16: a Tesla V100 has no instructions")

@@ -22,6 +22,7 @@ from elastrata.training.clip import Clip
 from elastrata.training.optimizers.sharding import local
 from elastrata.training.record import StepRecord
 from elastrata.training.sparsity import rigl
+from elastrata.training.sparsity.kernels import use_kernels
 from elastrata.training.sparsity.smallest import smallest
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
@@ -76,6 +77,31 @@ def train_sparse(rank: int, world_size: int, recipe: Section) -> Sparse:
 
 def train_all_sparse(rank: int, world_size: int, recipes: Sequence[Section]) -> list[Sparse]:
     return [train_sparse(rank, world_size, recipe) for recipe in recipes]
+
+
+def train_all_with_kernels(
+    rank: int, world_size: int, recipe: Section
+) -> list[tuple[list[tuple[str, float, float]], list[tuple[int, ...]]]]:
+    """Trains twice, the first time with layers as the 2:4 kernels have them, but for the kernels:
+    digest, loss and norm of every step, and the shapes that were to be compressed, one by one."""
+    found = []
+    for kernels in (True, False):
+        training = BareTraining(rank, world_size, Recipe.model_validate(recipe))
+        assert training.masks is not None
+        shapes: list[tuple[int, ...]] = []
+        if kernels:
+            matrices = training.recipe.workload.matrices(training.model)
+            compress = partial(_noted, shapes)
+            use_kernels(training.model, matrices, training.masks.is_in_fours, compress)
+        records = training.run(Start(), training.recipe.steps_in_all)
+        found.append(([(r.digest, r.loss, r.gradient_norm) for r in records], shapes))
+    return found
+
+
+def _noted(shapes: list[tuple[int, ...]], weight: Tensor) -> Tensor:
+    assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+    shapes.append(tuple(weight.shape))
+    return weight
 
 
 def watched(training: BareTraining, start: Start) -> Sparse:

@@ -10,6 +10,7 @@ from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_proble
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
 from elastrata.training.optimizers.adamw import AdamWConfig
+from elastrata.training.sparsity.config import TwoFourConfig
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.problems import sparsity_problems
 from elastrata_pipelines.errors import nearest
@@ -280,3 +281,16 @@ def _sparsity(recipe: Recipe) -> Iterator[Problem]:
         if part.sparsity:
             for path, line in sparsity_problems(part.sparsity, shapes):
                 yield (*place, "sparsity", *path), prefix + line
+        if isinstance(part.sparsity, TwoFourConfig) and part.sparsity.kernels:
+            for line in _kernel_problems(recipe):
+                yield (*place, "sparsity", "kernels"), f"{prefix}sparsity.kernels: true: {line}"
+
+
+def _kernel_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.precision != "bf16":
+        yield f"expected precision bf16, not {recipe.precision}: the kernels have no other"
+    if recipe.parallel.tensor > 1:
+        yield (
+            f"expected parallel.tensor 1, not {recipe.parallel.tensor}: a layer that is divided "
+            "has no kernels"
+        )

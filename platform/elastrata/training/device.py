@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from elastrata.training.sparsity.kernels import has_kernels
+
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
 _STATM = Path("/proc/self/statm")
@@ -36,6 +38,8 @@ class Abilities:
     """Whether there are instructions that multiply bf16."""
     missing_compiler: str | None
     """What torch.compile would need and does not find; None where nothing is missing."""
+    skips_zeros: bool = False
+    """Whether there are semi-structured (2:4) kernels, and they multiply as they should."""
 
     @property
     def can_compile(self) -> bool:
@@ -58,6 +62,7 @@ def abilities(device: torch.device) -> Abilities:
         capability=capability,
         has_bf16=capability >= (8, 0),
         missing_compiler=_missing("CC", "gcc", "clang"),
+        skips_zeros=has_kernels(device),
     )
 
 

@@ -15,13 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.clip import Clip, build_clip
-from elastrata.training.device import Abilities, abilities
+from elastrata.training.device import Abilities, abilities, current_device
 from elastrata.training.loop import Loop
 from elastrata.training.parallel import DTYPES, parallelize, rank_mesh
 from elastrata.training.partial_model import partial_model
 from elastrata.training.passes import Passes, WholeModel
 from elastrata.training.pipeline_clip import build_stage_clip
 from elastrata.training.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
+from elastrata.training.sparsity.config import TwoFourConfig
+from elastrata.training.sparsity.kernels import has_kernels, use_kernels
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.masks import Masks, SparsePhase
 from elastrata.training.substitutions import substitutions
@@ -92,14 +94,18 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     if not any(phase.sparsity for phase in phases):
         return None
     sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]
-    return Masks(
-        recipe.workload.matrices(divided.model),
+    matrices = recipe.workload.matrices(divided.model)
+    masks = Masks(
+        matrices,
         layer_shapes(recipe.workload),
         phases,
         seed=recipe.seed,
         sharded=sharded,
         pipeline=divided.pipeline,
     )
+    if _skips_zeros(recipe) and has_kernels(current_device()):
+        use_kernels(divided.model, matrices, masks.is_in_fours)
+    return masks
 
 
 def training_loop(
@@ -131,9 +137,15 @@ def missing_here(recipe: Recipe, here: Abilities) -> list[str]:
     """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
     dtype = DTYPES[recipe.precision]
     return [
-        *substitutions(here, dtype=dtype, compile=recipe.compile),
+        *substitutions(here, dtype=dtype, compile=recipe.compile, skip_zeros=_skips_zeros(recipe)),
         *recipe.workload.substitutions(here, dtype),
     ]
+
+
+def _skips_zeros(recipe: Recipe) -> bool:
+    """Whether 2:4 kernels are to multiply in any of its phases."""
+    found = [part.sparsity for part in recipe.parts]
+    return any(isinstance(one, TwoFourConfig) and one.kernels for one in found)
 
 
 def _pipelined(

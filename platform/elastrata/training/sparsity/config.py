@@ -102,6 +102,9 @@ class TwoFourConfig(DrawnKeys):
     """This method."""
     level: Annotated[float, Field(ge=0.5, le=0.5)] = 0.5
     """Share of the weights that is held at zero; there is no other."""
+    kernels: bool = False
+    """Forward passes multiply by PyTorch's semi-structured kernels, which skip the zeros, where a
+    worker's GPU has them; needs precision bf16. Backward passes stay dense."""
 
 
 class GivenConfig(SparsityKeys):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from elastrata.training.optimizers.sharding import local
 from elastrata.training.sparsity import rigl
-from elastrata.training.sparsity.config import AnySparsity, GivenConfig, RiglConfig
+from elastrata.training.sparsity.config import AnySparsity, GivenConfig, RiglConfig, TwoFourConfig
 from elastrata.training.sparsity.draw import drawn, zeros_of
 from elastrata.training.sparsity.flops import flops_of_zeros
 from elastrata.training.sparsity.layers import layer_of
@@ -127,6 +127,12 @@ class Masks:
     def is_update(self) -> bool:
         """Whether the step is one in which masks change by the gradient."""
         return self._fraction > 0
+
+    def is_in_fours(self, name: str) -> bool:
+        """Whether two of every four neighbours of that matrix are held at zero, and it is to be
+        multiplied by kernels that skip them."""
+        config = self._sparsity
+        return isinstance(config, TwoFourConfig) and config.kernels and name in self._masks
 
     def flops_of_zeros(self, tokens: int) -> int:
         """FLOPs of the step, forward and backward over so many tokens, that are products with

@@ -12,6 +12,7 @@ from elastrata.training.sparsity.config import (
     LevelKeys,
     TwoFourConfig,
 )
+from elastrata.training.sparsity.kernels import MULTIPLE
 from elastrata.training.sparsity.levels import Shapes, layers_named
 
 Problem = tuple[tuple[str, ...], str]
@@ -37,6 +38,8 @@ def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
         yield from _indivisible(sparse, config.block)
     if isinstance(config, TwoFourConfig):
         yield from _not_in_fours(sparse)
+        if config.kernels:
+            yield from _not_for_kernels(sparse)
 
 
 def _unknown_layers(
@@ -76,5 +79,16 @@ def _not_in_fours(sparse: Shapes) -> Iterator[Problem]:
                 ("method",),
                 f"sparsity.method: 'two_four': expected layers with rows of a multiple of four "
                 f"weights, not {columns} as in {name}; leave it out of sparsity.layers",
+            )
+            return
+
+
+def _not_for_kernels(sparse: Shapes) -> Iterator[Problem]:
+    for name, (rows, columns) in sparse.items():
+        if rows % MULTIPLE or columns % MULTIPLE:
+            yield (
+                ("kernels",),
+                f"sparsity.kernels: true: expected layers of multiples of {MULTIPLE} rows and "
+                f"columns, not {rows} by {columns} as {name}; leave it out of sparsity.layers",
             )
             return
