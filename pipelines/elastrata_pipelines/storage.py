@@ -66,10 +66,8 @@ class Storage:
             found = self.fs.ls(self.path(*parts), detail=False)
         except FileNotFoundError:
             return []
-        names = {str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found}
-        return sorted(
-            names - {self.path(*parts).rsplit("/", 1)[-1]} if not self.is_local else names
-        )
+        entries = {str(entry).rstrip("/") for entry in found}
+        return sorted(entry.rsplit("/", 1)[-1] for entry in entries - {self.path(*parts)})
 
     def size(self, *parts: str) -> int:
         """Bytes of a file."""
