@@ -53,6 +53,7 @@ def bucket(
 
 @contextmanager
 def _google(patch: pytest.MonkeyPatch) -> Iterator[str]:
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # by gRPC, which it does not speak
     gcsfs = pytest.importorskip("gcsfs")
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
@@ -117,7 +118,8 @@ def test_a_large_object_comes_back_equal(bucket: str) -> None:
 def test_an_upload_that_fails_leaves_nothing(bucket: str) -> None:
     storage = Storage(f"{bucket}/broken")
     storage.write(b"before", "kept")
-    for size in (MIB, LARGE):
+    # Google's emulator cannot cancel an upload of several parts.
+    for size in (MIB,) if bucket.startswith("gs:") else (MIB, LARGE):
         with pytest.raises(ZeroDivisionError):
             _fail_after(storage, size)
         assert storage.names() == ["kept"]
