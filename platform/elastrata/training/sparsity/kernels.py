@@ -73,10 +73,12 @@ def use_kernels(
         compress: what the kernels take of a weight.
     """
     names = {id(matrix): name for name, matrix in matrices.items()}
+    # Not before here, as torch's compiler, which cannot look into them, takes seconds to import.
+    multiplied = torch.compiler.disable(partial(_multiplied, compress))  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in names:
             now = partial(is_in_fours, names[id(module.weight)])
-            module.forward = partial(_forward, module, now, compress)  # type: ignore[method-assign]
+            module.forward = partial(_forward, module, now, multiplied)  # type: ignore[method-assign]
 
 
 @cache
@@ -99,18 +101,16 @@ def has_kernels(device: torch.device) -> bool:
 def _forward(
     module: nn.Linear,
     is_in_fours: Callable[[], bool],
-    compress: Callable[[Tensor], Tensor],
+    multiplied: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     inputs: Tensor,
 ) -> Tensor:
     if is_in_fours():
-        found: Tensor = _multiplied(inputs, module.weight, module.bias, compress)
-        return found
+        return multiplied(inputs, module.weight, module.bias)
     return F.linear(inputs, module.weight, module.bias)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _multiplied(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, compress: Callable[[Tensor], Tensor]
+    compress: Callable[[Tensor], Tensor], inputs: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     out: Tensor = SemiStructured.apply(inputs, weight, bias, compress)  # type: ignore[no-untyped-call]
     return out
