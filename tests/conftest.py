@@ -12,7 +12,6 @@ from elastrata.launch.ray_session import ray_session
 from support.command import kill_started
 from support.s3 import s3_bucket
 
-
 LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
 """How the names of files that take minutes begin."""
 
