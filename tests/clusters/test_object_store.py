@@ -77,6 +77,13 @@ def test_an_upload_that_is_interrupted_leaves_nothing(storage: Storage, faults: 
     assert storage.read("large") == b"again"
 
 
+def test_a_file_may_have_the_name_of_its_folder(bucket: str) -> None:
+    storage = Storage(f"{bucket}/same")
+    storage.write(b"inside", "same")
+    assert storage.names() == ["same"]
+    assert Storage(bucket).names() == ["same"]
+
+
 def test_reading_waits_for_a_store_that_is_away(
     bucket: str, faults: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
