@@ -78,7 +78,8 @@ def test_a_lost_node_costs_no_more_than_hot_steps(recipe, undisturbed, cluster, 
     assert sum(live.rolled_back()) <= HOT_STEPS
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=SLOW), signal.SIGSTOP])
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     number, recipe, undisturbed, cluster, tmp_path
 ) -> None:
