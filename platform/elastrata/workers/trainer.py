@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -29,6 +30,7 @@ from elastrata.workers.resize import ResizePolicy
 from elastrata.workers.source import Source
 from elastrata.workers.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import StreamConfig
 
 CONTROLLER_SETTINGS = {
@@ -89,7 +91,7 @@ def fit(
         scaling_config=scaling,
         run_config=RunConfig(  # type: ignore[arg-type]
             name=launch,
-            storage_path=job.run.uri("ray"),
+            **_place(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=warm.runtime_env(_worker_modules(job.recipe.workload)),
             callbacks=_callbacks(job),
@@ -112,6 +114,15 @@ def fit(
         if isinstance(cause, _DEATHS):
             raise ControllerLostError(_death(cause)) from error
         raise TrainingError(_last_line(error)) from error
+
+
+def _place(folder: Storage) -> dict[str, Any]:
+    """Where Ray Train keeps notes of its own. Remote ones go through fsspec, as all else does: the
+    file systems that Ray would take have credentials of their own."""
+    if folder.is_local:
+        return {"storage_path": folder.uri()}
+    through_fsspec = PyFileSystem(FSSpecHandler(folder.fs))
+    return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
 
 
 def _callbacks(job: Job) -> list[Any]:
