@@ -315,6 +315,20 @@ def test_a_server_that_dies_loses_nothing(
     ]
 
 
+def test_a_server_has_the_best_checkpoint_as_a_version_too(tmp_path: Path, server: Server) -> None:
+    tracker = _open(tmp_path / "runs", uri=server.uri)
+    for uri in ("s3://bucket/step-10", str(tmp_path / "step-20")):
+        tracker.record_checkpoint(uri, 10, {})
+        tracker.register_checkpoint(uri, "lr")
+    tracker.register_checkpoint("s3://bucket/unknown", "lr")  # never recorded: nothing happens
+    tracker.finish("FINISHED")
+    client = MlflowClient(server.uri)
+    best = client.get_model_version_by_alias("lr", "best")
+    assert best.tags["uri"] == str(tmp_path / "step-20")
+    assert best.source == f"models:/{best.tags['model_id']}"
+    assert len(client.search_model_versions("name = 'lr'")) == 2
+
+
 def test_sixteen_parts_of_a_run_by_one_writer(runs: Path) -> None:
     whole = _open(runs)
     parts = [

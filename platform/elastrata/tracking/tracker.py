@@ -112,14 +112,17 @@ class Tracker:
             versions = self._client.search_model_versions(f"name = '{name}'")
             version = next((v for v in versions if v.tags.get("uri") == uri), None)
             if version is None:
-                model_id = self._recorded_models(uri)[0]
-                self._models[uri] = model_id
+                recorded = self._recorded_models(uri)
+                if not recorded:
+                    return  # the store has refused its record
+                model_id = self._models[uri] = recorded[0]
                 # A server takes no path of another machine, a database no id of a model.
                 is_server = self.uri.startswith(("http:", "https:"))
                 version = self._client.create_model_version(
                     name,
                     source=f"models:/{model_id}" if is_server else uri,
                     run_id=self.run_id,
+                    model_id=model_id,
                     tags={"uri": uri, "model_id": model_id},
                     await_creation_for=0,
                 )
