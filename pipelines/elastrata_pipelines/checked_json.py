@@ -1,0 +1,159 @@
+"""The checked reader of JSON: every file of ours is bounded, parsed and held to its model here.
+
+Whatever lies where a file of ours belongs (a folder, a pipe, a link in a circle, JSON nested a
+million deep, a list where a number belongs) becomes one line that knows file and field.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+MOST_BYTES = 2**28
+"""No file of ours that is read whole, as JSON, is larger."""
+MOST_DEPTH = 64
+"""No JSON of ours nests objects and arrays deeper."""
+_SHOWN_PROBLEMS = 5
+_SHOWN_CHARACTERS = 60
+_REASONS = {
+    errno.EISDIR: "a folder, expected a file",
+    errno.ENOTDIR: "a part of its path is a file, expected a folder",
+    errno.ELOOP: "a link that leads back to itself",
+}
+
+
+class Record(BaseModel):
+    """A thing that is kept as JSON: frozen, no unknown keys, no value of another type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
+    """All bytes of a file of ours.
+
+    Args:
+        storage: the folder it lies in.
+        parts: its path below.
+        most: bytes that it may have.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it is no regular file, larger than `most`, or cannot be read.
+    """
+    where = storage.uri(*parts)
+    try:
+        if storage.is_local and not stat.S_ISREG(Path(storage.path(*parts)).stat().st_mode):
+            kind = "folder" if storage.fs.isdir(storage.path(*parts)) else "device, pipe or socket"
+            raise UserError(f"{where}: a {kind}, expected a file")
+        if (size := storage.size(*parts)) > most:
+            raise UserError(f"{where}: {size:,} bytes, expected at most {most:,} (altered)")
+        return storage.read(*parts)
+    except (FileNotFoundError, UserError):
+        raise
+    except Exception as error:  # each kind of store has its own
+        raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in one line."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return _REASONS.get(error.errno) or error.strerror or type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def parse_json(data: bytes | str, where: str) -> Any:
+    """The value of a JSON text whose depth is bounded.
+
+    Args:
+        data: the text, UTF-8 where it is bytes.
+        where: what to call it in an error: the file, with the line where it has several.
+
+    Raises:
+        UserError: not JSON, or nested deeper than any of ours.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise UserError(f"{where}: not JSON (torn or altered): {reason(error)}") from None
+    if _is_deeper(value, MOST_DEPTH):
+        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels (altered)")
+    return value
+
+
+def parse_record(kind: type[Kind], data: bytes | str, where: str, advice: str = "") -> Kind:
+    """The record in a JSON text.
+
+    Args:
+        kind: the model that says what may be in it.
+        data: the text.
+        where: what to call it in an error.
+        advice: what to do about it, for the end of each line.
+
+    Raises:
+        UserError: a line for each field that is missing, unknown, or of another type or range.
+    """
+    if not isinstance(parse_json(data, where), dict):
+        raise UserError(f"{where}: expected a JSON object{_tail(advice)}")
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise UserError(*(f"{where}: {line}{_tail(advice)}" for line in _lines(error))) from None
+
+
+def read_record(kind: type[Kind], storage: Storage, *parts: str, advice: str = "") -> Kind:
+    """The record in a file: `read_bytes`, then `parse_record`, with what they raise."""
+    return parse_record(kind, read_bytes(storage, *parts), storage.uri(*parts), advice)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [item for node in level for item in _children(node)]
+        if not level:
+            return False
+    return True
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def _lines(error: ValidationError) -> list[str]:
+    """A line for each field at fault, the first few of them."""
+    found = error.errors(include_url=False, include_context=False)
+    lines = [_line(detail) for detail in found[:_SHOWN_PROBLEMS]]
+    if more := found[_SHOWN_PROBLEMS:]:
+        lines.append(f"and {len(more)} more problems")
+    return lines
+
+
+def _line(detail: Any) -> str:
+    field = ".".join(map(str, detail["loc"])) or "the whole"
+    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    if detail["type"] in ("missing", "extra_forbidden"):
+        return f"{field}: {'missing' if detail['type'] == 'missing' else 'unknown key'}"
+    shown = repr(detail["input"])
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[:_SHOWN_CHARACTERS]}..."
+    return f"{field}: {shown}: {message}"
+
+
+def _tail(advice: str) -> str:
+    return f"; {advice}" if advice else ""
