@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -241,7 +241,7 @@ def _tree_mutation(
         "a link to the folder above": lambda path: path.symlink_to(".."),
         "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
         "a pipe": lambda path: os.mkfifo(path),
-        "a socket": _socket,
+        "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     }
     name = rng.choice((*kinds, f"a copy of {other}", "renamed", f"a copy of it as {other}_"))
     if name in kinds:
@@ -267,13 +267,6 @@ def _remove(path: Path) -> None:
 def _filled(path: Path) -> None:
     path.mkdir()
     (path / "file").write_bytes(b"{}")
-
-
-def _socket(path: Path) -> None:
-    """A socket that nobody listens to; bound by a short name, for a socket's may have 107 bytes."""
-    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(f"{short}/socket")
-        shutil.move(f"{short}/socket", path)
 
 
 def _rename(path: Path) -> None:
