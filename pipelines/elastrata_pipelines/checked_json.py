@@ -24,6 +24,7 @@ MOST_DEPTH = 64
 """No JSON of ours nests objects and arrays deeper."""
 _SHOWN_PROBLEMS = 5
 _SHOWN_CHARACTERS = 60
+_LONGEST_REASON = 300
 _REASONS = {
     errno.EISDIR: "a folder, expected a file",
     errno.ENOTDIR: "a part of its path is a file, expected a folder",
@@ -53,17 +54,41 @@ def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
         UserError: it is no regular file, larger than `most`, or cannot be read.
     """
     where = storage.uri(*parts)
+    if (size := file_size(storage, *parts)) > most:
+        raise UserError(f"{where}: {size:,} bytes, expected at most {most:,} (altered)")
     try:
-        if storage.is_local and not stat.S_ISREG(Path(storage.path(*parts)).stat().st_mode):
-            kind = "folder" if storage.fs.isdir(storage.path(*parts)) else "device, pipe or socket"
-            raise UserError(f"{where}: a {kind}, expected a file")
-        if (size := storage.size(*parts)) > most:
-            raise UserError(f"{where}: {size:,} bytes, expected at most {most:,} (altered)")
         return storage.read(*parts)
-    except (FileNotFoundError, UserError):
+    except FileNotFoundError:
         raise
     except Exception as error:  # each kind of store has its own
         raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+
+
+def file_size(storage: Storage, *parts: str) -> int:
+    """Bytes of a file of ours.
+
+    Args:
+        storage: the folder it lies in.
+        parts: its path below.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it is no regular file, or cannot be looked at.
+    """
+    where = storage.uri(*parts)
+    try:
+        if not storage.is_local:
+            storage.fs.invalidate_cache()  # it may know of the folder what is no longer so
+            return storage.size(*parts)
+        found = Path(storage.path(*parts)).stat()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each kind of store has its own
+        raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
+        raise UserError(f"{where}: a {kind}, expected a file")
+    return found.st_size
 
 
 def reason(error: Exception) -> str:
@@ -71,7 +96,13 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return _REASONS.get(error.errno) or error.strerror or type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return printable(lines[0]) if lines else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """A text in one line, and not too long a one: line ends and control characters are escaped."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
+    return line if len(text) <= _LONGEST_REASON else f"{line}..."
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -145,8 +176,9 @@ def _lines(error: ValidationError) -> list[str]:
 
 
 def _line(detail: Any) -> str:
-    field = ".".join(map(str, detail["loc"])) or "the whole"
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    field = printable(".".join(map(str, detail["loc"]))) or "the whole"
+    message = detail["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
     if detail["type"] in ("missing", "extra_forbidden"):
         return f"{field}: {'missing' if detail['type'] == 'missing' else 'unknown key'}"
     shown = repr(detail["input"])

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.comparison import SchemeBalance, compare
 from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.format import (
+    HELD_OUT,
+    FileEntry,
+    Manifest,
+    file_problem,
+    read_held_out,
+    read_shard,
+)
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.storage import Storage
 
 _GOOD_IMBALANCE = 1.01
 _ADVICE_STEPS = 4
 _ADVICE_DOUBLINGS = 6
-_HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,42 +191,58 @@ def advise(
 
 
 def verify(storage: Storage) -> list[str]:
-    """Reads a whole data set and lists what is wrong, one line per problem; empty: all is well.
+    """Reads a whole data set, a file at a time, with what was held out of it, and lists what is
+    wrong, one line per problem; empty: all is well.
 
     Raises:
         UserError: there is no data set, or its manifest cannot be read.
     """
     manifest = Manifest.read(storage)
-    problems: list[str] = []
-    for entry in manifest.files:
-        where = storage.uri(entry.path)
-        if not storage.exists(entry.path):
-            problems.append(f"{where}: missing")
-        elif (size := storage.size(entry.path)) != entry.bytes:
-            problems.append(f"{where}: {size} bytes, the manifest says {entry.bytes}")
-        elif storage.sha256(entry.path) != entry.sha256:
-            problems.append(f"{where}: altered: its checksum is not the manifest's")
-    problems += _index_problems(storage, manifest)
-    if storage.exists(_HELD_OUT, MANIFEST):
-        problems += verify(storage.sub(_HELD_OUT))
-    return problems
+    problems = _content_problems(storage, manifest)
+    try:
+        held_out = read_held_out(storage, manifest)
+    except UserError as error:
+        return [*problems, *error.problems]
+    return problems + (_content_problems(storage.sub(HELD_OUT), held_out) if held_out else [])
 
 
-def _index_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """What in the index of lengths and the manifest's counts contradicts each other."""
-    where = storage.uri(MANIFEST)
+def _content_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a data set."""
+    problems, index_problems = [], list[str]()
+    lengths: npt.NDArray[np.int32] | None = None
     try:
         lengths = manifest.read_lengths(storage)
     except UserError as error:
-        return list(error.problems)
-    problems = []
-    histogram = np.bincount(lengths, minlength=manifest.seq_len + 1)
-    if histogram.tolist() != list(manifest.length_histogram):
-        problems.append(f"{where}: the length histogram does not match the index of lengths")
-    held = sum(shard.samples for shard in manifest.shards)
-    if held != manifest.samples:
-        problems.append(f"{where}: {manifest.samples} samples, but its shards hold {held}")
-    stripes = sum(shard.stripes for shard in manifest.shards)
-    if stripes != manifest.stripes or stripes != -(-manifest.samples // manifest.stripe_size):
-        problems.append(f"{where}: {manifest.stripes} stripes, but its shards hold {stripes}")
-    return problems
+        index_problems += error.problems
+    first = 0
+    for entry in manifest.files:
+        expected = None if lengths is None else lengths[first : first + entry.samples]
+        first += entry.samples
+        problem = file_problem(storage, entry)
+        if problem := problem or _damage(storage, manifest, entry, expected):
+            problems.append(problem)
+    return list(dict.fromkeys(problems + index_problems))
+
+
+def _damage(
+    storage: Storage,
+    manifest: Manifest,
+    entry: FileEntry,
+    lengths: npt.NDArray[np.int32] | None,
+) -> str | None:
+    """What is wrong with the bytes of a file, or the samples in it, in one line."""
+    where = storage.uri(entry.path)
+    try:
+        data = read_bytes(storage, entry.path, most=entry.bytes)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            return f"{where}: altered: its checksum is not the manifest's"
+        if not entry.stripes:
+            return None
+        found = read_shard(data, storage, manifest, entry)["length"].to_numpy()
+    except FileNotFoundError:
+        return f"{where}: missing"
+    except UserError as error:
+        return str(error)
+    if lengths is not None and not np.array_equal(found, lengths):
+        return f"{where}: its lengths are not those in the index"
+    return None

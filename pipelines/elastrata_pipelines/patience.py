@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 300.0
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 30.0
 Found = TypeVar("Found")
 
-_LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowInvalid)
+_LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
 """What trying again does not mend."""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from elastrata_pipelines.deal import cut
+from elastrata_pipelines.format.binary_column import values_of
 from elastrata_pipelines.rows import Rows
 
 _STEPS = b"steps"
@@ -102,23 +103,13 @@ def _rows(batch: pa.RecordBatch, token_dtype: str) -> Rows:
         sample_ids=batch["sample_id"].to_numpy(),
         epochs=batch["epoch"].to_numpy(),
         lengths=batch["length"].to_numpy().astype(np.int64),
-        tokens=_values(batch["tokens"], token_dtype),
+        tokens=values_of(batch["tokens"], token_dtype),
         boundaries=_boundaries(batch["boundaries"]) if "boundaries" in columns else None,
         second_starts=(
             batch["second_start"].to_numpy().astype(np.int64) if "second_start" in columns else None
         ),
         is_next=(batch["is_next"].to_numpy(zero_copy_only=False) if "is_next" in columns else None),
     )
-
-
-def _values(column: pa.Array, dtype: str) -> npt.NDArray[Any]:
-    """The bytes of all rows of a binary column, end to end, as integers, uncopied."""
-    _, offsets, values = column.buffers()
-    if len(column) == 0:
-        return np.empty(0, dtype)
-    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    used = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]]
-    return used.view(np.dtype(dtype).newbyteorder("<"))
 
 
 def _boundaries(column: pa.Array) -> tuple[npt.NDArray[np.int32], ...]:

@@ -116,8 +116,11 @@ class Storage:
         return self.fs.open(self.path(*parts), "rb", **own)
 
     def delete(self, *parts: str) -> None:
-        """Deletes a file, or a folder with all that is in it; nothing happens where it is gone."""
-        if self.exists(*parts):
+        """Deletes a file, a link, or a folder with all that is in it; nothing happens where it is
+        gone."""
+        if self.is_local and Path(self.path(*parts)).is_symlink():
+            Path(self.path(*parts)).unlink()  # the link, wherever it leads
+        elif self.exists(*parts):
             self.fs.rm(self.path(*parts), recursive=True)
 
     def sha256(self, *parts: str) -> str:

@@ -177,4 +177,4 @@ def test_bad_documents_can_be_skipped(tmp_path: Path) -> None:
     wanted = config(tmp_path, bad_documents="skip")
     manifest = prepare(wanted, str(tmp_path / "out"))
     (source,) = manifest.sources
-    assert (source["documents"], source["documents_skipped"]) == (2, 2)
+    assert (source.documents, source.documents_skipped) == (2, 2)

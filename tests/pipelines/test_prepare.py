@@ -132,8 +132,8 @@ def test_weights_repeat_and_thin_out(tmp_path: Path) -> None:
         seq_len=128,
     )  # fmt: skip
     first, second = manifest.sources
-    assert 900 < first["samples"] < 1100
-    assert 150 < second["samples"] < 250
+    assert 900 < first.samples < 1100
+    assert 150 < second.samples < 250
     counts = Counter(decoded(tmp_path / "out"))
     assert {count for text, count in counts.items() if text.startswith("a ")} == {2, 3}
     assert {count for text, count in counts.items() if text.startswith("b ")} == {1}
@@ -168,8 +168,8 @@ def test_every_format_holds_the_same_documents(tmp_path: Path) -> None:
     (source,) = manifest.sources
     held_out = Manifest.read(Storage(str(tmp_path / "out" / "held_out")))
     documents = 12 + 600 + 30 + 300
-    assert source["documents"] + held_out.sources[0]["documents"] == documents
-    assert source["samples"] == manifest.samples
+    assert source.documents + held_out.sources[0].documents == documents
+    assert source.samples == manifest.samples
     assert verify(Storage(str(tmp_path / "out"))) == []
 
 

@@ -45,8 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With two data sets and `phases.yaml`."""
     folder = tmp_path_factory.mktemp("phases")
     for name, samples, seed in (("data", 400, 0), ("other", 130, 3)):
-        write_data_set(folder / name, samples=samples, seed=seed)
-        write_data_set(folder / name / "held_out", samples=40, seed=seed + 1)
+        write_data_set(folder / name, samples=samples, seed=seed, held_out=40)
     values = tiny_recipe(
         folder / "data",
         folder / "runs",

@@ -33,8 +33,7 @@ pytestmark = pytest.mark.timeout(2400)  # many drivers, one after the other
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set and a recipe of 24 steps, evaluated every 4."""
     folder = tmp_path_factory.mktemp("sweep")
-    write_data_set(folder / "data", samples=300)
-    write_data_set(folder / "data" / "held_out", samples=40, seed=1)
+    write_data_set(folder / "data", samples=300, held_out=40)
     recipe = tiny_recipe(
         folder / "data",
         folder / "runs",

@@ -34,8 +34,7 @@ def group() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    write_data_set(folder, samples=300)
-    write_data_set(folder / "held_out", samples=40, seed=1)
+    write_data_set(folder, samples=300, held_out=40)
     return folder
 
 

@@ -223,5 +223,5 @@ def test_a_target_needs_held_out_data(tmp_path: Path) -> None:
         "target.metric: eval/mlm_accuracy: needs held-out data, and there is none in "
         f"{tmp_path}/data/held_out; prepare with data.prepare.held_out, or give evaluation.path",
     )
-    write_data_set(tmp_path / "data" / "held_out", samples=20, seed=1)
+    write_data_set(tmp_path / "data", samples=60, held_out=20)
     assert training_data(recipe).held_out is not None

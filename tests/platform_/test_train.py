@@ -29,8 +29,7 @@ RELATIVE = 1e-5
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a recipe that takes a checkpoint every 10 of its 120 steps of 21 samples."""
     folder = tmp_path_factory.mktemp("train")
-    write_data_set(folder / "data", samples=400)
-    write_data_set(folder / "data" / "held_out", samples=50, seed=1)
+    write_data_set(folder / "data", samples=400, held_out=50)
     values = tiny_recipe(
         folder / "data",
         folder / "runs",

@@ -34,8 +34,7 @@ OUT_OF_REACH = {"metric": "eval/mlm_accuracy", "at_least": 0.99}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    write_data_set(folder / "data", samples=400)
-    write_data_set(folder / "data" / "held_out", samples=50, seed=1)
+    write_data_set(folder / "data", samples=400, held_out=50)
     return folder
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard
+from elastrata_pipelines.format import (
+    HELD_OUT,
+    FileEntry,
+    Manifest,
+    Vocabulary,
+    shard_schema,
+    write_shard,
+)
 from elastrata_pipelines.format.manifest import LENGTHS
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.storage import Storage
@@ -35,12 +42,16 @@ def write_data_set(
     seed: int = 0,
     *,
     pairs: bool = False,
+    held_out: int = 0,
     sizes: Sizes = Sizes(),
 ) -> Manifest:
     """Writes `samples` samples of uneven lengths, each one token over and over: easy to learn.
 
-    In pairs the second sentence begins in the middle, and every other one follows the first.
+    In pairs the second sentence begins in the middle, and every other one follows the first. So
+    many samples as `held_out` says are held out of them, of the next seed.
     """
+    if held_out:
+        inner = write_data_set(f"{folder}/{HELD_OUT}", held_out, seed + 1, pairs=pairs, sizes=sizes)
     rng = np.random.default_rng(seed)
     storage = Storage(str(folder))
     lengths = 4 + rng.geometric(_LENGTHS_PER_MEAN / sizes.seq_len, samples)
@@ -75,6 +86,7 @@ def write_data_set(
         tokenizer_fingerprint="synthetic",
         sources=(),
         files=tuple(files),
+        held_out=inner.fingerprint if held_out else None,
     )
     manifest.write(storage)
     return manifest

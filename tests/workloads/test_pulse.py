@@ -79,8 +79,7 @@ def _slow_but_for_some() -> list[Any]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for name, pairs in (("texts", False), ("pairs", True)):
-        write_data_set(folder / name, samples=60, pairs=pairs)
-        write_data_set(folder / name / "held_out", samples=20, seed=1, pairs=pairs)
+        write_data_set(folder / name, samples=60, pairs=pairs, held_out=20)
     return folder
 
 

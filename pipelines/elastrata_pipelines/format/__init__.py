@@ -1,16 +1,36 @@
 """The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
 
 from elastrata_pipelines.format.checked import write_file
-from elastrata_pipelines.format.manifest import FORMAT_VERSION, MANIFEST, FileEntry, Manifest
-from elastrata_pipelines.format.shard import read_stripes, shard_schema, write_shard
+from elastrata_pipelines.format.file_check import file_problem
+from elastrata_pipelines.format.held_out import HELD_OUT, read_held_out
+from elastrata_pipelines.format.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    SourceEntry,
+)
+from elastrata_pipelines.format.shard import (
+    open_shard,
+    read_shard,
+    read_stripes,
+    shard_schema,
+    write_shard,
+)
 from elastrata_pipelines.format.vocabulary import Vocabulary
 
 __all__ = [
     "FORMAT_VERSION",
+    "HELD_OUT",
     "MANIFEST",
     "FileEntry",
     "Manifest",
+    "SourceEntry",
     "Vocabulary",
+    "file_problem",
+    "open_shard",
+    "read_held_out",
+    "read_shard",
     "read_stripes",
     "shard_schema",
     "write_file",

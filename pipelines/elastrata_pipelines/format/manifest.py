@@ -4,64 +4,95 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import AfterValidator, Field
 
+from elastrata_pipelines.checked_json import Record, parse_json, parse_record, read_bytes
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.contradictions import contradictions
+from elastrata_pipelines.format.lengths import histogram_of, read_int32
 from elastrata_pipelines.format.vocabulary import Vocabulary
 from elastrata_pipelines.storage import Storage
 
-FORMAT_VERSION = 1
+FORMAT = "elastrata-shards"
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
 """Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
 TOKENIZER_DIR = "tokenizer"
-_AGAIN = "prepare the data set again"
+AGAIN = "prepare the data set again, with --overwrite"
+_CHECKSUM = "checksum"
+_HELD_OUT = "held_out"
+_SHOWN_PROBLEMS = 5
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileEntry:
+def _inside(path: str) -> str:
+    parts = path.split("/")
+    if not path.isprintable() or not {"", ".", ".."}.isdisjoint(parts) or path == MANIFEST:
+        raise ValueError("expected the path of a file inside the data set")
+    return path
+
+
+class FileEntry(Record):
     """One file of the data set. `samples` and `stripes` are 0 for files that hold no samples."""
 
-    path: str
-    bytes: int
-    sha256: str
-    samples: int = 0
-    stripes: int = 0
+    path: Annotated[str, AfterValidator(_inside)]
+    bytes: Count
+    sha256: Sha256
+    samples: Count = 0
+    stripes: Count = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class SourceEntry(Record):
+    """Text of one origin, and what became of it."""
+
+    name: str
+    weight: Annotated[float, Field(gt=0, le=1000)]
+    documents: Count
+    documents_skipped: Count
+    bytes_read: Count
+    samples: Count
+    tokens: Count
+
+
+class Manifest(Record):
     """Everything that training, `inspect` and a resume need to know before opening a shard."""
 
-    samples: int
-    tokens: int
-    stripes: int
-    stripe_size: int
+    samples: Count
+    tokens: Count
+    stripes: Count
+    stripe_size: Annotated[int, Field(ge=1, lt=2**62)]
     """Samples per stripe; the last stripe may be short."""
-    seq_len: int
+    seq_len: Annotated[int, Field(ge=1, le=2**24)]
     """No sample is longer."""
     seed: int
-    packing: str
+    packing: Literal["none", "concat", "best_fit"]
     pairs: bool
     """Whether samples are sentence pairs for next-sentence prediction."""
-    token_dtype: str
-    """NumPy name of the tokens' integer type, little-endian: `uint16` or `uint32`."""
-    length_histogram: tuple[int, ...]
+    token_dtype: Literal["uint16", "uint32"]
+    """NumPy name of the tokens' integer type, little-endian."""
+    length_histogram: tuple[Count, ...]
     """`length_histogram[s]`: number of samples of length s, for s from 0 to seq_len."""
     vocabulary: Vocabulary
-    tokenizer_fingerprint: str
-    sources: tuple[dict[str, Any], ...]
-    """Per source: name, weight, documents, documents_skipped, bytes_read, samples, tokens."""
+    tokenizer_fingerprint: Annotated[str, Field(pattern="^[ -~]{0,128}$")]
+    sources: tuple[SourceEntry, ...]
     files: tuple[FileEntry, ...]
     """Shards in order, then lengths and tokenizer files."""
-    preparation: str = ""
+    preparation: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     """SHA-256 of the configuration and the source files that the data set was made from."""
-    version: int = FORMAT_VERSION
-    format: str = "elastrata-shards"
+    held_out: Sha256 | None = None
+    """Fingerprint of the data set that was held out of this one; None: nothing was. Version 1 does
+    not say."""
+    version: Literal[1, 2] = FORMAT_VERSION
+    format: Literal["elastrata-shards"] = FORMAT
 
     @property
     def shards(self) -> tuple[FileEntry, ...]:
@@ -70,12 +101,20 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the manifest's canonical JSON: equal for byte-identical data sets only."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 over all that the manifest says: equal for byte-identical data sets only.
+
+        From version 2 on the file holds it too, as `checksum`.
+        """
+        return hashlib.sha256(_text(self._values()).encode()).hexdigest()
+
+    def rows_of(self, stripe: int) -> int:
+        """Samples of a stripe."""
+        return min(self.stripe_size, self.samples - stripe * self.stripe_size)
 
     def to_json(self) -> str:
         """The manifest's text: keys sorted, so that equal manifests are equal to the byte."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        checksum = {_CHECKSUM: self.fingerprint} if self.version > 1 else {}
+        return _text(self._values() | checksum)
 
     def write(self, storage: Storage) -> None:
         """Makes the folder a data set. All its files must be there."""
@@ -86,33 +125,32 @@ class Manifest:
         """Reads a data set's manifest.
 
         Raises:
-            UserError: no manifest there, not one of ours, or of another format version.
+            UserError: no manifest there, not one of ours, of another format version, altered, or
+                one that contradicts itself.
         """
-        try:
-            where = storage.uri(MANIFEST)
-            data = storage.read(MANIFEST)
-        except FileNotFoundError:
+        found = Manifest.find(storage)
+        if found is None:
             raise UserError(
                 f"{storage.uri()}: no data set here ({MANIFEST} is missing); "
                 "make one with `elastrata prepare`"
-            ) from None
-        except Exception as error:  # each kind of store has its own
-            raise UserError(f"{storage.url}: no data set can be read there ({error})") from None
-        try:
-            raw = json.loads(data)
-        except ValueError as error:
-            raise UserError(f"{where}: not valid JSON ({error}); {_AGAIN}") from None
-        if not isinstance(raw, dict) or raw.get("format") != "elastrata-shards":
-            raise UserError(f"{where}: not the manifest of an Elastrata data set")
-        if raw.get("version") != FORMAT_VERSION:
-            raise UserError(
-                f"{where}: format version {raw.get('version')}, this Elastrata reads version "
-                f"{FORMAT_VERSION}; {_AGAIN}"
             )
+        return found
+
+    @staticmethod
+    def find(storage: Storage) -> Manifest | None:
+        """Reads a data set's manifest; None where there is none.
+
+        Raises:
+            UserError: as `read`.
+        """
         try:
-            return _from_json(raw)
-        except (TypeError, KeyError) as error:
-            raise UserError(f"{where}: damaged manifest ({error}); {_AGAIN}") from None
+            data = read_bytes(storage, MANIFEST)
+        except FileNotFoundError:
+            return None
+        except UserError as error:
+            why = str(error).removeprefix(f"{storage.uri()}/")
+            raise UserError(f"{storage.uri()}: no data set can be read there ({why})") from None
+        return _parsed(data, storage.uri(MANIFEST))
 
     def read_lengths(self, storage: Storage) -> npt.NDArray[np.int32]:
         """Lengths of all samples in stored order, shape [samples], int32.
@@ -122,28 +160,47 @@ class Manifest:
         """
         where = storage.uri(LENGTHS)
         try:
-            with storage.open(LENGTHS) as stream:
-                lengths = np.load(stream, allow_pickle=False)
+            lengths = read_int32(storage, LENGTHS, self.samples)
         except FileNotFoundError:
-            raise UserError(f"{where}: missing; {_AGAIN}") from None
-        except (ValueError, EOFError) as error:
-            raise UserError(f"{where}: unreadable ({error}); {_AGAIN}") from None
-        tokens = int(lengths.sum(dtype=np.int64))
-        if lengths.shape != (self.samples,) or tokens != self.tokens:
+            raise UserError(f"{where}: missing; {AGAIN}") from None
+        except UserError as error:
+            raise UserError(f"{error}; {AGAIN}") from None
+        if histogram_of(lengths, self.seq_len) != self.length_histogram:
             raise UserError(
-                f"{where}: {lengths.size} samples, {tokens} tokens, but the manifest says "
-                f"{self.samples} and {self.tokens}: the index does not match; {_AGAIN}"
+                f"{where}: not the lengths that the manifest's histogram counts: the index does "
+                f"not match; {AGAIN}"
             )
-        return np.asarray(lengths, dtype=np.int32)
+        return lengths
+
+    def _values(self) -> dict[str, Any]:
+        """All but the checksum, as JSON values."""
+        return self.model_dump(exclude={_HELD_OUT} if self.version == 1 else None, mode="json")
 
 
-def _from_json(raw: dict[str, Any]) -> Manifest:
-    vocabulary = raw["vocabulary"]
-    ids = {name: tuple(vocabulary[name]) for name in ("special_ids", "continuation_ids")}
-    parsed = {
-        "length_histogram": tuple(raw["length_histogram"]),
-        "vocabulary": Vocabulary(**{**vocabulary, **ids}),
-        "sources": tuple(raw["sources"]),
-        "files": tuple(FileEntry(**entry) for entry in raw["files"]),
-    }
-    return Manifest(**{**raw, **parsed})
+def _text(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=1, sort_keys=True)
+
+
+def _parsed(data: bytes, where: str) -> Manifest:
+    """The manifest in a text, held against its own checksum and itself."""
+    raw = parse_json(data, where)
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise UserError(f"{where}: not the manifest of an Elastrata data set")
+    version = raw.get("version")
+    if version not in READABLE_VERSIONS:
+        raise UserError(
+            f"{where}: format version {version!r:.20}, this Elastrata reads versions "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}; {AGAIN}"
+        )
+    told = raw.pop(_CHECKSUM, None) if version != 1 else None
+    if version == 1 and _HELD_OUT in raw:
+        raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {AGAIN}")
+    manifest = parse_record(Manifest, json.dumps(raw), where, AGAIN)
+    problems = list(islice(contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
+    if version != 1 and told != manifest.fingerprint and not problems:
+        problems = [
+            "checksum: missing" if told is None else "altered: its checksum is not of what it says"
+        ]
+    if problems:
+        raise UserError(*(f"{where}: {problem}; {AGAIN}" for problem in problems))
+    return manifest

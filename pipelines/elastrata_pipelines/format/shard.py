@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastrata_pipelines.checked_json import file_size, reason
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.checked import CheckedStream
-from elastrata_pipelines.format.manifest import FileEntry, Manifest
+from elastrata_pipelines.format.manifest import AGAIN, FileEntry, Manifest
+from elastrata_pipelines.format.stripe_check import stripe_problem
 from elastrata_pipelines.patience import may_pass
 from elastrata_pipelines.storage import Storage
 
@@ -89,8 +94,8 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
 
     def read(part: tuple[FileEntry, int, list[int]]) -> dict[int, pa.Table]:
         shard, first, inside = part
-        tables = _read_row_groups(storage, shard, [stripe - first for stripe in inside])
-        return dict(zip(inside, tables, strict=True))
+        with open_shard(storage, manifest, shard) as reader:
+            return {stripe: _read_stripe(reader, manifest, stripe, first) for stripe in inside}
 
     found: dict[int, pa.Table] = {}
     if storage.is_local or len(parts) < 2:
@@ -103,27 +108,86 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
     return [found[stripe] for stripe in stripes]
 
 
-def _read_row_groups(storage: Storage, shard: FileEntry, groups: Sequence[int]) -> list[pa.Table]:
+def read_shard(data: bytes, storage: Storage, manifest: Manifest, shard: FileEntry) -> pa.Table:
+    """All stripes of a shard whose bytes are at hand, one after another.
+
+    Raises:
+        UserError: it does not hold what the manifest says.
+    """
+    first = sum(before.stripes for before in takewhile(lambda s: s != shard, manifest.shards))
+    stripes = range(first, first + shard.stripes)
+    with open_shard(storage, manifest, shard, data) as reader:
+        return pa.concat_tables(_read_stripe(reader, manifest, stripe, first) for stripe in stripes)
+
+
+@contextmanager
+def open_shard(
+    storage: Storage, manifest: Manifest, shard: FileEntry, data: bytes | None = None
+) -> Iterator[pq.ParquetFile]:
+    """A shard whose footer is what the manifest says, to be read inside the block.
+
+    Args:
+        storage: the data set.
+        manifest: its own.
+        shard: one of its files.
+        data: the bytes of the shard, where they are at hand.
+
+    Raises:
+        UserError: the shard is missing, damaged, or another one; also for what is raised inside the
+            block.
+        OSError: a remote storage does not answer as it should.
+    """
+    where = storage.uri(shard.path)
     try:
-        with storage.open_scattered(shard.path) as stream:
-            reader = pq.ParquetFile(
-                stream,
-                binary_type=pa.large_binary(),
-                page_checksum_verification=True,
-                pre_buffer=not storage.is_local,  # a stripe is one request, not one for each column
-            )
-            if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
-                raise UserError(
-                    f"{storage.uri(shard.path)}: {reader.metadata.num_rows} samples in "
-                    f"{reader.num_row_groups} stripes, but the manifest says {shard.samples} in "
-                    f"{shard.stripes}; prepare the data set again"
-                )
-            return [reader.read_row_group(group, use_threads=False) for group in groups]
+        if storage.is_local and data is None:
+            file_size(storage, shard.path)  # whoever opens a pipe waits for ever
+        opened = storage.open_scattered(shard.path) if data is None else pa.BufferReader(data)
+        with opened as stream:
+            yield _checked_reader(stream, manifest, shard, is_local=storage.is_local)
+    except UserError:
+        raise
     except FileNotFoundError:
-        raise UserError(f"{storage.uri(shard.path)}: the shard is missing") from None
+        raise UserError(f"{where}: the shard is missing") from None
     except PermissionError as error:
-        raise UserError(f"{storage.uri(shard.path)}: may not be read ({error})") from None
-    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{where}: may not be read ({reason(error)})") from None
+    except Exception as error:  # Arrow has many kinds for what may be wrong with bytes
         if may_pass(error, is_local=storage.is_local):
             raise
-        raise UserError(f"{storage.uri(shard.path)}: the shard is damaged ({error})") from None
+        raise UserError(f"{where}: the shard is damaged ({reason(error)}); {AGAIN}") from None
+
+
+def _checked_reader(
+    stream: Any, manifest: Manifest, shard: FileEntry, *, is_local: bool
+) -> pq.ParquetFile:
+    reader = pq.ParquetFile(
+        stream,
+        binary_type=pa.large_binary(),
+        page_checksum_verification=True,
+        pre_buffer=not is_local,  # a stripe is one request, not one for each column
+    )
+    if reader.num_row_groups != shard.stripes or reader.metadata.num_rows != shard.samples:
+        raise pa.ArrowInvalid(
+            f"{reader.metadata.num_rows} samples in {reader.num_row_groups} stripes, but the "
+            f"manifest says {shard.samples} in {shard.stripes}"
+        )
+    expected = shard_schema(packed=manifest.packing != "none", pairs=manifest.pairs)
+    if not reader.schema_arrow.equals(expected):
+        raise pa.ArrowInvalid(
+            f"columns {', '.join(reader.schema_arrow.names)}, expected {', '.join(expected.names)} "
+            "of their types"
+        )
+    return reader
+
+
+def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first: int) -> pa.Table:
+    """A stripe of a shard whose first one has the number `first`."""
+    group = reader.metadata.row_group(stripe - first)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    if group.num_rows != (expected := manifest.rows_of(stripe)):
+        raise pa.ArrowInvalid(f"stripe {stripe}: {group.num_rows} samples, expected {expected}")
+    if any(column.compression != "UNCOMPRESSED" for column in columns):
+        raise pa.ArrowInvalid(f"stripe {stripe}: compressed, expected plain bytes")
+    table = reader.read_row_group(stripe - first, use_threads=False).combine_chunks()
+    if problem := stripe_problem(table, manifest):
+        raise pa.ArrowInvalid(f"stripe {stripe}: {problem}")
+    return table

@@ -32,7 +32,8 @@ def prepare(
     tokenizer = load_tokenizer(load) if load is not None else None
     fingerprint = corpus.fingerprint(tokenizer)
     target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
-    if found := target.prepared(fingerprint, overwrite=overwrite):
+    wanted = config.held_out is not None
+    if found := target.prepared(fingerprint, held_out=wanted, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
     with target.building() as runs:
@@ -41,6 +42,6 @@ def prepare(
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
         writer = DataSetWriter(config, tokenizer, fingerprint, runs, report)
         target.clear()
-        for held_out in layouts[1:]:
-            writer.write(target.storage.sub(HELD_OUT), held_out)
-        return writer.write(target.storage, layouts[0])
+        parts = [writer.write(target.storage.sub(HELD_OUT), part) for part in layouts[1:]]
+        held_out = parts[0].fingerprint if parts else None
+        return writer.write(target.storage, layouts[0], held_out=held_out)

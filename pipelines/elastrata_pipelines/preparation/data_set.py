@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import FileEntry, Manifest, write_file
+from elastrata_pipelines.format import FileEntry, Manifest, SourceEntry, write_file
 from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
@@ -27,8 +26,7 @@ class Layout:
     """All that the manifest says, but for the files."""
 
     plan: Plan
-    sources: tuple[dict[str, Any], ...]
-    """Per source: name, documents, bytes of text, samples, tokens, weight, skipped documents."""
+    sources: tuple[SourceEntry, ...]
 
 
 def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) -> Layout:
@@ -55,23 +53,24 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
         _source_entry(config, number, [t for t in tokenized if t.source == number], part)
         for number in range(len(config.all_sources))
     )
-    return Layout(plan, tuple(entry for entry in sources if entry["documents"]))
+    return Layout(plan, tuple(entry for entry in sources if entry.documents))
 
 
 def _source_entry(
     config: PrepareConfig, number: int, tokenized: Sequence[Tokenized], part: int
-) -> dict[str, Any]:
+) -> SourceEntry:
     source = config.all_sources[number]
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
-    return {
-        "name": source.name,
-        "weight": 1.0 if part == HELD_OUT else source.weight,
-        "documents": sum(portion.documents[part] for portion in tokenized),
-        "documents_skipped": sum(portion.skipped for portion in tokenized),
-        "bytes_read": sum(portion.bytes for portion in tokenized),
-        "samples": sum(len(run.ids) for run in runs),
-        "tokens": sum(int(run.lengths.sum()) for run in runs),
-    }
+    assert source.name is not None
+    return SourceEntry(
+        name=source.name,
+        weight=1.0 if part == HELD_OUT else source.weight,
+        documents=sum(portion.documents[part] for portion in tokenized),
+        documents_skipped=sum(portion.skipped for portion in tokenized),
+        bytes_read=sum(portion.bytes for portion in tokenized),
+        samples=sum(len(run.ids) for run in runs),
+        tokens=sum(int(run.lengths.sum()) for run in runs),
+    )
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,14 @@ class DataSetWriter:
     runs: Storage
     report: Progress
 
-    def write(self, storage: Storage, layout: Layout) -> Manifest:
-        """Writes a data set, its manifest last."""
+    def write(self, storage: Storage, layout: Layout, *, held_out: str | None = None) -> Manifest:
+        """Writes a data set, its manifest last.
+
+        Args:
+            storage: its folder.
+            layout: of its samples.
+            held_out: fingerprint of what was held out of it and is written already.
+        """
         shards = self._write_shards(storage, layout.plan)
         lengths = layout.plan.lengths
         tokenizer_files = {
@@ -112,6 +117,7 @@ class DataSetWriter:
             sources=layout.sources,
             files=(*shards, *(write_file(storage, path, data) for path, data in others.items())),
             preparation=self.fingerprint,
+            held_out=held_out,
         )
         manifest.write(storage)
         return manifest

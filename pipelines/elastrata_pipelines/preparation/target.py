@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format.manifest import LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.format import HELD_OUT, file_problem, read_held_out
+from elastrata_pipelines.format.manifest import AGAIN, LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
 from elastrata_pipelines.storage import Storage
 
-BUILDING, SHARDS, HELD_OUT = ".building", "shards", "held_out"
+BUILDING, SHARDS = ".building", "shards"
 _OURS = (MANIFEST, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+_AGAIN = f"bring it back, or {AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,16 @@ class Target:
 
     storage: Storage
 
-    def prepared(self, fingerprint: str, *, overwrite: bool) -> Manifest | None:
+    def prepared(self, fingerprint: str, *, held_out: bool, overwrite: bool) -> Manifest | None:
         """The data set that is there already, if it is the one to be made.
 
+        Args:
+            fingerprint: of the configuration and the files that it is made from.
+            held_out: whether data is to be held out of it.
+            overwrite: whether it is made again whatever is there.
+
         Raises:
-            UserError: another data set, or files of other origin, are there.
+            UserError: another data set, what is left of one, or files of other origin, are there.
         """
         where = self.storage.uri()
         try:
@@ -38,13 +45,27 @@ class Target:
             raise UserError(f"{where}: holds other files ({some}); choose an empty or new folder")
         if MANIFEST not in names or overwrite:
             return None
-        manifest = Manifest.read(self.storage)
+        manifest = Manifest.find(self.storage)
+        if manifest is None:  # a link to nothing, which is replaced
+            return None
         if manifest.preparation != fingerprint:
             raise UserError(
                 f"{where}: holds a data set made with another configuration or from other files; "
                 "choose another folder, or replace it with --overwrite"
             )
+        self._check_whole(manifest, held_out=held_out)
         return manifest
+
+    def _check_whole(self, manifest: Manifest, *, held_out: bool) -> None:
+        """Raises UserError where a file is missing: whoever is told to prepare again comes here."""
+        parts = [(self.storage, manifest)]
+        if found := read_held_out(self.storage, manifest):
+            parts.append((self.storage.sub(HELD_OUT), found))
+        elif held_out:
+            raise UserError(f"{self.storage.uri(HELD_OUT)}: missing; {_AGAIN}")
+        problems = [file_problem(at, entry) for at, part in parts for entry in part.files]
+        if any(problems):
+            raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems if problem))
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:

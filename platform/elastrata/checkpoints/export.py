@@ -18,6 +18,7 @@ from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
 from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.training.sparsity.masks import Masks, SparsePhase
+from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
@@ -113,7 +114,10 @@ def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path 
     found = False
     for entry in manifest.files:
         if entry.path.startswith(f"{TOKENIZER_DIR}/"):
-            content = data.read(entry.path)
+            try:
+                content = read_bytes(data, entry.path, most=entry.bytes)
+            except FileNotFoundError:
+                raise UserError(f"{data.uri(entry.path)}: missing") from None
             if hashlib.sha256(content).hexdigest() != entry.sha256:
                 raise UserError(f"{data.uri(entry.path)}: altered; prepare the data set again")
             (folder / Path(entry.path).name).write_bytes(content)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import MANIFEST, Manifest, Vocabulary
+from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.storage import Storage
 
 
@@ -31,8 +31,7 @@ def data_outline(recipe: Recipe) -> DataOutline:
     """
     data = recipe.parts[0].data
     storage = Storage(data.path)
-    if storage.exists(MANIFEST):
-        manifest = Manifest.read(storage)
+    if manifest := Manifest.find(storage):
         return DataOutline(
             vocabulary=manifest.vocabulary,
             seq_len=manifest.seq_len,

@@ -17,13 +17,17 @@ from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.mask_file import read_masks
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.format import (
+    HELD_OUT,
+    Manifest,
+    Vocabulary,
+    file_problem,
+    read_held_out,
+)
+from elastrata_pipelines.format.manifest import AGAIN
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.storage import Storage
-
-HELD_OUT = "held_out"
-"""Where `prepare` puts the held-out data set, inside the data set it was held out of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,10 @@ def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
         *recipe.workload.problems(manifest),
         *_size_problems(part, manifest),
     ]
-    held_out = _held_out(recipe, storage)
+    try:
+        held_out = _held_out(recipe, storage, manifest)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
     if recipe.target and not held_out:
         problems.append(
             f"target.metric: {recipe.target.metric}: needs held-out data, and there is none in "
@@ -191,19 +198,8 @@ def cluster_problems(
 
 
 def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
-    problems = []
-    for entry in manifest.files:
-        try:
-            size = storage.size(entry.path)
-        except FileNotFoundError:
-            problems.append(f"{storage.uri(entry.path)}: missing; prepare the data set again")
-            continue
-        if size != entry.bytes:
-            problems.append(
-                f"{storage.uri(entry.path)}: {size} bytes, but the manifest says {entry.bytes}; "
-                "prepare the data set again"
-            )
-    return problems
+    found = (file_problem(storage, entry) for entry in manifest.files)
+    return [f"{problem}; {AGAIN}" for problem in found if problem]
 
 
 def _size_problems(part: PhaseKeys, manifest: Manifest) -> list[str]:
@@ -227,12 +223,13 @@ def longest_sample(manifest: Manifest) -> int:
     return max(length for length, count in enumerate(manifest.length_histogram) if count)
 
 
-def _held_out(recipe: Recipe, data: Storage) -> tuple[Storage, Manifest] | None:
+def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storage, Manifest] | None:
     """The held-out data set: that of the recipe, or the one inside the training data."""
-    storage = Storage(recipe.evaluation.path) if recipe.evaluation.path else data.sub(HELD_OUT)
-    if recipe.evaluation.path is None and not storage.exists("manifest.json"):
-        return None
-    return storage, Manifest.read(storage)
+    if recipe.evaluation.path:
+        storage = Storage(recipe.evaluation.path)
+        return storage, Manifest.read(storage)
+    found = read_held_out(data, manifest)
+    return (data.sub(HELD_OUT), found) if found else None
 
 
 def _held_out_batches(

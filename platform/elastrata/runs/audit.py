@@ -197,9 +197,12 @@ class _UnusableError(Exception):
 def _expectation(data_set: DataSet, phase: PhaseOutline) -> Expectation:
     data = Storage(data_set.url)
     try:
-        manifest = Manifest.read(data)
+        manifest = Manifest.find(data)
     except UserError as error:
-        raise _UnusableError(DataCheck(state="missing", text=str(error))) from None
+        raise _UnusableError(DataCheck(state="damaged", text=str(error))) from None
+    if manifest is None:
+        text = f"{data.uri()}: no data set here ({MANIFEST} is missing)"
+        raise _UnusableError(DataCheck(state="missing", text=text))
     if manifest.fingerprint != data_set.fingerprint:
         text = f"{data.uri(MANIFEST)}: not the data set any more that the run was trained on"
         raise _UnusableError(DataCheck(state="changed", text=text))

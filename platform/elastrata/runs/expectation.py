@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import FileEntry, Manifest
+from elastrata_pipelines.format import FileEntry, Manifest, open_shard
 from elastrata_pipelines.hashing import U64, digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.storage import Storage
@@ -69,7 +67,7 @@ def expectation(
     Raises:
         UserError: a shard is missing or damaged.
     """
-    parts = [_sample_ids(data, shard) for shard in manifest.shards]
+    parts = [_sample_ids(data, manifest, shard) for shard in manifest.shards]
     return Expectation(
         order=Order(
             num_samples=manifest.samples,
@@ -81,18 +79,11 @@ def expectation(
     )
 
 
-def _sample_ids(data: Storage, shard: FileEntry) -> U64:
-    where = data.uri(shard.path)
-    try:
-        with data.open(shard.path) as stream:
-            table = pq.ParquetFile(stream, page_checksum_verification=True).read(["sample_id"])
-    except FileNotFoundError:
-        raise UserError(f"{where}: the shard is missing") from None
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{where}: the shard is damaged ({error})") from None
-    if table.num_rows != shard.samples:
-        raise UserError(f"{where}: {table.num_rows} samples, but the manifest says {shard.samples}")
-    ids: U64 = table["sample_id"].to_numpy()
+def _sample_ids(data: Storage, manifest: Manifest, shard: FileEntry) -> U64:
+    with open_shard(data, manifest, shard) as reader:
+        ids: U64 = reader.read(["sample_id"], use_threads=False)["sample_id"].to_numpy()
+    if len(ids) != shard.samples:
+        raise UserError(f"{data.uri(shard.path)}: {len(ids)} samples, expected {shard.samples}")
     return ids
 
 

@@ -116,7 +116,7 @@ def _missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
         UserError: one is not there, and the recipe does not say how to make it.
     """
     missing = {part.data.path for part in recipe.parts}
-    missing = {path for path in missing if not Storage(path).exists("manifest.json")}
+    missing = {path for path in missing if Manifest.find(Storage(path)) is None}
     if not missing:
         return {}
     return {path: how for path, how in preparations(recipe).items() if path in missing}

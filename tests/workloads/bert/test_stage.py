@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -61,7 +59,7 @@ def test_micro_batches_are_filled_up_to_one_length(pairs, make_bert, make_rows, 
 def test_heads_make_the_last_stage_short(make_bert, vocabulary) -> None:
     bert = make_bert(num_layers=8)
     small, length = bert.block_costs(vocabulary, 64), 64
-    large = bert.block_costs(replace(vocabulary, size=20_000), length)
+    large = bert.block_costs(vocabulary.model_copy(update={"size": 20_000}), length)
     assert len(small) == len(large) == 8
     assert len(set(small[1:-1])) == 1
     assert len(stage_spans(large, 2)[1]) < len(stage_spans(small, 2)[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -53,7 +51,7 @@ def test_micro_batches_are_filled_up_to_one_length(make_gpt, make_rows, vocabula
 def test_a_large_vocabulary_makes_the_last_stage_short(make_gpt, vocabulary) -> None:
     gpt = make_gpt(num_layers=8)
     small = gpt.block_costs(vocabulary, 64)
-    large = gpt.block_costs(replace(vocabulary, size=4000), 64)
+    large = gpt.block_costs(vocabulary.model_copy(update={"size": 4000}), 64)
     assert len(small) == len(large) == 8
     assert len(set(small[1:-1])) == 1
     assert len(stage_spans(large, 2)[1]) < len(stage_spans(small, 2)[1])

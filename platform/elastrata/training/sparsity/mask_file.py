@@ -1,12 +1,13 @@
 """A file of masks: which weights of a model are held at zero, a bit for each.
 
 A safetensors file: for every layer its mask, row by row and packed into bytes, and in the metadata
-`format` and `shapes`, the layers' rows and columns in JSON. That library is imported where a file
-is read or written: training does without it.
+`format`, `shapes` (the layers' rows and columns in JSON) and, since format 2, `checksum`. That
+library is imported where a file is read or written: training does without it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastrata_pipelines.checked_json import parse_json, printable, read_bytes
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
 """What `elastrata export` calls it."""
-_FORMAT = "elastrata masks 1"
+_WITHOUT_CHECKSUM, _FORMAT = "elastrata masks 1", "elastrata masks 2"
 _LENGTH_BYTES = 8
+_MOST_BYTES = 2**36
+"""Eight weights a byte: more than any model has."""
+Shape = tuple[int, int]
 
 
 def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
@@ -33,11 +38,12 @@ def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save
 
     packed = {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
-    shapes = {name: list(mask.shape) for name, mask in masks.items()}
-    return save(packed, {"format": _FORMAT, "shapes": json.dumps(shapes)})
+    shapes = {name: (mask.shape[0], mask.shape[1]) for name, mask in masks.items()}
+    told = {"format": _FORMAT, "shapes": json.dumps(shapes), "checksum": _checksum(packed, shapes)}
+    return save(packed, told)
 
 
-def read_masks(path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """The masks of a file, by layer, whole; of the layers that it has.
 
     Args:
@@ -47,49 +53,75 @@ def read_masks(path: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Te
     Raises:
         UserError: there is no such file, it is no file of masks, or it is that of another model.
     """
-    from safetensors.torch import load
-
-    folder, _, name = path.rpartition("/")
+    data = _read(path)
     try:
-        data = Storage(folder or ".").read(name)
-    except FileNotFoundError:
-        raise UserError(f"sparsity.masks: {path}: no such file") from None
-    found = _shapes(data, path)
-    for layer, shape in found.items():
-        if layer not in shapes:
-            raise UserError(
-                f"sparsity.masks: {path}: of another model: it has a mask for {layer}, which this "
-                f"one lacks{nearest(layer, shapes)}"
-            )
-        if tuple(shape) != shapes[layer]:
-            raise UserError(
-                f"sparsity.masks: {path}: of another model: its {layer} has the shape {shape}, "
-                f"expected {list(shapes[layer])}"
-            )
-    packed = load(data)
-    return {name: _unpacked(packed[name], shape) for name, shape in found.items()}
-
-
-def _shapes(data: bytes, path: str) -> dict[str, list[int]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-        header: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        told = header["__metadata__"]
-        if told["format"] != _FORMAT:
-            raise ValueError(told["format"])
-        shapes: dict[str, list[int]] = json.loads(told["shapes"])
-        load(data)
-    except (ValueError, KeyError, TypeError, SafetensorError):
+        packed, found = _content(data)
+    except Exception:  # Torch, safetensors and JSON have their own for what may be wrong with bytes
         raise UserError(
             f"sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
             f"`elastrata export` wrote as {MASKS_FILE}"
         ) from None
-    return shapes
+    for layer, shape in found.items():
+        if layer not in shapes:
+            raise UserError(
+                f"sparsity.masks: {path}: of another model: it has a mask for {printable(layer)}, "
+                f"which this one lacks{nearest(layer, shapes)}"
+            )
+        if shape != shapes[layer]:
+            raise UserError(
+                f"sparsity.masks: {path}: of another model: its {layer} has the shape "
+                f"{list(shape)}, expected {list(shapes[layer])}"
+            )
+    return {name: _unpacked(packed[name], shape) for name, shape in found.items()}
 
 
-def _unpacked(packed: Tensor, shape: list[int]) -> Tensor:
+def _read(path: str) -> bytes:
+    folder, slash, name = path.rpartition("/")
+    try:
+        return read_bytes(Storage(folder or slash or "."), name, most=_MOST_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"sparsity.masks: {path}: no such file") from None
+    except UserError as error:
+        raise UserError(f"sparsity.masks: {error}") from None
+
+
+def _content(data: bytes) -> tuple[dict[str, Tensor], dict[str, Shape]]:
+    """The packed masks of a file and their shapes, by layer; any error where it is no such file."""
+    from safetensors.torch import load
+
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], "header")
+    told = header["__metadata__"]
+    shapes = {name: _shape(shape) for name, shape in parse_json(told["shapes"], "shapes").items()}
+    packed = load(data)
+    if packed.keys() != shapes.keys():
+        raise ValueError("masks and shapes of different layers")
+    for name, (rows, columns) in shapes.items():
+        mask = packed[name]
+        if mask.dtype != torch.uint8 or mask.shape != (-(-rows * columns // 8),):
+            raise ValueError(f"{name}: not a bit for each of {rows} x {columns} weights")
+    known = told["format"] == _WITHOUT_CHECKSUM and "checksum" not in told
+    if not known and (told["format"], told["checksum"]) != (_FORMAT, _checksum(packed, shapes)):
+        raise ValueError("altered, or of an unknown format")
+    return packed, shapes
+
+
+def _shape(shape: Any) -> Shape:
+    rows, columns = shape
+    if type(rows) is not int or type(columns) is not int or rows < 1 or columns < 1:
+        raise ValueError(f"{shape}: expected rows and columns")
+    return rows, columns
+
+
+def _checksum(packed: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> str:
+    """SHA-256 over names, shapes and masks of all layers, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(packed):
+        digest.update(json.dumps([name, *shapes[name]]).encode())
+        digest.update(packed[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _unpacked(packed: Tensor, shape: Shape) -> Tensor:
     bits = np.unpackbits(packed.numpy(), count=shape[0] * shape[1])
     return torch.from_numpy(bits.astype(np.bool_)).view(*shape)
