@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, Field
 
-from elastrata_pipelines.checked_json import Record, parse_json, parse_record, read_bytes
+from elastrata_pipelines.checked_json import (
+    Record,
+    parse_json,
+    parse_record,
+    read_bytes,
+    reason,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.contradictions import contradictions
 from elastrata_pipelines.format.lengths import histogram_of, read_int32
@@ -149,7 +155,11 @@ class Manifest(Record):
             return None
         except UserError as error:
             why = str(error).removeprefix(f"{storage.uri()}/")
-            raise UserError(f"{storage.uri()}: no data set can be read there ({why})") from None
+            raise UserError(f"{storage.url}: no data set can be read there ({why})") from None
+        except Exception as error:  # a URL that no file system knows
+            raise UserError(
+                f"{storage.url}: no data set can be read there ({reason(error)})"
+            ) from None
         return _parsed(data, storage.uri(MANIFEST))
 
     def read_lengths(self, storage: Storage) -> npt.NDArray[np.int32]:
@@ -187,7 +197,7 @@ def _parsed(data: bytes, where: str) -> Manifest:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise UserError(f"{where}: not the manifest of an Elastrata data set")
     version = raw.get("version")
-    if version not in READABLE_VERSIONS:
+    if type(version) is not int or version not in READABLE_VERSIONS:
         raise UserError(
             f"{where}: format version {version!r:.20}, this Elastrata reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}; {AGAIN}"
@@ -199,7 +209,7 @@ def _parsed(data: bytes, where: str) -> Manifest:
     problems = list(islice(contradictions(manifest, LENGTHS), _SHOWN_PROBLEMS))
     if version != 1 and told != manifest.fingerprint and not problems:
         problems = [
-            "checksum: missing" if told is None else "altered: its checksum is not of what it says"
+            "checksum: missing" if told is None else "altered: its checksum is of something else"
         ]
     if problems:
         raise UserError(*(f"{where}: {problem}; {AGAIN}" for problem in problems))
