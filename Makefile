@@ -1,11 +1,13 @@
 # make quickstart: the main job on the text of Python's own library, in minutes, without a download
 # make test:       the tests
 # make check:      everything a change must pass
+# make fuzz:       the fuzzers, many rounds of each
 # make clean:      removes what the above made, .venv and ./quickstart included
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
 # Then the faults, alone: a run that is starved looks like one that hangs.
 define TESTS
@@ -13,7 +15,7 @@ define TESTS
 	@$(BIN)/python -m pytest -q tests/faults
 endef
 
-.PHONY: quickstart test check slow chaos clean
+.PHONY: quickstart test check slow chaos fuzz clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -29,6 +31,10 @@ slow: $(READY)
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"
 	@$(BIN)/python tests/faults/chaos.py
+
+fuzz: $(READY)
+	@echo "== damaged files and hostile input, $(ELASTRATA_FUZZ_ROUNDS) rounds of each"
+	@ELASTRATA_FUZZ_ROUNDS=$(ELASTRATA_FUZZ_ROUNDS) $(BIN)/python -m pytest -q tests/fuzz
 
 check: $(READY)
 	@echo "== style (ruff)"

@@ -24,8 +24,8 @@ from elastrata_pipelines.format.lengths import histogram_of, read_int32
 from elastrata_pipelines.format.vocabulary import Vocabulary
 from elastrata_pipelines.storage import Storage
 
-FORMAT = "elastrata-shards"
-FORMAT_VERSION = 2
+FORMAT: Literal["elastrata-shards"] = "elastrata-shards"
+FORMAT_VERSION: Literal[2] = 2
 READABLE_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
@@ -36,6 +36,8 @@ _CHECKSUM = "checksum"
 _HELD_OUT = "held_out"
 _SHOWN_PROBLEMS = 5
 
+TokenType = Literal["uint16", "uint32"]
+"""NumPy name of the tokens' integer type, little-endian."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -83,8 +85,7 @@ class Manifest(Record):
     packing: Literal["none", "concat", "best_fit"]
     pairs: bool
     """Whether samples are sentence pairs for next-sentence prediction."""
-    token_dtype: Literal["uint16", "uint32"]
-    """NumPy name of the tokens' integer type, little-endian."""
+    token_dtype: TokenType
     length_histogram: tuple[Count, ...]
     """`length_histogram[s]`: number of samples of length s, for s from 0 to seq_len."""
     vocabulary: Vocabulary

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format import HELD_OUT, Manifest
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus, Progress
 from elastrata_pipelines.preparation.data_set import DataSetWriter, lay_out
-from elastrata_pipelines.preparation.target import HELD_OUT, Target
+from elastrata_pipelines.preparation.target import Target
 from elastrata_pipelines.preparation.tokenizer import load_tokenizer
 from elastrata_pipelines.storage import Storage
 

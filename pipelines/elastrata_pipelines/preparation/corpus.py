@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
@@ -165,6 +166,6 @@ def _at_most(problems: Sequence[str]) -> list[str]:
     return [*problems[:_MAX_PROBLEMS], "... and more; only the first are listed"]
 
 
-def token_dtype(tokenizer: TokenizerFiles) -> str:
+def token_dtype(tokenizer: TokenizerFiles) -> TokenType:
     """The smallest integer type that holds every id."""
     return "uint16" if tokenizer.vocabulary_size <= np.iinfo(np.uint16).max + 1 else "uint32"
