@@ -15,6 +15,7 @@ from elastrata_pipelines.checked_json import (
     parse_record,
     read_bytes,
     read_record,
+    reason,
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -85,6 +86,17 @@ def test_every_bad_field_has_a_line() -> None:
         parse_record(Point, b"{}", "file")
     with pytest.raises(UserError, match="expected a JSON object"):
         parse_record(Point, b"[]", "file")
+
+
+def test_an_unknown_key_is_told_in_one_line() -> None:
+    with pytest.raises(UserError) as raised:
+        parse_record(Point, b'{"x": 7, "y\\n\\u001b[31m": 0}', "file")
+    assert raised.value.problems == ("file: y\\n\\x1b[31m: unknown key",)
+
+
+def test_reasons_are_one_short_line() -> None:
+    assert reason(ValueError("\n a\tb\nc")) == "a\\tb"
+    assert len(reason(ValueError("x" * 10_000))) == 303
 
 
 def test_a_record_is_read(tmp_path: Path) -> None:
