@@ -1,7 +1,7 @@
 """The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
 
 from elastrata_pipelines.format.checked import write_file
-from elastrata_pipelines.format.file_check import file_problem
+from elastrata_pipelines.format.file_check import file_problem, file_problems
 from elastrata_pipelines.format.held_out import HELD_OUT, read_held_out
 from elastrata_pipelines.format.manifest import (
     FORMAT_VERSION,
@@ -28,6 +28,7 @@ __all__ = [
     "SourceEntry",
     "Vocabulary",
     "file_problem",
+    "file_problems",
     "open_shard",
     "read_held_out",
     "read_shard",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import HELD_OUT, file_problem, read_held_out
+from elastrata_pipelines.format import HELD_OUT, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import AGAIN, LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
 from elastrata_pipelines.storage import Storage
 
@@ -63,9 +63,8 @@ class Target:
             parts.append((self.storage.sub(HELD_OUT), found))
         elif held_out:
             raise UserError(f"{self.storage.uri(HELD_OUT)}: missing; {_AGAIN}")
-        problems = [file_problem(at, entry) for at, part in parts for entry in part.files]
-        if any(problems):
-            raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems if problem))
+        if problems := [problem for part in parts for problem in file_problems(*part)]:
+            raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems))
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:

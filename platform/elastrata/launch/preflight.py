@@ -21,7 +21,7 @@ from elastrata_pipelines.format import (
     HELD_OUT,
     Manifest,
     Vocabulary,
-    file_problem,
+    file_problems,
     read_held_out,
 )
 from elastrata_pipelines.format.manifest import AGAIN
@@ -198,8 +198,7 @@ def cluster_problems(
 
 
 def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
-    found = (file_problem(storage, entry) for entry in manifest.files)
-    return [f"{problem}; {AGAIN}" for problem in found if problem]
+    return [f"{problem}; {AGAIN}" for problem in file_problems(storage, manifest)]
 
 
 def _size_problems(part: PhaseKeys, manifest: Manifest) -> list[str]:
