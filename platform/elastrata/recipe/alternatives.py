@@ -4,8 +4,9 @@ of an earlier one.
 Where a recipe extends another, or the command line or a phase changes it, a section that names
 another alternative leaves out those keys of the other one that it does not have itself.
 
-A section declares groups of keys, of which one counts, as its class variable `either`, and keys
-that go with one value of another key as `only_with`. Unions of sections say it by their types.
+A section declares groups of keys, of which one counts, as its class variable `either`: the first
+key of each group is the one that chooses it. Keys that go with one value of another key are
+`only_with`. Unions of sections say it by their types.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def _can_mean(model: Model, said: Mapping[str, Any]) -> bool:
 
 
 def _of_other_groups(model: Model, said: Mapping[str, Any]) -> set[str]:
-    groups = [set(group) for group in getattr(model, "either", ())]
-    chosen = [g for g in groups if any(said.get(key) is not None for key in g)]
-    return set().union(*(g for g in groups if g not in chosen)) if chosen else set()
+    groups = getattr(model, "either", ())
+    chosen = [group for group in groups if said.get(group[0]) is not None]
+    return {key for group in groups if chosen and group not in chosen for key in group}
 
 
 def _of_other_values(model: Model, said: Mapping[str, Any]) -> set[str]:
