@@ -64,7 +64,7 @@ def _sum_of_floors(count: int, slope: int, divisor: int) -> int:
     algorithm takes: a warm-up may have a billion steps."""
     total, offset = 0, 0
     while count > 0:
-        total += ((count - 1) * count // 2 * (slope // divisor) + count * (offset // divisor))
+        total += (count - 1) * count // 2 * (slope // divisor) + count * (offset // divisor)
         slope, offset = slope % divisor, offset % divisor
         top = slope * count + offset
         if top < divisor:

@@ -27,4 +27,6 @@ def refuse_unprintable(value: object) -> None:
                 f"{len(value):,} characters: expected a text of at most {MOST_CHARACTERS:,}"
             )
         if found := _UNPRINTABLE.search(value):
-            raise ValueError(f"expected a text without control characters, such as {found.group()!r}")
+            raise ValueError(
+                f"expected a text without control characters, such as {found.group()!r}"
+            )

@@ -142,9 +142,7 @@ def _write(
     header = f"# {chosen.layout}, by elastrata plan for {found.cluster.devices}x"
     header += f"{found.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        header + dump_yaml({"extends": base, **values}), encoding="utf-8"
-    )
+    path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:

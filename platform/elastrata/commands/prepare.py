@@ -174,7 +174,9 @@ def _overrides(given: dict[str, Any], phases: int) -> list[str]:
     """The options as changes to a recipe: in every phase, whatever it says itself."""
     places = [f"phases.{number}.data.prepare" for number in range(phases)] or ["data.prepare"]
     return [
-        f"{place}.{key}={json_text.dumps(value)}" for place in places for key, value in given.items()
+        f"{place}.{key}={json_text.dumps(value)}"
+        for place in places
+        for key, value in given.items()
     ]
 
 

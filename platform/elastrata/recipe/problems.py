@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -74,9 +74,7 @@ def misread_booleans(model: Model, text: RecipeText) -> list[str]:
         f"{text.origin(place.path)}: {'.'.join(place.path)}: {shown_value(place.value)}: "
         f"expected {expected(place.annotation)}"
         for place in _leaves(Place((), model, text.values))
-        if isinstance(place.value, bool)
-        and place.is_known
-        and not allows(place.annotation, bool)
+        if isinstance(place.value, bool) and place.is_known and not allows(place.annotation, bool)
     ]
 
 
@@ -116,7 +114,7 @@ def _flat(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str,
 
 def _follows_from_others(problem: Mapping[str, Any], place: Place) -> bool:
     """Whether a list only seems too short because its items, each told of, are wrong."""
-    if problem["type"] != "too_short":
+    if problem["type"] != "too_short" or not isinstance(place.value, Sized):
         return False
     return len(place.value) >= int(problem["ctx"]["min_length"])
 
@@ -159,7 +157,7 @@ def _kind(section: Place, key: str) -> Place:
     """The place of the key that says which of a union's sections is meant."""
     models = [model for member in members(section.annotation) if (model := model_of(member))]
     kinds = [field_type(model.model_fields[key]) for model in models]
-    return Place((*section.path, key), reduce(or_, kinds), section.value[key])
+    return Place((*section.path, key), reduce(or_, kinds), _item(section.value, key))
 
 
 def _is_label(label: Any, member: Any) -> bool:

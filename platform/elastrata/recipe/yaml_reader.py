@@ -127,9 +127,7 @@ def _with_bases(
     if base is None:
         return [(shown, values)]
     if not isinstance(base, str):
-        raise UserError(
-            f"{shown}: extends: {_cut(repr(base))}: expected one recipe's file or name"
-        )
+        raise UserError(f"{shown}: extends: {_cut(repr(base))}: expected one recipe's file or name")
     try:
         base_path = find_recipe(base, path.parent)
     except UserError as error:

@@ -160,9 +160,7 @@ class _Bounded(yaml.SafeLoader):
             (self._depth + depth, MOST_DEPTH, "sections and lists inside one another"),
         ):
             if number > most:
-                raise _Refused(
-                    problem=f"more than {most:,} {what}", problem_mark=event.start_mark
-                )
+                raise _Refused(problem=f"more than {most:,} {what}", problem_mark=event.start_mark)
 
     def _value(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -273,9 +271,7 @@ for _name, _pattern, _first in (
         _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def _documents(
-    kind: type[_Bounded], text: str, where: str, count_lines: bool
-) -> list[Any]:
+def _documents(kind: type[_Bounded], text: str, where: str, count_lines: bool) -> list[Any]:
     try:
         return kind(text).documents()
     except yaml.MarkedYAMLError as error:

@@ -74,7 +74,9 @@ def base_recipe(recipe: str, changes: Mapping[str, Any]) -> BaseRecipe:
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     checked = load_recipe(recipe, overrides)
-    return BaseRecipe(values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=checked)
+    return BaseRecipe(
+        values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=checked
+    )
 
 
 def _set(
