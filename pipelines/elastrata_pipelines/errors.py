@@ -42,5 +42,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _one_line(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
-        text = f"{text[: _MOST_CHARACTERS - 3]}..."
+        half = _MOST_CHARACTERS // 2 - 2
+        text = f"{text[:half]}...{text[-half:]}"
     return _BREAKING.sub(lambda found: repr(found.group())[1:-1], text)

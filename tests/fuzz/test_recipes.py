@@ -71,9 +71,7 @@ def _loads(folder: Path, case: Hostile) -> bool:
         recipe = load_recipe(case.name, case.overrides)
     except UserError as error:
         _check_lines(error.problems)
-        (called,) = UserError(case.name).problems
-        named = (called[:9], "command line", *available_recipes(), "chain-", *NEIGHBOURS)
-        assert all(line.startswith(named) for line in error.problems), error.problems
+        _check_files(error.problems, case)
         return False
     (folder / "again.yaml").write_text(to_yaml(recipe))
     assert load_recipe("again.yaml") == recipe
@@ -108,6 +106,13 @@ def _check_lines(lines: Sequence[str]) -> None:
         assert ": " in line
         assert len(line) <= MOST_CHARACTERS
         assert not BREAKING.search(line), line
+
+
+def _check_files(lines: Sequence[str], case: Hostile) -> None:
+    """Each line begins with the file that it is about, or with the command line."""
+    (called,) = UserError(case.name).problems
+    files = (called[:9], "command line", *available_recipes(), "chain-", *NEIGHBOURS)
+    assert all(line.startswith(files) for line in lines), lines
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Hostile recipes: seeded mistakes in recipes that are sound, in their values and in their bytes."""
+"""Hostile recipes: seeded mistakes in sound recipes, in their values and in their bytes."""
 
 from __future__ import annotations
 

@@ -122,8 +122,9 @@ class _Bounded(yaml.SafeLoader):
     def documents(self) -> list[Any]:
         """The values of every document."""
         found = []
-        while self.check_node():  # type: ignore[no-untyped-call]
-            found.append(self._value(self.get_node()))  # type: ignore[no-untyped-call]
+        while self.check_node():
+            if (node := self.get_node()) is not None:
+                found.append(self._value(node))
         return found
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -131,18 +132,18 @@ class _Bounded(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self.anchors:
                 self._count(*self._measure(event), event)
-            return super().compose_node(parent, index)  # type: ignore[no-any-return,no-untyped-call]
+            return super().compose_node(parent, index)
         before, outer = self._values, self._deepest
         self._anchored.pop(event.anchor, None)
         self._count(1, 1, event)
         self._depth += 1
         self._deepest = self._depth
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor is not None:
             self._anchored[event.anchor] = self._values - before, self._deepest - self._depth
         self._deepest = max(outer, self._deepest)
-        return node  # type: ignore[no-any-return]
+        return node
 
     def _measure(self, alias: Any) -> tuple[int, int]:
         if alias.anchor not in self._anchored:
