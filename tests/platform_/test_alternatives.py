@@ -1,4 +1,4 @@
-"""Alternatives: what a later choice leaves of an earlier one's keys, wherever recipes are merged."""
+"""Alternatives: what a later choice leaves of an earlier one's keys, wherever recipes merge."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from elastrata_pipelines.errors import nearest
 _LEAST = 1e-100
 _MOST_CHOICES, _MOST_POINTS = 1000, 100_000
 Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
-Value = bool | int | float | str | None
+Value = bool | int | Annotated[float, Field(allow_inf_nan=True)] | str | None
 Ends = tuple[Finite, Finite]
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 WholeEnds = tuple[Whole, Whole]

@@ -73,7 +73,8 @@ def _text(path: str, overrides: Sequence[str]) -> RecipeText:
             raise UserError(f"command line: {override}: expected key=value, such as trials=8")
         changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
     recipe = text.values.get("recipe")
-    if isinstance(recipe, str) and os.path.lexists(beside := Path(path).parent / recipe):
+    # Not pathlib's: it raises for names that are too long.
+    if isinstance(recipe, str) and os.path.isfile(beside := Path(path).parent / recipe):  # noqa: PTH113
         text.values["recipe"] = str(beside)
     return text
 
