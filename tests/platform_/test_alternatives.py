@@ -8,6 +8,10 @@ import pytest
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import read_recipe_text
+from elastrata.sweeps.domains import Choice, Int
+from elastrata.sweeps.searchers import RandomConfig
+from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
 
@@ -106,6 +110,22 @@ def test_a_phase_chooses_anew(folder: Path) -> None:
     assert (first.schedule.power, second.schedule.power) == (0.5, 1.0)
     assert second.data.prepare is not None
     assert second.data.prepare.tokenizer.model_dump()["load"] == "some/folder"
+
+
+def test_a_sweep_that_extends_another_chooses_anew(folder: Path) -> None:
+    (folder / "sweep.yaml").write_text(
+        "recipe: base.yaml\n"
+        "searcher: {name: optuna, startup_trials: 3, seed: 5}\n"
+        "space: {optimizer.lr: {loguniform: [1e-4, 1e-2], points: 3}, batch_size: {int: [8, 16]}}\n"
+    )
+    (folder / "top.yaml").write_text(
+        "extends: sweep.yaml\nsearcher: {name: random}\n"
+        "space: {optimizer.lr: {choice: [1e-3, 1e-2]}}\n"
+    )
+    sweep = SweepConfig.model_validate(read_recipe_text("top.yaml", model=SweepConfig).values)
+    assert sweep.searcher == RandomConfig(seed=5)
+    assert sweep.space["optimizer.lr"] == Choice(choice=(1e-3, 1e-2))
+    assert sweep.space["batch_size"] == Int(int=(8, 16))
 
 
 def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> None:

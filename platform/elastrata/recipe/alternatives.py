@@ -12,7 +12,7 @@ key of each group is the one that chooses it. Keys that go with one value of ano
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from elastrata.recipe.value_types import (
     Model,
@@ -22,6 +22,7 @@ from elastrata.recipe.value_types import (
     item_type,
     members,
     model_of,
+    split,
 )
 from elastrata_pipelines.errors import UserError
 
@@ -46,10 +47,12 @@ def replaced_keys(annotation: Any, base: Mapping[str, Any], said: Mapping[str, A
 def type_below(annotation: Any, values: Any, key: Any) -> Any:
     """The type of what stands under a key of a section, or at a place of a list; Any where nobody
     knows."""
-    chosen = best_member(annotation, values)
-    model = model_of(chosen) if chosen is not None else None
+    chosen = best_member(annotation, values) or _mapping(annotation)
+    if chosen is None:
+        return Any
+    model = model_of(chosen)
     if model is None:
-        return Any if chosen is None else item_type(chosen, key if isinstance(key, int) else 0)
+        return item_type(chosen, key if isinstance(key, int) else 0)
     field = model.model_fields.get(str(key))
     return Any if field is None else field_type(field)
 
@@ -65,6 +68,12 @@ def merged(annotation: Any, base: Mapping[str, Any], values: Mapping[str, Any]) 
         else:
             found[key] = value
     return found
+
+
+def _mapping(annotation: Any) -> Any:
+    """The member of a union that has keys of any name; None where there is none."""
+    shapes = (dict, Mapping)
+    return next((m for m in members(annotation) if get_origin(split(m)[0]) in shapes), None)
 
 
 def _of_other_kinds(sections: list[Model], said: Mapping[str, Any]) -> set[str]:
