@@ -66,7 +66,8 @@ def recipe_of(name: str, changes: dict[str, Any]) -> Any:
 
     processes, different = LAYOUTS[name]
     values = {**NEW, "micro_batch_tokens": TOKENS, **different, **changes}
-    text = read_recipe_text("gpt/tiny", [f"{key}={value}" for key, value in values.items()])
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    text = read_recipe_text("gpt/tiny", overrides, model=Recipe)
     recipe = Recipe.model_validate(text.values)
     seq_len = recipe.data.prepare.seq_len  # type: ignore[union-attr]
     ranks = processes // recipe.parallel.tensor

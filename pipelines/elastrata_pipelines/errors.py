@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_MOST_CHARACTERS = 4000
+"""Of a line: a name may be as long as somebody wants it."""
+_MOST_COMPARED = 100
+_BREAKING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What would end a line, move the cursor, turn text around, or cannot be written at all."""
 
 
 class UserError(Exception):
@@ -13,9 +20,11 @@ class UserError(Exception):
 
     Args:
         problems: a complete line each: what is wrong, where (file, key, value), what was expected.
+            What is no printable character of a line is shown as Python writes it.
     """
 
     def __init__(self, *problems: str) -> None:
+        problems = tuple(map(_one_line, problems))
         super().__init__("\n".join(problems))
         self.problems = problems
 
@@ -25,5 +34,14 @@ class UserError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
+    if len(name) > _MOST_COMPARED:
+        return ""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""
+
+
+def _one_line(text: str) -> str:
+    if len(text) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2 - 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return _BREAKING.sub(lambda found: repr(found.group())[1:-1], text)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from elastrata import cli
+from elastrata.commands.prepare import _from_recipe, _given
+from elastrata_pipelines.preparation import PrepareConfig
 from support.command import run, run_json
 from support.documented import documented_keys
 
@@ -36,3 +42,68 @@ def test_options_and_a_recipe_make_the_same_data_set(tmp_path: Path) -> None:
     refused = run("prepare", "mine.yaml", "data.prepare.seq_len=16", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--overwrite" in refused.stderr
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def _planned(*arguments: str, **options: Any) -> dict[str, PrepareConfig]:
+    """What the command would prepare from a recipe with these options."""
+    every = dict.fromkeys(("tokenizer", "vocab_size", "seq_len", "packing", "held_out"))
+    return _from_recipe(list(arguments), None, _given(**{**every, **options}))
+
+
+def test_options_change_what_a_recipe_says(recipe: Path) -> None:
+    (config,) = _planned(
+        "mine.yaml", seq_len=64, packing="concat", held_out=0.0, vocab_size=500
+    ).values()
+    assert (config.seq_len, config.packing, config.held_out) == (64, "concat", None)
+    assert (config.tokenizer.train, config.tokenizer.vocab_size) == ("bpe", 500)
+    assert config.sources[0].paths == ("text",)
+
+    (config,) = _planned("mine.yaml", tokenizer="wordpiece").values()
+    assert (config.tokenizer.train, config.seq_len) == ("wordpiece", 32)
+    (config,) = _planned("mine.yaml", tokenizer="some/folder").values()
+    assert (config.tokenizer.load, config.tokenizer.train) == ("some/folder", None)
+
+
+def test_options_change_every_phase(recipe: Path) -> None:
+    (recipe / "two.yaml").write_text(
+        "extends: mine.yaml\nphases: [{}, {data: {path: b, prepare: {seq_len: 16}}}]\n"
+    )
+    plans = _planned("two.yaml", seq_len=64, packing="concat")
+    assert {path: (config.seq_len, config.packing) for path, config in plans.items()} == {
+        "from-recipe": (64, "concat"),
+        "b": (64, "concat"),
+    }
+    assert plans["b"].tokenizer.load is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("mine.yaml", "--seq-len", "4"), "data.prepare.seq_len: 4: expected a whole number at le"),
+        (("mine.yaml", "--packing", "some"), "data.prepare.packing: 'some': expected 'none'"),
+        (("mine.yaml", "--held-out", "2"), "data.prepare.held_out: 2.0: expected a number above"),
+        (
+            ("mine.yaml", "--tokenizer", "folder", "--vocab-size", "400"),
+            "data.prepare.tokenizer: vocab_size: only with train",
+        ),
+        (
+            ("--text", "a", "--out", "b", "--tokenizer", "folder", "--vocab-size", "400"),
+            "tokenizer: vocab_size: only with train",
+        ),
+        (("--text", "a", "--out", "b", "--packing", "some"), "packing: 'some': expected 'none'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
+) -> None:
+    assert cli.run(["prepare", *arguments]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert line in told[0]

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from elastrata_pipelines.plain_text import refuse_unprintable
 from elastrata_pipelines.secrets import refuse_secrets
 
 
 class _Part(BaseModel):
-    """Frozen; unknown keys are errors, and so are secrets in URLs."""
+    """Frozen; unknown keys are errors, and so are secrets in URLs and control characters."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @field_validator("*")
     @classmethod
     def _can_be_written_down(cls, value: object) -> object:
         refuse_secrets(value)
+        refuse_unprintable(value)
         return value
 
 
 class SourceConfig(_Part):
     """Text of one origin, with its share in the data set."""
 
-    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     """Files, folders (every file below them that is not hidden) or globs; local or URLs such as
     `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
     name: str | None = None
@@ -39,7 +46,7 @@ class SourceConfig(_Part):
     """Field (JSON Lines) or column (Parquet) that holds the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
     """What a document is in a text file: all of it, a line, or what stands between blank lines."""
-    document_start: str | None = None
+    document_start: Annotated[str, Field(max_length=1000)] | None = None
     """Text files: a line in which this regular expression matches at the start begins a new
     document. Replaces `documents`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -55,7 +62,7 @@ class SourceConfig(_Part):
     def _compiles(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"not a regular expression: {error}") from None
         return value
 
@@ -63,16 +70,19 @@ class SourceConfig(_Part):
 class TokenizerConfig(_Part):
     """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
 
-    load: str | None = None
+    either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes"))
+    only_with: ClassVar = {"lowercase": ("train", "wordpiece")}
+
+    load: Annotated[str, Field(min_length=1)] | None = None
     """Folder (or tokenizer.json file) as transformers saves it, local or URL, or a hub name."""
     train: Literal["wordpiece", "bpe"] | None = None
     """wordpiece: BERT's, with [CLS] and [SEP] around samples; bpe: GPT-2's, on bytes. Trained on
     the corpus without its held-out documents."""
-    vocab_size: Annotated[int, Field(ge=300)] = 8192
+    vocab_size: Annotated[int, Field(ge=300, le=2**24)] = 8192
     """train: number of ids, special tokens included. Short texts may yield fewer."""
     lowercase: bool = False
     """train, wordpiece only: lower-case the text and strip accents."""
-    max_bytes: PositiveInt = 64 * 2**20
+    max_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """train: use at most this much text, chosen by hash."""
 
     @model_validator(mode="after")
@@ -102,14 +112,14 @@ class PrepareConfig(_Part):
     decreasing. Boundaries are stored, so that attention can respect them."""
     pairs: bool = False
     """Sentence pairs for next-sentence prediction, half of them random. Needs `packing: none`."""
-    min_tokens: PositiveInt = 1
+    min_tokens: Annotated[int, Field(gt=0, le=2**20)] = 1
     """Samples (packed: pieces of documents) with fewer tokens, special ones not counted, are
     dropped."""
-    stripe_size: PositiveInt = 1024
+    stripe_size: Annotated[int, Field(gt=0, le=2**24)] = 1024
     """Samples per stripe: the unit of reading and shuffling. A smaller corpus is one stripe."""
-    stripes_per_shard: PositiveInt = 64
+    stripes_per_shard: Annotated[int, Field(gt=0, le=2**20)] = 64
     """Stripes per file."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of the stored order."""
     held_out: Annotated[float, Field(gt=0, lt=1)] | tuple[SourceConfig, ...] | None = None
     """Evaluation data, a data set of its own in `held_out/`: a fraction of the documents, chosen
@@ -117,7 +127,7 @@ class PrepareConfig(_Part):
     bad_documents: Literal["fail", "skip"] = "fail"
     """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
     them."""
-    max_document_bytes: PositiveInt = 64 * 2**20
+    max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """A longer document is an error: every worker holds at least one document in memory."""
 
     @model_validator(mode="after")
@@ -126,8 +136,8 @@ class PrepareConfig(_Part):
             raise ValueError(f"pairs: needs packing: none, not {self.packing}")
         if self.held_out == ():
             raise ValueError("held_out: an empty list; leave it out or name sources")
-        names = [source.name for source in self.all_sources]
-        for name in {name for name in names if names.count(name) > 1}:
+        names = Counter(source.name for source in self.all_sources)
+        for name in (name for name, count in names.items() if count > 1):
             raise ValueError(f"sources: two have the name {name!r}")
         return self
 

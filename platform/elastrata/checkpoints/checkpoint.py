@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -59,19 +59,19 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class CheckpointConfig(Config):
     """When a checkpoint is taken and which ones are kept."""
 
-    every: PositiveInt = 500
+    every: Annotated[int, Field(gt=0, le=10**9)] = 500
     """Steps from one checkpoint to the next."""
-    keep_last: PositiveInt = 2
+    keep_last: Annotated[int, Field(gt=0, le=10**6)] = 2
     """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
     keep_best: bool = True
     """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
     steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
-    hot_steps: NonNegativeInt = 20
+    hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
     """Most steps that a lost worker costs: a copy of the state goes into the memory of other
     processes twice in so many steps. 0: no such copies."""
-    hot_bytes: PositiveInt = 16 * 2**30
+    hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
     """Most memory that those copies may take on a node."""
-    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
+    grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
     """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
 
     @property

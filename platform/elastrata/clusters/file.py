@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastrata.clusters.kuberay import KINDS
@@ -14,6 +14,7 @@ from elastrata.clusters.launcher import LauncherFile, unknown_keys
 from elastrata.clusters.outline import ClusterOutline
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.yaml_reader import RecipeText
+from elastrata.recipe.yaml_values import parse_documents, read_text
 from elastrata.shipped import cluster_files
 from elastrata_pipelines.errors import UserError, nearest
 
@@ -50,8 +51,8 @@ def find_cluster_file(name_or_path: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if name_or_path.endswith((".yaml", ".yml")) or Path(name_or_path).is_file():
-        if not Path(name_or_path).is_file():
+    if name_or_path.endswith((".yaml", ".yml")) or os.path.isfile(name_or_path):  # noqa: PTH113
+        if not os.path.lexists(name_or_path):
             raise UserError(f"{name_or_path}: no such cluster file")
         return Path(name_or_path)
     known = {path.stem: path for path in cluster_files().glob("*.yaml")}
@@ -74,17 +75,7 @@ def is_launched(path: Path, shown: str) -> bool:
 
 def _documents(path: Path, shown: str) -> list[dict[str, Any]]:
     """YAML 1.1, as Ray and Kubernetes read it."""
-    try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"{shown}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{shown}: not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{shown}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{shown}: not valid YAML: {str(error).splitlines()[0]}") from None
+    documents = parse_documents(read_text(path, shown), shown)
     return [values for values in documents if isinstance(values, dict)]
 
 

@@ -14,6 +14,7 @@ from elastrata_pipelines.errors import UserError
 _Text = Annotated[str, Field(coerce_numbers_to_str=True)]
 _GPU = "gpu"
 """How the names of GPUs end, whoever makes them: `nvidia.com/gpu`."""
+_MOST_OF_A_POD = 1_000_000
 
 
 class _Resources(BaseModel):
@@ -127,4 +128,8 @@ def _rounded_up(quantity: str, name: str, file: str) -> float:
         raise UserError(
             f"{file}: {quantity}: expected a number of {name}s, such as 4, 0.5 or 500m"
         ) from None
+    if not 0 <= amount <= _MOST_OF_A_POD:
+        raise UserError(
+            f"{file}: {quantity}: expected at least 0 and at most {_MOST_OF_A_POD:,} {name}s"
+        )
     return float(math.ceil(amount))

@@ -127,10 +127,8 @@ def _write(
     chosen: Forecast | None,
 ) -> None:
     """A variant of the recipe that says the layout, and what the command line changed."""
-    import yaml
-
     from elastrata.planner.plan import recipe_keys
-    from elastrata.recipe.yaml_reader import parse_yaml
+    from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
 
     if chosen is None:
         raise UserError("--write: this version trains this recipe under none of the layouts")
@@ -144,9 +142,7 @@ def _write(
     header = f"# {chosen.layout}, by elastrata plan for {found.cluster.devices}x"
     header += f"{found.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        header + yaml.safe_dump({"extends": base, **values}, sort_keys=False), encoding="utf-8"
-    )
+    path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:

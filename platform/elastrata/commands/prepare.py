@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_text
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.preparation import PrepareConfig
+
+_TRAINED = ("wordpiece", "bpe")
+_WITHOUT_RECIPE = {"seq_len": 128, "packing": "none", "held_out": 0.01}
 
 
 def prepare(
@@ -35,37 +39,40 @@ def prepare(
         str | None, typer.Option(help="Folder or URL of the data set. Default: the recipe's.")
     ] = None,
     tokenizer: Annotated[
-        str,
-        typer.Option(help="With --text: wordpiece or bpe to train one, a folder or a hub name."),
-    ] = "wordpiece",
+        str | None,
+        typer.Option(
+            help="wordpiece or bpe to train one, a folder or a hub name. Default: the recipe's, or "
+            "wordpiece."
+        ),
+    ] = None,
     vocab_size: Annotated[
-        int, typer.Option(help="With --text: ids of the trained tokenizer.")
-    ] = 8192,
-    seq_len: Annotated[int, typer.Option(help="With --text: most tokens in a sample.")] = 128,
-    packing: Annotated[str, typer.Option(help="With --text: none, concat or best_fit.")] = "none",
+        int | None,
+        typer.Option(help="Ids of the trained tokenizer. Default: the recipe's, or 8192."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Most tokens in a sample. Default: the recipe's, or 128.")
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(help="none, concat or best_fit. Default: the recipe's, or none."),
+    ] = None,
     held_out: Annotated[
-        float, typer.Option(help="With --text: share of the documents kept for evaluation.")
-    ] = 0.01,
+        float | None,
+        typer.Option(
+            help="Share of the documents kept for evaluation; 0: none. Default: the recipe's, or "
+            "0.01."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the data set that is there.")] = False,
     address: Address = None,
     json: Json = False,
 ) -> None:
     """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
+    given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
     if text:
-        plans = _from_options(
-            out=out,
-            sources=[{"paths": [*text, *(arguments or [])]}],
-            tokenizer=(
-                {"train": tokenizer, "vocab_size": vocab_size}
-                if tokenizer in ("wordpiece", "bpe")
-                else {"load": tokenizer}
-            ),
-            seq_len=seq_len,
-            packing=packing,
-            held_out=held_out or None,
-        )
+        plans = _from_options([*text, *(arguments or [])], out, given)
     else:
-        plans = _from_recipe(arguments or [], out)
+        plans = _from_recipe(arguments or [], out, given)
     from elastrata.api import prepare as prepare_data
     from elastrata.terminal.stage_progress import StageProgress
 
@@ -84,7 +91,32 @@ def prepare(
         print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
 
 
-def _from_options(*, out: str | None, **values: Any) -> dict[str, PrepareConfig]:
+def _given(
+    tokenizer: str | None,
+    vocab_size: int | None,
+    seq_len: int | None,
+    packing: str | None,
+    held_out: float | None,
+) -> dict[str, Any]:
+    """What the options say, by dotted key of `data.prepare`."""
+    said: dict[str, Any] = {}
+    if tokenizer is not None:
+        said["tokenizer.train" if tokenizer in _TRAINED else "tokenizer.load"] = tokenizer
+    for key, value in (
+        ("tokenizer.vocab_size", vocab_size),
+        ("seq_len", seq_len),
+        ("packing", packing),
+    ):
+        if value is not None:
+            said[key] = value
+    if held_out is not None:
+        said["held_out"] = held_out or None
+    return said
+
+
+def _from_options(
+    paths: list[str], out: str | None, given: dict[str, Any]
+) -> dict[str, PrepareConfig]:
     from pydantic import ValidationError
 
     from elastrata.recipe.problems import recipe_problems
@@ -93,6 +125,12 @@ def _from_options(*, out: str | None, **values: Any) -> dict[str, PrepareConfig]
 
     if out is None:
         raise UserError("--out: missing: expected the folder or URL of the data set to write")
+    values: dict[str, Any] = {"sources": [{"paths": paths}], "tokenizer": {}, **_WITHOUT_RECIPE}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    if not values["tokenizer"].keys() & {"train", "load"}:
+        values["tokenizer"]["train"] = "wordpiece"
     try:
         return {out: PrepareConfig.model_validate(values)}
     except ValidationError as error:
@@ -100,13 +138,16 @@ def _from_options(*, out: str | None, **values: Any) -> dict[str, PrepareConfig]
         raise UserError(*recipe_problems(error, PrepareConfig, text)) from None
 
 
-def _from_recipe(arguments: list[str], out: str | None) -> dict[str, PrepareConfig]:
+def _from_recipe(
+    arguments: list[str], out: str | None, given: dict[str, Any]
+) -> dict[str, PrepareConfig]:
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.preparations import preparations
 
     if not arguments:
         raise UserError("expected a recipe, or --text PATH... --out DIR")
-    recipe = load_recipe(arguments[0], arguments[1:])
+    changes = [*arguments[1:], *_overrides(given, _num_phases(arguments))]
+    recipe = load_recipe(arguments[0], changes)
     try:
         plans = preparations(recipe)
     except UserError as error:
@@ -117,6 +158,26 @@ def _from_recipe(arguments: list[str], out: str | None) -> dict[str, PrepareConf
         (config,) = plans.values()
         return {out: config}
     return plans
+
+
+def _num_phases(arguments: list[str]) -> int:
+    """Phases of a recipe that may be whole only with what the options say."""
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.yaml_reader import read_recipe_text
+
+    text = read_recipe_text(arguments[0], arguments[1:], model=Recipe)
+    phases = text.values.get("phases")
+    return len(phases) if isinstance(phases, list) else 0
+
+
+def _overrides(given: dict[str, Any], phases: int) -> list[str]:
+    """The options as changes to a recipe: in every phase, whatever it says itself."""
+    places = [f"phases.{number}.data.prepare" for number in range(phases)] or ["data.prepare"]
+    return [
+        f"{place}.{key}={json_text.dumps(value)}"
+        for place in places
+        for key, value in given.items()
+    ]
 
 
 def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:

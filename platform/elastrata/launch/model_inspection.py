@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from elastrata.launch.data_outline import DataOutline, data_outline
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.optimizers.groups import ParameterGroup
+from elastrata.training.outline_model import outline_model
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.plan import SparsityPlan, sparsity_plan
 
@@ -34,8 +33,7 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
         UserError: the size of the vocabulary is not known before the data is prepared.
     """
     outline = data_outline(recipe)
-    with torch.device("meta"):
-        model = recipe.workload.build_model(outline.vocabulary, outline.seq_len)
+    model = outline_model(lambda: recipe.workload.build_model(outline.vocabulary, outline.seq_len))
     groups = recipe.optimizer.groups(model, recipe.workload.blocks(model))
     return ModelInspection(
         vocabulary=outline.vocabulary.size,

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from elastrata.planner.hardware import Device, device_named
+from elastrata.recipe.yaml_values import parse_documents, read_text
 from elastrata_pipelines.errors import UserError, nearest
 
-_SHORT = re.compile(r"(\d+)\s*[xX*]\s*(\S+)")
+_SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*(\S+)")
 _GBIT = 1e9 / 8
+_MOST_DEVICES = 1_000_000
+_LARGEST = 1e12
 _KEYS = {
     "device": "a name such as A100-80GB",
-    "devices": "a whole number above 0",
-    "per_node": "a whole number above 0",
-    "memory_gb": "a number above 0",
-    "peak_tflops": "a number above 0",
-    "link_gb_per_second": "a number above 0",
-    "network_gbit": "a number above 0",
-    "price": "a number above 0",
-    "spot_price": "a number above 0",
+    "devices": f"a whole number above 0 and at most {_MOST_DEVICES:,}",
+    "per_node": f"a whole number above 0 and at most {_MOST_DEVICES:,}",
+    "memory_gb": "a number above 0 and below a trillion",
+    "peak_tflops": "a number above 0 and below a trillion",
+    "link_gb_per_second": "a number above 0 and below a trillion",
+    "network_gbit": "a number above 0 and below a trillion",
+    "price": "a number above 0 and below a trillion",
+    "spot_price": "a number above 0 and below a trillion",
 }
 
 
@@ -69,7 +71,7 @@ def read_cluster(text: str) -> Cluster:
     if short := _SHORT.fullmatch(text.strip()):
         return _cluster(int(short[1]), device_named_in(text, short[2]))
     path = Path(text)
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(
             f"--cluster: {text}: no such file; expected one, or a number of devices such as "
             "128xA100-80GB"
@@ -90,13 +92,10 @@ def device_named_in(where: str, name: str) -> Device:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(values, Mapping):
+    documents = parse_documents(read_text(path, str(path)), str(path))
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
         raise UserError(f"{path}: expected keys with values: {', '.join(_KEYS)}")
-    return values
+    return documents[0]
 
 
 def _from_values(values: Mapping[str, Any], where: str) -> Cluster:
@@ -137,12 +136,16 @@ def _is_valid(key: str, value: Any) -> bool:
         return isinstance(value, str)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return value > 0 and (isinstance(value, int) or key not in ("devices", "per_node"))
+    if key in ("devices", "per_node"):
+        return isinstance(value, int) and 0 < value <= _MOST_DEVICES
+    return 0 < value <= _LARGEST
 
 
 def _cluster(devices: int, device: Device, per_node: int | None = None) -> Cluster:
-    if devices < 1:
-        raise UserError("--cluster: 0 devices: expected at least 1")
+    if not 1 <= devices <= _MOST_DEVICES:
+        raise UserError(
+            f"--cluster: {devices} devices: expected at least 1 and at most {_MOST_DEVICES:,}"
+        )
     return Cluster(
         device=device, devices=devices, per_node=min(devices, per_node or device.per_node)
     )

@@ -1,9 +1,11 @@
-"""The base of what a recipe configures: frozen, checked at birth, no unknown keys, no secrets."""
+"""The base of what a recipe configures: frozen, checked at birth, no unknown keys, no secrets, no
+control characters."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from elastrata_pipelines.plain_text import refuse_unprintable
 from elastrata_pipelines.secrets import refuse_secrets
 
 
@@ -12,11 +14,16 @@ class Config(BaseModel):
     after creation."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @field_validator("*")
     @classmethod
     def _can_be_written_down(cls, value: object) -> object:
         refuse_secrets(value)
+        refuse_unprintable(value)
         return value

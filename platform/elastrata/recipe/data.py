@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from typing import Annotated
+
+from pydantic import Field
 
 from elastrata.recipe.config import Config
 from elastrata_pipelines.preparation import PrepareConfig
@@ -11,9 +13,9 @@ from elastrata_pipelines.preparation import PrepareConfig
 class DataConfig(Config):
     """The data set to train on."""
 
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
     prepare: PrepareConfig | None = None
     """How `elastrata prepare` makes it. Training does not need this part."""
-    window_stripes: PositiveInt = 8
+    window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
     """Stripes shuffled together: more makes batches more random and reading costlier."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
-from elastrata.training.workload import workload_class
+from elastrata.recipe.yaml_values import dump_yaml
+from elastrata.training.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
 
@@ -25,7 +27,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
     """
-    text = read_recipe_text(name_or_path, overrides)
+    text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
     problems = misread_booleans(_described(text), text)
     try:
@@ -39,9 +41,28 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def stored_recipe(values: Any, file: str) -> Recipe:
+    """The recipe that was written down before.
+
+    Args:
+        values: what its file holds.
+        file: what to call it in an error.
+
+    Raises:
+        UserError: it is damaged; one line per mistake.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: damaged: expected keys with values")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        text = RecipeText(file=file, name="", values=values)
+        raise UserError(*recipe_problems(error, _described(text), text)) from None
+
+
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as a file that `load_recipe` reads back to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def _described(text: RecipeText) -> type[BaseModel]:
@@ -52,4 +73,9 @@ def _described(text: RecipeText) -> type[BaseModel]:
         workload = workload_class(name) if isinstance(name, str) else None
     except UserError:
         workload = None
-    return create_model("Recipe", __base__=Recipe, workload=(workload, ...)) if workload else Recipe
+    return _with_workload(workload) if workload else Recipe
+
+
+@cache
+def _with_workload(workload: type[Workload]) -> type[BaseModel]:
+    return create_model("Recipe", __base__=Recipe, workload=(workload, ...))

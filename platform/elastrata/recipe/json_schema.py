@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
+from elastrata.recipe.installed import installed_workloads
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.workload import ENTRY_POINTS, workload_class
+from elastrata.training.workload import workload_class
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
@@ -45,12 +45,12 @@ def recipe_schema() -> dict[str, Any]:
 def _workloads(defs: dict[str, Any]) -> list[dict[str, Any]]:
     """A reference to the schema of each installed workload."""
     references = []
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        schema = _hoisted(workload_class(point.name).model_json_schema(), defs)
-        schema["properties"]["name"] = {"const": point.name, "description": "The workload."}
+    for name in sorted(installed_workloads()):
+        schema = _hoisted(workload_class(name).model_json_schema(), defs)
+        schema["properties"]["name"] = {"const": name, "description": "The workload."}
         schema["required"] = sorted({*schema.get("required", []), "name"})
-        defs[f"workload {point.name}"] = schema
-        references.append({"$ref": f"{_DEFS}workload {point.name}"})
+        defs[f"workload {name}"] = schema
+        references.append({"$ref": f"{_DEFS}workload {name}"})
     return references
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from elastrata.recipe.yaml_values import read_stored
 from elastrata.runs.folder import RECIPE_FILE
 from elastrata.training.target import TargetConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
@@ -50,9 +50,9 @@ def read_outline(run: Storage) -> Outline:
     Raises:
         UserError: the recipe is missing or damaged.
     """
-    damage = (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, ValidationError)
+    damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError, ValidationError)
     try:
-        recipe = yaml.safe_load(run.read(RECIPE_FILE))
+        recipe = read_stored(run, RECIPE_FILE)
         target = recipe.get("target")
         return Outline(
             phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),

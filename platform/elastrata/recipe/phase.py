@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field
 
+from elastrata.recipe.alternatives import merged
 from elastrata.recipe.config import Config
 from elastrata.recipe.data import DataConfig
 from elastrata.training.optimizer import OptimizerConfig
@@ -19,13 +20,13 @@ class PhaseKeys(Config):
     """What may change while a run goes on, as it is planned from the start."""
 
     data: DataConfig
-    steps: PositiveInt
+    steps: Annotated[int, Field(gt=0, le=10**9)]
     """Optimizer steps."""
-    batch_size: PositiveInt
+    batch_size: Annotated[int, Field(gt=0, le=2**24)]
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
     """Smaller batches at first. The learning rate's schedule knows nothing of it."""
-    micro_batch_tokens: PositiveInt | Literal["auto"] = 8192
+    micro_batch_tokens: Annotated[int, Field(gt=0, le=2**30)] | Literal["auto"] = 8192
     """Most tokens that one worker runs through the model at once. auto: what is fastest among what
     its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
     measure."""
@@ -52,17 +53,7 @@ def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(phases, Sequence) or isinstance(phases, str):
         return dict(recipe)
     common = {key: recipe[key] for key in PhaseKeys.model_fields if key in recipe}
-    whole = [_merged(common, phase) if isinstance(phase, Mapping) else phase for phase in phases]
+    whole = [
+        merged(Phase, common, phase) if isinstance(phase, Mapping) else phase for phase in phases
+    ]
     return {**recipe, "phases": whole}
-
-
-def _merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections are merged, anything else is replaced, as where recipes extend one another."""
-    merged = dict(base)
-    for key, value in values.items():
-        below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = _merged(below, value)
-        else:
-            merged[key] = value
-    return merged

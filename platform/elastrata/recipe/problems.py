@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -25,9 +25,13 @@ from elastrata.recipe.value_types import (
 )
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.plain_text import MOST_CHARACTERS
 from elastrata_pipelines.secrets import without_secrets
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_PROBLEMS = 50
+_TOO_MUCH = {"less_than", "less_than_equal", "too_long", "string_too_long"}
+"""What pydantic calls a value beyond an upper bound."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
     """
     said: list[str] = []
     inherited: list[str] = []
-    for problem in _flat(error, ()):
+    flat = list(_flat(error, ()))
+    for problem in flat[:_SHOWN_PROBLEMS]:
         place = _locate(model, problem["loc"], text.values)
         if place is not None and problem["type"] == "union_tag_invalid":
             place = _kind(place, problem["ctx"]["discriminator"].strip("'"))
@@ -58,6 +63,8 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
             origin = text.origin(place.path)
             lines = [f"{origin}: {line}" for line in _tell(problem, place, model)]
             (inherited if _is_inherited(place.path, text.values) else said).extend(lines)
+    if more := flat[_SHOWN_PROBLEMS:]:
+        said.append(f"{text.file}: and {len(more)} more mistakes")
     return list(dict.fromkeys(said or inherited))
 
 
@@ -67,18 +74,31 @@ def misread_booleans(model: Model, text: RecipeText) -> list[str]:
         f"{text.origin(place.path)}: {'.'.join(place.path)}: {shown_value(place.value)}: "
         f"expected {expected(place.annotation)}"
         for place in _leaves(Place((), model, text.values))
-        if isinstance(place.value, bool) and not allows(place.annotation, bool)
+        if isinstance(place.value, bool) and place.is_known and not allows(place.annotation, bool)
     ]
 
 
 def shown_value(value: Any) -> str:
     """A value as YAML would have it, in one line, cut where it is long, and without secrets."""
     if isinstance(value, str):
-        shown = repr(without_secrets(value))
+        shown = repr(without_secrets(value[:MOST_CHARACTERS]))
     else:
-        dumped = yaml.safe_dump(value, default_flow_style=True, width=10**9)
+        part = _part(value, [_SHOWN_CHARACTERS])
+        dumped = yaml.safe_dump(part, default_flow_style=True, width=10**9, sort_keys=False)
         shown = without_secrets(dumped.removesuffix("\n...\n").strip())
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def _part(value: Any, room: list[int]) -> Any:
+    """As much of a value as may be shown: so many texts, numbers, lists and sections of it."""
+    room[0] -= 1
+    if isinstance(value, str):
+        return value[:MOST_CHARACTERS]
+    if isinstance(value, Mapping):
+        return {_part(k, room): _part(v, room) for k, v in value.items() if room[0] > 0}
+    if isinstance(value, list | tuple):
+        return [_part(item, room) for item in value if room[0] > 0]
+    return value
 
 
 def _flat(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
@@ -94,7 +114,7 @@ def _flat(error: ValidationError, prefix: tuple[Any, ...]) -> Iterator[dict[str,
 
 def _follows_from_others(problem: Mapping[str, Any], place: Place) -> bool:
     """Whether a list only seems too short because its items, each told of, are wrong."""
-    if problem["type"] != "too_short":
+    if problem["type"] != "too_short" or not isinstance(place.value, Sized):
         return False
     return len(place.value) >= int(problem["ctx"]["min_length"])
 
@@ -137,7 +157,7 @@ def _kind(section: Place, key: str) -> Place:
     """The place of the key that says which of a union's sections is meant."""
     models = [model for member in members(section.annotation) if (model := model_of(member))]
     kinds = [field_type(model.model_fields[key]) for model in models]
-    return Place((*section.path, key), reduce(or_, kinds), section.value[key])
+    return Place((*section.path, key), reduce(or_, kinds), _item(section.value, key))
 
 
 def _is_label(label: Any, member: Any) -> bool:
@@ -184,7 +204,9 @@ def _tell(problem: Mapping[str, Any], place: Place, model: Model) -> list[str]:
         told = [where, *([] if isinstance(place.value, dict | list) else [value]), str(inner)]
         return [": ".join(filter(None, told))]
     hint = nearest(place.value, choices(place.annotation)) if isinstance(place.value, str) else ""
-    return [f"{where}: {value}: expected {expected(place.annotation)}{hint}"]
+    below = problem["type"] == "greater_than_equal" and problem["ctx"]["ge"] < 0
+    limits = below or problem["type"] in _TOO_MUCH
+    return [f"{where}: {value}: expected {expected(place.annotation, limits=limits)}{hint}"]
 
 
 def _meant(place: Place, model: Model) -> str:

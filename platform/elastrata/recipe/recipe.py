@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    PositiveInt,
     SerializeAsAny,
     field_validator,
     model_validator,
@@ -42,28 +41,31 @@ def _read_workload(value: Any) -> Any:
     return value
 
 
+Workers = Annotated[int, Field(gt=0, le=100_000)]
+
+
 class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
-    min: PositiveInt = 1
-    max: PositiveInt = 1
+    min: Workers = 1
+    max: Workers = 1
     """The run starts at up to this many and goes on with fewer, down to `min`."""
-    cpus: Annotated[float, Field(gt=0)] = 0.5
+    cpus: Annotated[float, Field(gt=0, le=10_000)] = 0.5
     """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
-    gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    gpus: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
     """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0."""
-    max_failures: Annotated[int, Field(ge=-1)] = 8
+    max_failures: Annotated[int, Field(ge=-1, le=10**9)] = 8
     """Losses of workers that the run survives before it gives up; -1: any number."""
-    resize_seconds: Annotated[float, Field(ge=0)] = 60.0
+    resize_seconds: Annotated[float, Field(ge=0, le=1e9)] = 60.0
     """How often the run looks whether it could go on with more workers."""
     spares: bool = True
     """Keeps an idle process with the imports done beside every worker, for the next group: seconds
     less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node."""
-    hang_seconds: Annotated[float, Field(gt=0)] = 600.0
+    hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
-    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Most memory that `auto` counts on for a worker. Default: all that its GPU has; without one,
     an equal share of what its machine has to spare."""
 
@@ -81,11 +83,11 @@ class Recipe(PhaseKeys):
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
-    phases: tuple[Phase, ...] = ()
+    phases: Annotated[tuple[Phase, ...], Field(max_length=1000)] = ()
     """The parts of the run, one after the other, where it has several: each says how it differs
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run
     through."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     target: TargetConfig | None = None
     """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
@@ -106,7 +108,7 @@ class Recipe(PhaseKeys):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
-    storage: str = "runs"
+    storage: Annotated[str, Field(min_length=1)] = "runs"
     """Folder or URL under which every run has a folder of its own name."""
 
     @model_validator(mode="before")

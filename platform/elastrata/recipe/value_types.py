@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 Model = type[BaseModel]
+_FAR_AWAY = 1000
+"""Of a bound that is there for what nobody means."""
 
 _PLAIN = {
     int: "a whole number",
@@ -67,6 +69,8 @@ def best_member(annotation: Any, value: Any) -> Any:
     fitting = members(annotation)
     if isinstance(value, dict):
         sections = [member for member in fitting if model_of(member)]
+        if len(sections) == 1:
+            return sections[0]
         return max(sections, key=lambda member: _likeness(model_of(member), value), default=None)
     if isinstance(value, list | tuple):
         shapes = (list, tuple, Sequence)
@@ -104,11 +108,16 @@ def allows(annotation: Any, kind: type) -> bool:
     return Any in bare or any(isinstance(item, type) and issubclass(item, kind) for item in bare)
 
 
-def expected(annotation: Any) -> str:
-    """An annotation in words: `a number above 0 or 'auto'`."""
+def expected(annotation: Any, *, limits: bool = False) -> str:
+    """An annotation in words: `a number above 0 or 'auto'`.
+
+    Args:
+        annotation: of a key.
+        limits: whether to tell, too, of bounds so far away that few people care.
+    """
     bare, constraints = split(annotation)
     if get_origin(bare) in (Union, types.UnionType):
-        told = [word for member in members(annotation) for word in _alternatives(member)]
+        told = [word for member in members(annotation) for word in _alternatives(member, limits)]
         words = list(dict.fromkeys(told))
         if type(None) in get_args(bare):
             words.append("null")
@@ -123,31 +132,40 @@ def expected(annotation: Any) -> str:
             f"a list of {len(get_args(bare))}: {_joined([*map(expected, get_args(bare))], 'and')}"
         )
     if origin in (list, tuple, Sequence):
-        return f"a list, each item {expected(item_type(bare, 0))}{_bounds(constraints)}"
+        return f"a list, each item {expected(item_type(bare, 0))}{_bounds(constraints, limits)}"
     if origin in (dict, Mapping):
         return f"keys with values, each {expected(item_type(bare, 0))}"
-    return _PLAIN.get(bare, "a value") + _bounds(constraints)
+    return _PLAIN.get(bare, "a value") + _bounds(constraints, limits)
 
 
-def _alternatives(member: Any) -> list[str]:
+def _alternatives(member: Any, limits: bool) -> list[str]:
     bare, _ = split(member)
-    return [*map(repr, get_args(bare))] if get_origin(bare) is Literal else [expected(member)]
+    if get_origin(bare) is Literal:
+        return [*map(repr, get_args(bare))]
+    return [expected(member, limits=limits)]
 
 
-def _bounds(constraints: Sequence[Any]) -> str:
+def _bounds(constraints: Sequence[Any], limits: bool) -> str:
     words = []
     for item in constraints:
         if isinstance(item, annotated_types.Gt):
             words.append(f"above {item.gt}")
         elif isinstance(item, annotated_types.Ge):
-            words.append(f"at least {item.ge}")
+            words += _far("at least", item.ge, limits)
         elif isinstance(item, annotated_types.Lt):
-            words.append(f"below {item.lt}")
+            words += _far("below", item.lt, limits)
         elif isinstance(item, annotated_types.Le):
-            words.append(f"at most {item.le}")
+            words += _far("at most", item.le, limits)
+        elif isinstance(item, annotated_types.MaxLen) and limits:
+            words.append(f"(at most {item.max_length:,} of them)")
         elif isinstance(item, annotated_types.MinLen) and item.min_length:
             words.append("(not empty)" if item.min_length == 1 else f"({item.min_length} or more)")
     return f" {' and '.join(words)}" if words else ""
+
+
+def _far(word: str, bound: Any, limits: bool) -> list[str]:
+    shown = f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+    return [f"{word} {shown}"] if limits or abs(bound) < _FAR_AWAY else []
 
 
 def _joined(words: list[str], word: str, most: int = 12) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from elastrata.recipe.alternatives import replaced_keys, type_below
+from elastrata.recipe.installed import installed_workloads
+from elastrata.recipe.value_types import Model
+from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text
 from elastrata_pipelines.errors import UserError, nearest
 
-ENTRY_POINTS = "elastrata.workloads"
 COMMAND_LINE = "command line"
 _EXTENDS = "extends"
+_MOST_BASES = 32
+_MOST_SHOWN = 200
 
 
 @dataclass
@@ -41,11 +42,14 @@ class RecipeText:
         return self.file
 
 
-def read_recipe_text(name_or_path: str, overrides: Sequence[str] = ()) -> RecipeText:
+def read_recipe_text(
+    name_or_path: str, overrides: Sequence[str] = (), *, model: Model
+) -> RecipeText:
     """Reads a recipe with all it extends, then applies the overrides.
 
     Args:
         name_or_path: a YAML file, or a name such as `bert/tiny`.
+        model: what is read; says which of its sections are alternatives of one another.
         overrides: `dotted.path=value`, the value in YAML.
 
     Raises:
@@ -57,8 +61,8 @@ def read_recipe_text(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe
         file=name_or_path, name=path.stem if is_file else name_or_path.replace("/", "-")
     )
     for shown, values in _with_bases(path, name_or_path, ()):
-        _merge(text, text.values, values, (), shown)
-    problems = [problem for override in overrides if (problem := _override(text, override))]
+        _merge(text, text.values, values, (), model, shown)
+    problems = [problem for override in overrides if (problem := _override(text, override, model))]
     if problems:
         raise UserError(*problems)
     return text
@@ -76,10 +80,10 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     """
     if _looks_like_file(name_or_path):
         path = (beside or Path()) / name_or_path
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise UserError(f"{name_or_path}: no such recipe file")
         return path
-    known = available_recipes()
+    known = available_recipes(name_or_path.partition("/")[0])
     if name_or_path not in known:
         raise UserError(
             f"{name_or_path}: no such recipe{nearest(name_or_path, known)}; expected a .yaml file "
@@ -88,10 +92,14 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     return known[name_or_path]
 
 
-def available_recipes() -> dict[str, Path]:
-    """The recipes that the installed workloads bring, by name. Imports none of them."""
+def available_recipes(workload: str | None = None) -> dict[str, Path]:
+    """The recipes that the installed workloads bring, by name. Imports none of them.
+
+    Args:
+        workload: one that is wanted, also where it was installed a moment ago.
+    """
     found: dict[str, Path] = {}
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in installed_workloads(workload).values():
         spec = importlib.util.find_spec(point.module)
         if spec and spec.origin:
             for path in sorted((Path(spec.origin).parent / "recipes").glob("*.yaml")):
@@ -99,82 +107,27 @@ def available_recipes() -> dict[str, Path]:
     return found
 
 
-def parse_yaml(text: str, where: str, *, count_lines: bool = True) -> Any:
-    """Reads YAML 1.2 scalars: `3e-4` is a number, `yes` is text. A key given twice is an error.
-
-    Args:
-        text: the YAML.
-        where: what to call it in an error, for example the file.
-        count_lines: whether to name the line, too.
-
-    Raises:
-        UserError: the text is no YAML.
-    """
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark and count_lines else ""
-        raise UserError(
-            f"{where}{line}: not valid YAML: {error.problem or error.context}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema instead of 1.1's, which reads `3e-4` as text and `1:30` as 90."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own shape
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key is not text", problem_mark=key.start_mark)
-            if key.value in seen and key.value != "<<":
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
-        r"|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)",
-        list("-+.0123456789"),
-    ),
-    ("merge", r"<<", ["<"]),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
-    )
-
-
 def _looks_like_file(name_or_path: str) -> bool:
-    return name_or_path.endswith((".yaml", ".yml")) or Path(name_or_path).is_file()
+    # Not pathlib's: it raises for names that are too long.
+    return name_or_path.endswith((".yaml", ".yml")) or os.path.isfile(name_or_path)  # noqa: PTH113
 
 
 def _with_bases(
     path: Path, shown: str, above: tuple[Path, ...]
 ) -> list[tuple[str, dict[str, Any]]]:
     """The files a recipe consists of, the farthest base first, with the name to show for each."""
+    values = _read_file(path, shown)
     real = path.resolve()
     if real in above:
         chain = " -> ".join(file.name for file in (*above, real))
         raise UserError(f"{shown}: extends: the recipe extends itself ({chain})")
-    values = _read_file(path, shown)
+    if len(above) > _MOST_BASES:
+        raise UserError(f"{shown}: extends: more than {_MOST_BASES} recipes extend one another")
     base = values.pop(_EXTENDS, None)
     if base is None:
         return [(shown, values)]
     if not isinstance(base, str):
-        raise UserError(f"{shown}: extends: {base!r}: expected one recipe's file or name")
+        raise UserError(f"{shown}: extends: {_cut(repr(base))}: expected one recipe's file or name")
     try:
         base_path = find_recipe(base, path.parent)
     except UserError as error:
@@ -188,17 +141,17 @@ def _with_bases(
 
 def _shown(path: Path) -> str:
     """How to call a file: by its recipe's name where it has one, else by its shortest path."""
-    names = {file.resolve(): name for name, file in available_recipes().items()}
-    return names.get(path.resolve()) or min(str(path), os.path.relpath(path), key=len)
+    names = {file: name for name, file in available_recipes().items()}
+    whole = Path(os.path.abspath(path))  # noqa: PTH100 - a link is called as it was named
+    return names.get(whole) or min(str(path), os.path.relpath(path), key=len)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _read_file(path: Path, shown: str) -> dict[str, Any]:
-    try:
-        values = parse_yaml(path.read_text(encoding="utf-8"), shown)
-    except OSError as error:
-        raise UserError(f"{shown}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{shown}: not UTF-8 text") from None
+    values = parse_yaml(read_text(path, shown), shown)
     if not isinstance(values, dict | None):
         raise UserError(f"{shown}: expected keys with values, as in 'steps: 1000'")
     return values or {}
@@ -209,29 +162,33 @@ def _merge(
     into: dict[str, Any],
     values: Mapping[str, Any],
     prefix: tuple[str, ...],
+    annotation: Any,
     origin: str,
 ) -> None:
-    """Sections are merged, anything else is replaced."""
+    """Sections are merged, anything else is replaced; so are keys of another alternative."""
+    for key in replaced_keys(annotation, into, values):
+        del into[key]
     for key, value in values.items():
         path = (*prefix, key)
         text.origins[".".join(path)] = origin
         if isinstance(value, dict):
             if not isinstance(into.get(key), dict):
                 into[key] = {}
-            _merge(text, into[key], value, path, origin)
+            below = type_below(annotation, {**into, **values}, key)
+            _merge(text, into[key], value, path, below, origin)
         else:
             into[key] = value
 
 
-def _override(text: RecipeText, override: str) -> str | None:
+def _override(text: RecipeText, override: str, model: Model) -> str | None:
     """Applies one override, or says what is wrong with it."""
     dotted, equals, raw = override.partition("=")
-    if not equals or not all(dotted.split(".")):
-        return f"{COMMAND_LINE}: {override}: expected key=value, such as optimizer.lr=3e-4"
-    where = f"{COMMAND_LINE}: {dotted}: {raw}"
+    path = dotted.split(".")
+    if not equals or not all(path) or len(path) > MOST_DEPTH:
+        return f"{COMMAND_LINE}: {_cut(override)}: expected key=value, such as optimizer.lr=3e-4"
+    where = f"{COMMAND_LINE}: {dotted}: {_cut(raw)}"
     try:
-        value = parse_yaml(raw, where, count_lines=False)
-        _set(text.values, dotted.split("."), value)
+        _set(text, path, parse_yaml(raw, where, count_lines=False), model)
     except UserError as error:
         return error.problems[0]
     except LookupError as error:
@@ -240,24 +197,37 @@ def _override(text: RecipeText, override: str) -> str | None:
     return None
 
 
-def _set(at: Any, path: Sequence[str], value: Any) -> None:
-    """Sets a value below sections and lists, making sections that are missing.
+def _set(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> None:
+    """Sets a value below sections and lists, making sections that are missing. What another
+    override said stays, whatever alternative it belongs to: both cannot be meant.
 
     Raises:
         LookupError: the path leads through a plain value or past the end of a list.
     """
+    at: Any = text.values
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1
-        if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
-                raise LookupError(f"'{part}': expected a place in the list, 0 to {len(at) - 1}")
-            key: Any = int(part)
-        elif isinstance(at, dict):
-            key = part
-            if not is_last and at.get(key) is None:
-                at[key] = {}
-        else:
-            raise LookupError(f"{'.'.join(path[:depth])} is a value, not a section with keys")
+        key = _key(at, part, path[:depth])
         if is_last:
+            if isinstance(at, dict):
+                for other in replaced_keys(annotation, at, {part: value}):
+                    if text.origins.get(".".join((*path[:-1], other))) != COMMAND_LINE:
+                        del at[other]
             at[key] = value
+            return
+        if isinstance(at, dict) and at.get(key) is None:
+            at[key] = {}
+        annotation = type_below(annotation, at, key)
         at = at[key]
+
+
+def _key(at: Any, part: str, path: Sequence[str]) -> str | int:
+    """What a part of a dotted path means to what stands there."""
+    if isinstance(at, dict):
+        return part
+    if not isinstance(at, list):
+        raise LookupError(f"{'.'.join(path)} is a value, not a section with keys")
+    is_number = part.isascii() and part.isdecimal() and len(part) < len(str(len(at))) + 1
+    if not is_number or int(part) >= len(at):
+        raise LookupError(f"'{part}': expected a place in the list, 0 to {len(at) - 1}")
+    return int(part)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from elastrata.recipe.yaml_values import dump_yaml, read_stored
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -68,16 +67,24 @@ def read_identity(run: Storage) -> RunIdentity | None:
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
     """Writes the identity and the recipe of a run."""
-    dumped = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    dumped = dump_yaml(recipe.model_dump(mode="json"))
     run.write(dumped.encode(), RECIPE_FILE)
     run.write(json.dumps(asdict(identity), indent=1).encode(), RUN_FILE)
 
 
 def read_recipe(run: Storage) -> Recipe:
-    """The recipe a run was started or last continued with."""
-    from elastrata.recipe.recipe import Recipe
+    """The recipe a run was started or last continued with.
 
-    return Recipe.model_validate(yaml.safe_load(run.read(RECIPE_FILE)))
+    Raises:
+        UserError: its file is missing or damaged.
+    """
+    from elastrata.recipe.file import stored_recipe
+
+    where = run.uri(RECIPE_FILE)
+    try:
+        return stored_recipe(read_stored(run, RECIPE_FILE), where)
+    except FileNotFoundError:
+        raise UserError(f"{where}: missing") from None
 
 
 def check_same_run(

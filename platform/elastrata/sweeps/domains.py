@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
 from elastrata.recipe.config import Config
 from elastrata_pipelines.errors import nearest
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Value = bool | int | float | str | None
+_LEAST = 1e-100
+_MOST_CHOICES, _MOST_POINTS = 1000, 100_000
+Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
+Value = bool | int | Annotated[float, Field(allow_inf_nan=True)] | str | None
 Ends = tuple[Finite, Finite]
-WholeEnds = tuple[int, int]
-Values = Annotated[tuple[Value, ...], Field(min_length=1)]
+Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
+WholeEnds = tuple[Whole, Whole]
+Values = Annotated[tuple[Value, ...], Field(min_length=1, max_length=_MOST_CHOICES)]
 Conditions = Mapping[str, Value | tuple[Value, ...]]
 
 
@@ -49,7 +53,7 @@ class DomainKeys(Config):
 
 
 class _Range(DomainKeys):
-    points: PositiveInt | None = None
+    points: Annotated[int, Field(gt=0, le=_MOST_POINTS)] | None = None
     """How many values a grid takes from the range, its ends included."""
 
     @property
@@ -110,8 +114,8 @@ class LogUniform(_Range):
     @override
     def problems(self) -> list[str]:
         low, high = self.loguniform
-        if low <= 0:
-            return [f"[{low:g}, {high:g}]: expected ends above 0"]
+        if low < _LEAST:
+            return [f"[{low:g}, {high:g}]: expected ends above {0 if low <= 0 else _LEAST:g}"]
         return super().problems()
 
     @override
@@ -148,8 +152,8 @@ class Int(_Range):
 
     @override
     def grid(self) -> tuple[Value, ...] | None:
-        if self.points is None:
-            low, high = self.int
+        low, high = self.int
+        if self.points is None and high - low < _MOST_POINTS:
             return tuple(range(low, high + 1))
         return super().grid()
 
@@ -162,8 +166,8 @@ class Choice(DomainKeys):
 
     @override
     def problems(self) -> list[str]:
-        twice = {repr(v) for v in self.choice if [*map(repr, self.choice)].count(repr(v)) > 1}
-        return [f"{value}: is there twice" for value in sorted(twice)]
+        counts = Counter(map(repr, self.choice))
+        return [f"{value}: is there twice" for value in sorted(counts) if counts[value] > 1]
 
     @override
     def value_at(self, share: float) -> Value:

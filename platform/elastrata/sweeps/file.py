@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from elastrata.recipe.problems import recipe_problems
-from elastrata.recipe.yaml_reader import RecipeText, parse_yaml, read_recipe_text
+from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
+from elastrata.recipe.yaml_values import parse_yaml
 from elastrata.sweeps.rules import key_problems, metric_problems, sweep_problems
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import BaseRecipe, base_recipe
@@ -55,23 +57,24 @@ def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
 
 def _text(path: str, overrides: Sequence[str]) -> RecipeText:
     """The file's values, with what the command line says put where it belongs."""
-    if not Path(path).is_file():
+    if not os.path.lexists(path):
         raise UserError(f"{path}: no such sweep file")
     own: list[str] = []
     of_recipe: list[str] = []
     for override in overrides:
         is_own = override.partition("=")[0].split(".")[0] in SweepConfig.model_fields
         (own if is_own else of_recipe).append(override)
-    text = read_recipe_text(path, own)
+    text = read_recipe_text(path, own, model=SweepConfig)
     text.values.setdefault("name", text.name)
     changes = text.values.setdefault("changes", {})
-    for override in of_recipe:
+    for override in of_recipe if isinstance(changes, dict) else ():
         key, equals, value = override.partition("=")
         if not equals:
             raise UserError(f"command line: {override}: expected key=value, such as trials=8")
         changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
     recipe = text.values.get("recipe")
-    if isinstance(recipe, str) and (beside := Path(path).parent / recipe).is_file():
+    # Not pathlib's: it raises for names that are too long.
+    if isinstance(recipe, str) and os.path.isfile(beside := Path(path).parent / recipe):  # noqa: PTH113
         text.values["recipe"] = str(beside)
     return text
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
+from pydantic import ValidationError
 
+from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import RecipeText
+from elastrata.recipe.yaml_values import dump_yaml, read_stored
 from elastrata.runs.folder import flatten
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.errors import UserError
@@ -31,7 +34,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
         return
     problems = []
     for name, now in ((SWEEP_FILE, _sweep_values(config)), (BASE_FILE, _base_values(base))):
-        before, now = flatten(yaml.safe_load(folder.read(name))), flatten(now)
+        before, now = flatten(_stored(folder, name)), flatten(now)
         problems += [
             f"{folder.uri(name)}: {key}: {before.get(key)!r} in the sweep of this name, "
             f"{now.get(key)!r} in this one"
@@ -46,7 +49,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
 def write_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
     """Writes what the sweep is."""
     for name, values in ((BASE_FILE, _base_values(base)), (SWEEP_FILE, _sweep_values(config))):
-        folder.write(yaml.safe_dump(values, sort_keys=False).encode(), name)
+        folder.write(dump_yaml(values).encode(), name)
 
 
 def _sweep_values(config: SweepConfig) -> dict[str, Any]:
@@ -62,9 +65,19 @@ def read_sweep(folder: Storage) -> SweepConfig:
     """The sweep in a folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or its file is damaged.
     """
     try:
-        return SweepConfig.model_validate(yaml.safe_load(folder.read(SWEEP_FILE)))
+        return SweepConfig.model_validate(_stored(folder, SWEEP_FILE))
     except FileNotFoundError:
         raise UserError(f"{folder.uri()}: no sweep there") from None
+    except ValidationError as error:
+        text = RecipeText(file=folder.uri(SWEEP_FILE), name="", values=_stored(folder, SWEEP_FILE))
+        raise UserError(*recipe_problems(error, SweepConfig, text)) from None
+
+
+def _stored(folder: Storage, name: str) -> dict[str, Any]:
+    values = read_stored(folder, name)
+    if not isinstance(values, dict):
+        raise UserError(f"{folder.uri(name)}: damaged: expected keys with values")
+    return values

@@ -21,6 +21,7 @@ SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 _EXTRA = {"optuna": "'elastrata[sweeps]'"}
 """How to install what a searcher needs, where the package's name does not say it."""
 _LEAST_POPULATION = 2
+_MOST_POINTS = 1_000_000
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
 """What a run may go on with another value of."""
 
@@ -79,9 +80,18 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
             f"with pip install {_EXTRA.get(package, package)}"
         )
     if isinstance(config.searcher, GridConfig):
-        for key, domain in config.space.items():
-            if not domain.problems() and domain.grid() is None:
-                yield f"space.{key}.points: missing: a grid needs to know how many values"
+        yield from _grid(config)
+
+
+def _grid(config: SweepConfig) -> Iterator[str]:
+    points = 1
+    for key, domain in config.space.items():
+        values = () if domain.problems() else domain.grid()
+        if values is None:
+            yield f"space.{key}.points: missing: a grid needs to know how many values"
+        points *= len(values or (None,))
+    if points > _MOST_POINTS:
+        yield f"space: a grid of up to {points:,} points: expected at most {_MOST_POINTS:,}"
 
 
 def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:

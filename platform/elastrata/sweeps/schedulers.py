@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from elastrata.recipe.config import Config
 from elastrata.sweeps.domains import Choice, Domain, Int, Value
 
+Tokens = Annotated[int, Field(gt=0, le=10**18)]
 TOKENS = "progress/tokens"
 """The metric by which schedulers count: it is the same whatever the batch size."""
 _ASHA_RUNGS, _SHARE_OF_A_TRIAL = 3, 8
@@ -31,9 +32,9 @@ class AshaConfig(Config):
 
     name: Literal["asha"]
     """This scheduler."""
-    reduction_factor: Annotated[float, Field(gt=1)] = 3.0
+    reduction_factor: Annotated[float, Field(gt=1, le=1e6)] = 3.0
     """Rungs are this factor apart, in tokens."""
-    grace_tokens: PositiveInt | None = None
+    grace_tokens: Tokens | None = None
     """The first rung. Default: that of a trial's tokens over the third power of the factor."""
 
 
@@ -43,9 +44,9 @@ class MedianConfig(Config):
 
     name: Literal["median"]
     """This scheduler."""
-    grace_tokens: PositiveInt | None = None
+    grace_tokens: Tokens | None = None
     """No trial stops before. Default: an eighth of a trial's tokens."""
-    min_trials: PositiveInt = 3
+    min_trials: Annotated[int, Field(gt=0, le=10**6)] = 3
     """There is no median of fewer other trials."""
 
 
@@ -55,7 +56,7 @@ class PbtConfig(Config):
 
     name: Literal["pbt"]
     """This scheduler."""
-    interval_tokens: PositiveInt | None = None
+    interval_tokens: Tokens | None = None
     """From one look to the next. Default: an eighth of a trial's tokens."""
     quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     """The share of the trials that are the worst, and the best."""
@@ -139,6 +140,6 @@ def within(space: Mapping[str, Domain], point: Mapping[str, Value]) -> dict[str,
 
 def _mutation(domain: Domain) -> list[Value] | Callable[[], Value]:
     """How a value changes: to one beside it where there are few, else drawn or multiplied."""
-    if isinstance(domain, Choice | Int):
-        return list(domain.grid() or domain.extremes())
+    if isinstance(domain, Choice | Int) and (values := domain.grid()):
+        return list(values)
     return lambda: domain.value_at(random.random())

@@ -7,11 +7,14 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from elastrata.recipe.config import Config
 from elastrata.sweeps.domains import Choice, Domain, Int, LogUniform, Uniform, Value
 from elastrata.sweeps.space import Point, draw, grid_points
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Searchers draw with NumPy, whose seeds are no larger."""
 
 
 class RandomConfig(Config):
@@ -19,7 +22,7 @@ class RandomConfig(Config):
 
     name: Literal["random"] = "random"
     """This searcher; the default."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """The same seed draws the same points."""
 
 
@@ -36,9 +39,9 @@ class OptunaConfig(Config):
 
     name: Literal["optuna"]
     """This searcher."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """The same seed and the same results propose the same points."""
-    startup_trials: NonNegativeInt = 8
+    startup_trials: Annotated[int, Field(ge=0, le=10**6)] = 8
     """So many points are drawn at random first."""
 
 
@@ -47,9 +50,9 @@ class HyperoptConfig(Config):
 
     name: Literal["hyperopt"]
     """This searcher."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """The same seed and the same results propose the same points."""
-    startup_trials: NonNegativeInt = 8
+    startup_trials: Annotated[int, Field(ge=0, le=10**6)] = 8
     """So many points are drawn at random first."""
 
 
@@ -58,7 +61,7 @@ class NevergradConfig(Config):
 
     name: Literal["nevergrad"]
     """This searcher."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """The same seed and the same results propose the same points."""
 
 

@@ -76,10 +76,13 @@ def grid_points(space: Mapping[str, Domain]) -> Iterator[Point]:
 def reaching(space: Mapping[str, Domain], key: str) -> Point:
     """The values that other keys must have for `key` to have one."""
     point: Point = {}
-    for other, condition in space[key].when.items():
-        value = wanted(condition)[0]
-        point |= {**reaching(space, other), other: value}
-    return point
+    waiting = [key]
+    while waiting:
+        for other, condition in space[waiting.pop()].when.items():
+            if other not in point:
+                point[other] = wanted(condition)[0]
+                waiting.append(other)
+    return {other: point[other] for other in in_order(space) if other in point}
 
 
 def condition_problems(space: Mapping[str, Domain]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from elastrata.recipe.config import Config
 from elastrata.sweeps.domains import Domain
@@ -23,7 +23,7 @@ class SweepConfig(Config):
     """What is trained: a recipe's file, or a name such as `bert/tiny`."""
     changes: dict[str, Any] = Field(default_factory=dict)
     """What all trials have different from the recipe, by dotted key: `steps: 400`."""
-    space: Annotated[dict[str, Domain], Field(min_length=1)]
+    space: Annotated[dict[str, Domain], Field(min_length=1, max_length=200)]
     """By dotted key of the recipe the values to try."""
     metric: str = "eval/loss"
     """What trials are compared by: a metric of the recipe's evaluations."""
@@ -31,13 +31,13 @@ class SweepConfig(Config):
     """Whether the smallest or the largest value of the metric is the best."""
     searcher: SearcherConfig = RandomConfig()
     scheduler: SchedulerConfig = NoneConfig()
-    trials: PositiveInt = 16
+    trials: Annotated[int, Field(gt=0, le=10**6)] = 16
     """How many points are tried."""
-    concurrency: PositiveInt | Literal["auto"] = "auto"
+    concurrency: Annotated[int, Field(gt=0, le=100_000)] | Literal["auto"] = "auto"
     """Trials at a time; `auto`: so many that every worker has a GPU or, without any, a CPU."""
-    max_seconds: PositiveFloat | None = None
+    max_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Ends the sweep so long after its launch, with the best there is. Default: no end."""
-    max_failures: Annotated[int, Field(ge=0)] = 2
+    max_failures: Annotated[int, Field(ge=0, le=10**6)] = 2
     """How often a trial whose process died is tried again, from its newest checkpoint."""
     keep: Literal["best", "all"] = "best"
     """Which trials keep their checkpoints when they are over: the best so far, or all."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from elastrata.recipe.alternatives import replaced_keys, type_below
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
@@ -38,7 +39,7 @@ class BaseRecipe:
         tree = copy.deepcopy(dict(self.values))
         whole = self.recipe.model_dump(mode="json")
         for key, value in point.items():
-            _set(tree, whole, key.split("."), value)
+            _set(tree, whole, key.split("."), value, kept=point.keys())
         try:
             recipe = Recipe.model_validate(tree)
         except ValidationError as error:
@@ -73,18 +74,29 @@ def base_recipe(recipe: str, changes: Mapping[str, Any]) -> BaseRecipe:
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     checked = load_recipe(recipe, overrides)
-    return BaseRecipe(values=read_recipe_text(recipe, overrides).values, recipe=checked)
+    return BaseRecipe(
+        values=read_recipe_text(recipe, overrides, model=Recipe).values, recipe=checked
+    )
 
 
-def _set(tree: Any, whole: Any, path: list[str], value: Value) -> None:
-    """Sets a value in a tree; lists on the way that nobody wrote are taken from the whole one."""
+def _set(
+    tree: Any, whole: Any, path: list[str], value: Value, *, kept: Collection[str] = ()
+) -> None:
+    """Sets a value in a tree; lists on the way that nobody wrote are taken from the whole one. Keys
+    of another alternative go, but for those that are `kept`."""
+    annotation: Any = Recipe
     for place, part in enumerate(path[:-1]):
+        annotation = type_below(annotation, tree, _key(tree, part))
         whole = _item(whole, part)
         if isinstance(whole, list) and _item(tree, part) is None:
             tree[part] = copy.deepcopy(whole)
         elif _item(tree, part) is None:
             tree[_key(tree, part)] = {}
         tree = _item(tree, path[place])
+    if isinstance(tree, dict):
+        for other in replaced_keys(annotation, tree, {path[-1]: value}):
+            if ".".join((*path[:-1], other)) not in kept:
+                del tree[other]
     tree[_key(tree, path[-1])] = value
 
 

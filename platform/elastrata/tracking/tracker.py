@@ -12,7 +12,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from elastrata.recipe.config import Config
 from elastrata.tracking.client import alone, quiet_client
@@ -36,10 +38,10 @@ _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"
 class TrackingConfig(Config):
     """Where the run is recorded."""
 
-    uri: str | None = None
+    uri: Annotated[str, Field(min_length=1)] | None = None
     """MLflow's tracking URI: `sqlite:///...`, `http(s)://...` or a database URL. Default: a SQLite
     database `mlflow.db` in the run's storage folder, where that is local."""
-    experiment: str = "elastrata"
+    experiment: Annotated[str, Field(min_length=1, max_length=500)] = "elastrata"
     """The MLflow experiment; made where it is missing."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -26,11 +26,13 @@ Measure = Callable[[Sequence[Tensor]], Tensor]
 class ClipConfig(Config):
     """Limits the gradient before the optimizer sees it."""
 
+    only_with: ClassVar = {"scope": ("method", "bucketwise")}
+
     method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
     """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
     scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
     during the backward pass; with sparsity or a pipeline, after it."""
-    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
     """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from elastrata.recipe.config import Config
 from elastrata.training.passes import Passes
@@ -24,15 +24,17 @@ EVALUATION_SEED = 0
 class EvaluationConfig(Config):
     """When and on how much held-out data the model is evaluated."""
 
-    every: PositiveInt | None = 250
+    either: ClassVar = (("every",), ("every_samples",))
+
+    every: Annotated[int, Field(gt=0, le=10**9)] | None = 250
     """Steps between evaluations; there is always one after the last step."""
-    every_samples: PositiveInt | None = None
+    every_samples: Annotated[int, Field(gt=0, le=10**15)] | None = None
     """In place of `every`: samples between evaluations. There is one after the first step that
     reaches a multiple of this, over all samples since the run began."""
-    path: str | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
     """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
     `prepare` puts it. Without one there is no evaluation."""
-    samples: PositiveInt = 4096
+    samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
     """At most this many samples, a random draw that is always the same."""
 
     @model_validator(mode="before")

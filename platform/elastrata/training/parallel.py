@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,6 +17,7 @@ from elastrata.training.recomputation import Recomputation, recompute
 from elastrata.training.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
 from elastrata_pipelines.virtual_ranks import num_rounds
 
+Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What parameters are applied in."""
@@ -31,29 +32,29 @@ _KEEPS_PARAMETERS = "_keeps_parameters"
 class ParallelConfig(Config):
     """How the workers divide the model among them, and what they send each other."""
 
-    replicate: PositiveInt | Literal["all"] = 1
+    replicate: Workers | Literal["all"] = 1
     """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
     whole copy on every worker, which sends gradients and no parameters. With `tensor`, of every
     group of that many workers."""
-    tensor: PositiveInt = 1
+    tensor: Workers = 1
     """This many workers compute every sample together: each holds and applies its part of every
     matrix (tensor parallelism). They talk in every block, so they belong on one machine. Must
     divide the model's heads."""
     sequence: bool = False
     """With `tensor`, also divides the tokens between the matrices: activations take less memory,
     for messages of the same size."""
-    pipeline: PositiveInt = 1
+    pipeline: Workers = 1
     """Divides the model's blocks over this many workers, or groups of `tensor` workers, one after
     the other (pipeline parallelism): each sends what it made of a micro-batch on to the next one.
     The messages are small; workers wait at the start and the end of every step (the bubble)."""
-    virtual_stages: PositiveInt = 1
+    virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
     """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
     waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
     schedule: Schedule = "1f1b"
     """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
     backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
     the same with `virtual_stages`. zero_bubble: gradients of weights fill the waits."""
-    micro_batches: PositiveInt | None = None
+    micro_batches: Annotated[int, Field(gt=0, le=2**20)] | None = None
     """With `pipeline`, every worker's part of a step is cut into a multiple of so many
     micro-batches, as few as `micro_batch_tokens` allows; itself a multiple of `pipeline`, which is
     the default. The more, the shorter the waits."""
@@ -64,12 +65,12 @@ class ParallelConfig(Config):
     reduce_dtype: Precision = "fp32"
     """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
     are added up over micro-batches, clipped and applied in fp32."""
-    prefetch: PositiveInt | None = None
+    prefetch: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """Gather the parameters of so many blocks ahead. Default: FSDP2's way, one."""
     overlap_on_cpu: bool = False
     """On CPUs, too, gather parameters and sum gradients while the model is computed. FSDP2 waits
     there for each message; on GPUs it never does."""
-    virtual_ranks: PositiveInt | None = None
+    virtual_ranks: Workers | None = None
     """Divides every global batch into so many parts, whatever the number of workers, and adds up
     their gradients in the order of the parts: losses are then equal to the bit at any number of
     workers, at the price of a reduction for each part. A multiple of every number of workers is

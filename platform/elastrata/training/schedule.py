@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from elastrata.recipe.config import Config
 
@@ -17,14 +17,16 @@ class ScheduleConfig(Config):
     with its poly_power as `power` and its start_warmup_step, negated, as `warmup_offset`.
     """
 
+    only_with: ClassVar = {"power": ("shape", "polynomial")}
+
     shape: Literal["linear", "cosine", "constant", "polynomial"] = "linear"
     """Decay down to the last step; `constant` stays at the peak, `polynomial` falls as what is
     left of the steps to the power of `power`."""
-    power: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    power: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Exponent of the shape `polynomial`; 1 is `linear`, 0.5 stays high for longer."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps until the peak is reached; the step after them is the first at full rate."""
-    warmup_offset: NonNegativeInt = 0
+    warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
     """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
     """first_step: the decay counts the steps of the warm-up, too, so that the rate starts its fall

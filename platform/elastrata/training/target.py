@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class TargetConfig(Config):
     """Ends the run as soon as an evaluation reaches it; how long that took is on record."""
+
+    either: ClassVar = (("at_least",), ("at_most",))
 
     metric: str
     """A metric of the evaluation: `eval/loss`, or one of the workload's, such as

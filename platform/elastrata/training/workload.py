@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Self
 
@@ -19,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastrata.planner.transformer import Transformer
 from elastrata.recipe.config import Config
+from elastrata.recipe.installed import installed_workloads
 from elastrata.training.device import Abilities
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-
-ENTRY_POINTS = "elastrata.workloads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +73,15 @@ class Workload(Config):
 
     name: str
     """The entry point's name: `bert`..."""
+
+    @staticmethod
+    def registered(name: str) -> type[Workload]:
+        """The class of the workloads of that name.
+
+        Raises:
+            UserError: there is none.
+        """
+        return workload_class(name)
 
     @abstractmethod
     def problems(self, manifest: Manifest) -> list[str]:
@@ -212,7 +219,7 @@ def workload_class(name: str) -> type[Workload]:
     Raises:
         UserError: there is none.
     """
-    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    found = installed_workloads(name)
     if name not in found:
         raise UserError(
             f"workload.name: '{name}': no such workload{nearest(name, found)}; "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.planner.transformer import Transformer
@@ -24,7 +24,16 @@ from elastrata_workloads.bert.outline import transformer
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides, stage_problems, tensor_problems
+from elastrata_workloads.unpadded.sizes import (
+    Heads,
+    Layers,
+    Small,
+    Width,
+    check_divides,
+    check_weights,
+    stage_problems,
+    tensor_problems,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,29 +49,29 @@ class Bert(Workload):
 
     name: Literal["bert"] = "bert"
     """This workload."""
-    hidden_size: PositiveInt = 768
+    hidden_size: Width = 768
     """Width of the residual stream."""
-    num_layers: PositiveInt = 12
+    num_layers: Layers = 12
     """Number of transformer blocks."""
-    num_heads: PositiveInt = 12
+    num_heads: Heads = 12
     """Attention heads per block; must divide `hidden_size`."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: Width | None = None
     """Width of the feed-forward; default: 4 times `hidden_size`."""
-    max_positions: PositiveInt = 512
+    max_positions: Annotated[int, Field(gt=0, le=2**24)] = 512
     """Longest sample the model can take, in tokens: rows of the position table."""
-    layer_norm_eps: PositiveFloat = 1e-12
+    layer_norm_eps: Small = 1e-12
     """Added to variances before the square root."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches; never
     attention weights). 0 by default: one pass over much text does not overfit."""
-    initializer_range: PositiveFloat = 0.02
+    initializer_range: Small = 0.02
     """Standard deviation of the initial weights."""
-    embedding_multiple: PositiveInt = 1
+    embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
     """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
     common). The added rows are no ids: they take no part in the loss and are not exported."""
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of each sample's maskable tokens to predict; at least one token."""
-    max_predictions: PositiveInt | None = None
+    max_predictions: Annotated[int, Field(gt=0, le=2**24)] | None = None
     """Most predictions per sample; default: no limit."""
     whole_word: bool = False
     """Whether all pieces of a word are masked together."""
@@ -76,6 +85,7 @@ class Bert(Workload):
     @model_validator(mode="after")
     def _heads_divide(self) -> Bert:
         check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+        check_weights(self.num_layers, self.hidden_size, self.intermediate_size)
         return self
 
     def problems(self, manifest: Manifest) -> list[str]:

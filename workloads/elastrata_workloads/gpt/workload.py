@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.planner.transformer import Transformer
@@ -23,7 +23,16 @@ from elastrata_workloads.gpt.outline import transformer
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
-from elastrata_workloads.unpadded.sizes import check_divides, stage_problems, tensor_problems
+from elastrata_workloads.unpadded.sizes import (
+    Heads,
+    Layers,
+    Small,
+    Width,
+    check_divides,
+    check_weights,
+    stage_problems,
+    tensor_problems,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,30 +52,30 @@ class Gpt(Workload):
 
     name: Literal["gpt"] = "gpt"
     """This workload."""
-    hidden_size: PositiveInt = 768
+    hidden_size: Width = 768
     """Width of the residual stream."""
-    num_layers: PositiveInt = 12
+    num_layers: Layers = 12
     """Number of transformer blocks."""
-    num_heads: PositiveInt = 12
+    num_heads: Heads = 12
     """Attention heads per block; must divide `hidden_size`."""
-    num_kv_heads: PositiveInt | None = None
+    num_kv_heads: Heads | None = None
     """Heads of key and value, each shared by several of the query (grouped-query attention); must
     divide `num_heads`. Default: as many as `num_heads`."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: Width | None = None
     """Width of the feed-forward; default: 4 times `hidden_size`, with swiglu 8/3 times, rounded up
     to a multiple of 256, as Llama's."""
-    max_positions: PositiveInt = 1024
+    max_positions: Annotated[int, Field(gt=0, le=2**24)] = 1024
     """Longest sample the model can take, in tokens; with learned positions the rows of the position
     table."""
     positions: Positions = "learned"
     """learned: a table that is added to the embeddings. rotary: queries and keys are turned."""
-    rotary_base: PositiveFloat = 10_000.0
+    rotary_base: Annotated[float, Field(gt=0, le=1e15)] = 10_000.0
     """rotary only: base of the wave lengths; larger for longer samples."""
     activation: Activation = "gelu"
     """gelu: a feed-forward of two matrices, with GPT-2's tanh approximation. swiglu: of three."""
     norm: Norm = "layer"
     """layer: LayerNorm. rms: RMSNorm."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Small = 1e-5
     """Added to variances, or mean squares, before the square root."""
     bias: bool = True
     """Whether projections and LayerNorms have biases; RMSNorm has none."""
@@ -75,10 +84,10 @@ class Gpt(Workload):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches; never
     attention weights). 0 by default: one pass over much text does not overfit."""
-    initializer_range: PositiveFloat = 0.02
+    initializer_range: Small = 0.02
     """Standard deviation of the initial weights; projections to the residual stream have that over
     the square root of 2 `num_layers`."""
-    embedding_multiple: PositiveInt = 1
+    embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
     """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
     common). The added rows are no ids: they take no part in the loss and are not exported."""
     attention: Kernel = "auto"
@@ -89,6 +98,7 @@ class Gpt(Workload):
     @model_validator(mode="after")
     def _heads_divide(self) -> Gpt:
         check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+        check_weights(self.num_layers, self.hidden_size, self.intermediate_size)
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         head_size = self.hidden_size // self.num_heads

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+"""Number of blocks."""
+Width = Annotated[int, Field(gt=0, le=2**24)]
+"""Numbers for each token."""
+Heads = Annotated[int, Field(gt=0, le=2**16)]
+"""Of a block."""
+Small = Annotated[float, Field(gt=0, le=1e3)]
+"""What is added to variances, and the deviation of first weights."""
+_MOST_WEIGHTS = 10**15
 
 
 def check_divides(name: str, value: int, of: str, total: int) -> None:
@@ -13,10 +26,24 @@ def check_divides(name: str, value: int, of: str, total: int) -> None:
         ValueError: names both and the nearest that does.
     """
     if total % value:
-        fitting = [n for n in range(1, total + 1) if total % n == 0]
-        closest = min(fitting, key=lambda n: abs(n - value))
+        closest = min(_divisors(total), key=lambda n: abs(n - value))
         raise ValueError(
             f"{name} ({value}) must divide {of} ({total}); the nearest that does is {closest}"
+        )
+
+
+def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | None) -> None:
+    """Refuses a model that no cluster there is could hold.
+
+    Raises:
+        ValueError: its blocks have more than 10^15 weights.
+    """
+    inner = intermediate_size or 4 * hidden_size
+    weights = num_layers * hidden_size * (4 * hidden_size + 2 * inner)
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(
+            f"num_layers ({num_layers}), hidden_size ({hidden_size}) and intermediate_size "
+            f"({inner}) make {weights:.1e} weights: expected at most {_MOST_WEIGHTS:.0e}"
         )
 
 
@@ -25,8 +52,7 @@ def tensor_problems(tensor: int, sizes: Mapping[str, int]) -> list[str]:
     if all(size % tensor == 0 for size in sizes.values()):
         return []
     common = math.gcd(*sizes.values())
-    fitting = [n for n in range(1, common + 1) if common % n == 0]
-    closest = min(fitting, key=lambda n: abs(n - tensor))
+    closest = min(_divisors(common), key=lambda n: abs(n - tensor))
     named = ", ".join(f"workload.{name} ({size})" for name, size in sizes.items())
     return [
         f"parallel.tensor: {tensor}: expected a divisor of {named}; the nearest that is one is "
@@ -42,3 +68,9 @@ def stage_problems(num_stages: int, num_layers: int) -> list[str]:
         f"parallel.pipeline: {num_stages} stages in all: expected at most workload.num_layers "
         f"({num_layers}), a block for each"
     ]
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -14,8 +14,8 @@ from elastrata.recipe.config import Config
 from elastrata.training.optimizers.groups import ParameterGroup
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e6)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class OptimizerKeys(Config):

@@ -29,7 +29,7 @@ class LambConfig(OptimizerKeys):
     """This optimizer."""
     trust_min: NotNegative = 0.0
     """A smaller trust ratio is raised to this."""
-    trust_max: Annotated[float, Field(gt=0)] = 10.0
+    trust_max: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 10.0
     """A larger trust ratio is lowered to this; `.inf`: never."""
 
     @model_validator(mode="after")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field
 
 from elastrata.recipe.config import Config
 
 Level = Annotated[float, Field(ge=0, lt=1)]
 """Share of weights that are held at zero."""
-Patterns = Annotated[tuple[str, ...], Field(min_length=1)]
+Pattern = Annotated[str, Field(max_length=1000)]
+Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=1000)]
 """Layers, each a matrix, by name (`blocks.0.attention.query`) or by pattern (`*.query`): `*` stands
 for anything."""
 
@@ -28,7 +29,7 @@ class SparsityKeys(Config):
 class DrawnKeys(SparsityKeys):
     """Of methods whose masks are drawn at random, at least at first."""
 
-    seed: NonNegativeInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of the masks. Default: the run's. With one seed, a lower level leaves the zeros of a higher
     one zero, or frees them; it never takes other weights."""
 
@@ -52,7 +53,7 @@ class LevelKeys(DrawnKeys):
     columns keeps weights in proportion to m + n, so that large layers are sparser than small ones
     (Mocanu et al., arXiv 1707.04780); for matrices its kernel variant (Evci et al., arXiv
     1911.11134) is the same."""
-    levels: tuple[LayerLevel, ...] = ()
+    levels: Annotated[tuple[LayerLevel, ...], Field(max_length=1000)] = ()
     """Layers with a level of their own; of several that name a layer, the last one counts."""
 
 
@@ -66,7 +67,7 @@ class StaticConfig(LevelKeys):
 class RiglSchedule(Config):
     """When masks change, and how much."""
 
-    every: PositiveInt = 100
+    every: Annotated[int, Field(gt=0, le=10**9)] = 100
     """Steps from one update to the next, counted from the first step of the phase."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Share of a layer's weights that are not zero which the first update would replace; it falls
@@ -90,7 +91,7 @@ class BlockConfig(LevelKeys):
 
     method: Literal["block"]
     """This method."""
-    block: Annotated[int, Field(ge=2)] = 32
+    block: Annotated[int, Field(ge=2, le=2**20)] = 32
     """Rows and columns of a block; must divide those of the layers."""
 
 
@@ -112,7 +113,7 @@ class GivenConfig(SparsityKeys):
 
     method: Literal["given"]
     """This method."""
-    masks: str
+    masks: Annotated[str, Field(min_length=1)]
     """The file or its URL, as `elastrata export` writes it beside a sparse model's weights. A layer
     that it lacks is dense."""
 

@@ -1,0 +1,32 @@
+"""Text in configuration: one line of printable characters, not longer than anybody would write."""
+
+from __future__ import annotations
+
+import re
+
+MOST_CHARACTERS = 4096
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def refuse_unprintable(value: object) -> None:
+    """Makes sure that a configured text can be shown, logged and be part of a path.
+
+    Args:
+        value: any; texts, and those in lists, are looked at.
+
+    Raises:
+        ValueError: a text is longer than `MOST_CHARACTERS`, or holds a line break or another
+            control character.
+    """
+    if isinstance(value, list | tuple):
+        for item in value:
+            refuse_unprintable(item)
+    elif isinstance(value, str):
+        if len(value) > MOST_CHARACTERS:
+            raise ValueError(
+                f"{len(value):,} characters: expected a text of at most {MOST_CHARACTERS:,}"
+            )
+        if found := _UNPRINTABLE.search(value):
+            raise ValueError(
+                f"expected a text without control characters, such as {found.group()!r}"
+            )

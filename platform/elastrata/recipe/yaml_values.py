@@ -1,0 +1,289 @@
+"""YAML as plain values: bounded in bytes, values and depth, and refused in one line.
+
+Anchors and merges are counted as often as they are used, while they are read: a file of a few lines
+that stands for a billion values is refused before there is a second one.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastrata_pipelines.checked_json import read_bytes, reason
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+MOST_BYTES = 2**20
+"""Of a file. The longest that ships has 2,000."""
+MOST_VALUES = 50_000
+"""Of a file: keys, their values and the items of lists."""
+MOST_DEPTH = 64
+"""Sections and lists inside one another."""
+_MOST_DIGITS = 100
+_LARGEST = 2**64
+_TAG = "tag:yaml.org,2002:"
+_UNWRITABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def parse_yaml(text: str, where: str, *, count_lines: bool = True) -> Any:
+    """Reads YAML 1.2 scalars: `3e-4` is a number, `yes` is text. A key given twice is an error.
+
+    Args:
+        text: the YAML.
+        where: what to call it in an error, for example the file.
+        count_lines: whether to name the line, too.
+
+    Raises:
+        UserError: the text is no YAML, larger or deeper than any of ours, or holds what is neither
+            text, number, truth value, null, list nor section.
+    """
+    documents = _documents(_Core, text, where, count_lines)
+    if len(documents) > 1:
+        raise UserError(f"{where}: not valid YAML: expected a single document")
+    return documents[0] if documents else None
+
+
+def parse_documents(text: str, where: str) -> list[Any]:
+    """Reads all documents with YAML 1.1 scalars, as Ray and Kubernetes do; what `dump_yaml` wrote
+    means the same in both.
+
+    Raises:
+        UserError: as with `parse_yaml`.
+    """
+    return _documents(_Old, text, where, True)
+
+
+def read_text(path: Path, shown: str) -> str:
+    """The text of a file.
+
+    Args:
+        path: the file.
+        shown: what to call it in an error.
+
+    Raises:
+        UserError: it is no regular file of UTF-8 text, too large, or cannot be read.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
+            raise UserError(f"{shown}: a {kind}, expected a file")
+        if found.st_size > MOST_BYTES:
+            raise UserError(f"{shown}: {found.st_size:,} bytes, expected at most {MOST_BYTES:,}")
+        return _decoded(path.read_bytes(), shown)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise UserError(f"{shown}: cannot be read ({reason(error)})") from None
+
+
+def read_stored(storage: Storage, *parts: str) -> Any:
+    """The values of a file that `dump_yaml` made, or earlier versions.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it is damaged.
+    """
+    where = storage.uri(*parts)
+    documents = parse_documents(
+        _decoded(read_bytes(storage, *parts, most=MOST_BYTES), where), where
+    )
+    return documents[0] if documents else None
+
+
+def dump_yaml(values: Any) -> str:
+    """Values as YAML that both versions read alike: what either takes for a number is quoted."""
+    return yaml.dump(values, Dumper=_Careful, sort_keys=False, allow_unicode=True)
+
+
+def _decoded(data: bytes, shown: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{shown}: not UTF-8 text") from None
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that is valid, and that is not for us."""
+
+
+class _Bounded(yaml.SafeLoader):
+    """Composes within bounds, and makes values of which no two share a part."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = self._deepest = 0
+        self._anchored: dict[str, tuple[int, int]] = {}
+        """By anchor how many values it stands for, and how deep they go."""
+
+    def documents(self) -> list[Any]:
+        """The values of every document."""
+        found = []
+        while self.check_node():
+            if (node := self.get_node()) is not None:
+                found.append(self._value(node))
+        return found
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self.anchors:
+                self._count(*self._measure(event), event)
+            return super().compose_node(parent, index)
+        before, outer = self._values, self._deepest
+        self._anchored.pop(event.anchor, None)
+        self._count(1, 1, event)
+        self._depth += 1
+        self._deepest = self._depth
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None:
+            self._anchored[event.anchor] = self._values - before, self._deepest - self._depth
+        self._deepest = max(outer, self._deepest)
+        return node
+
+    def _measure(self, alias: Any) -> tuple[int, int]:
+        if alias.anchor not in self._anchored:
+            raise _Refused(
+                problem=f"the anchor '{alias.anchor}' contains itself",
+                problem_mark=alias.start_mark,
+            )
+        return self._anchored[alias.anchor]
+
+    def _count(self, values: int, depth: int, event: Any) -> None:
+        self._values += values
+        self._deepest = max(self._deepest, self._depth + depth)
+        for number, most, what in (
+            (self._values, MOST_VALUES, "values, those of anchors as often as they are used"),
+            (self._depth + depth, MOST_DEPTH, "sections and lists inside one another"),
+        ):
+            if number > most:
+                raise _Refused(problem=f"more than {most:,} {what}", problem_mark=event.start_mark)
+
+    def _value(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+            return [self._value(item) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
+            return self._mapping(node)
+        if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+            return self._scalar(node)
+        tag = str(node.tag).replace(_TAG, "!!")
+        raise _Refused(problem=f"the tag '{tag}': expected none", problem_mark=node.start_mark)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        if found := _UNWRITABLE.search(node.value):
+            raise _Refused(
+                problem=f"a text with the character {found.group()!r}", problem_mark=node.start_mark
+            )
+        is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
+        try:
+            if is_number and len(node.value) > _MOST_DIGITS:
+                raise ValueError
+            value = _SCALARS[node.tag](self, node)
+            if isinstance(value, int) and abs(value) >= _LARGEST:
+                raise ValueError
+        except (ValueError, KeyError, IndexError):
+            kind = "a number of at most 64 bits" if is_number else str(node.tag).replace(_TAG, "!!")
+            raise _Refused(
+                problem=f"'{node.value[:_MOST_DIGITS]}': expected {kind}",
+                problem_mark=node.start_mark,
+            ) from None
+        return value
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        """Keys are text as it is written; a section's own come before those of its merges."""
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag == f"{_TAG}merge":
+                merged = {**self._merges(value), **merged}
+                continue
+            name = self._key(key)
+            if name in own:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key '{name}' is given twice", problem_mark=key.start_mark
+                )
+            own[name] = self._value(value)
+        return {**merged, **own}
+
+    def _merges(self, node: yaml.Node) -> dict[str, Any]:
+        sections = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        merged: dict[str, Any] = {}
+        for section in sections:
+            if not isinstance(section, yaml.MappingNode):
+                raise yaml.MarkedYAMLError(
+                    problem="<<: expected a section, or a list of sections",
+                    problem_mark=section.start_mark,
+                )
+            merged = {**self._mapping(section), **merged}
+        return merged
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key is not text", problem_mark=node.start_mark)
+        self._value(node)
+        return str(node.value)
+
+
+_SCALARS: dict[str, Callable[[_Bounded, yaml.ScalarNode], Any]] = {
+    f"{_TAG}null": lambda loader, node: None,
+    f"{_TAG}bool": lambda loader, node: loader.construct_yaml_bool(node),
+    f"{_TAG}int": lambda loader, node: loader.construct_yaml_int(node),
+    f"{_TAG}float": lambda loader, node: loader.construct_yaml_float(node),
+    f"{_TAG}str": lambda loader, node: node.value,
+}
+
+
+class _Core(_Bounded):
+    """YAML 1.2's core schema instead of 1.1's, which reads `3e-4` as text and `1:30` as 90."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own shape
+
+
+class _Old(_Bounded):
+    """YAML 1.1, whose times stay text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own shape
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (*_SCALARS, f"{_TAG}merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Careful(yaml.SafeDumper):
+    """Quotes what either version of YAML would not take for text."""
+
+
+for _name, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+):
+    for _kind in (_Core, _Careful):
+        _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _documents(kind: type[_Bounded], text: str, where: str, count_lines: bool) -> list[Any]:
+    try:
+        return kind(text).documents()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark and count_lines else ""
+        told = "" if isinstance(error, _Refused) else "not valid YAML: "
+        raise UserError(f"{where}{line}: {told}{error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line = f":{text.count(chr(10), 0, error.position) + 1}" if count_lines else ""
+        raise UserError(
+            f"{where}{line}: not valid YAML: the character {chr(error.character)!r}"
+        ) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # "\UFFFFFFFF" is no character
+        raise UserError(f"{where}: not valid YAML: {reason(error)}") from None

@@ -1,0 +1,163 @@
+"""Alternatives: what a later choice leaves of an earlier one's keys, wherever recipes merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.yaml_reader import read_recipe_text
+from elastrata.sweeps.domains import Choice, Int
+from elastrata.sweeps.searchers import RandomConfig
+from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.trial_recipe import base_recipe
+from elastrata_pipelines.errors import UserError
+
+BASE = """\
+workload: {name: bert, hidden_size: 32, num_layers: 1, num_heads: 2, next_sentence: true}
+data:
+  path: data
+  prepare:
+    sources: [{paths: text}]
+    tokenizer: {train: wordpiece, vocab_size: 400, lowercase: true}
+    seq_len: 32
+steps: 10
+batch_size: 8
+optimizer: {name: lamb, lr: 1e-3, eps: 1e-7, trust_max: 2}
+schedule: {shape: polynomial, power: 0.5, warmup_steps: 2}
+sparsity: {method: rigl, level: 0.5, until: 0.6}
+clip: {method: bucketwise, scope: reduced}
+evaluation: {every: 5}
+target: {metric: eval/loss, at_most: 2.0}
+"""
+CHOICES = {
+    "tokenizer": ("data.prepare.tokenizer", "load", "some/folder"),
+    "tokenizer's kind": ("data.prepare.tokenizer", "train", "bpe"),
+    "optimizer": ("optimizer", "name", "muon"),
+    "schedule": ("schedule", "shape", "linear"),
+    "sparsity": ("sparsity", "method", "static"),
+    "clip": ("clip", "method", "global_norm"),
+    "evaluation": ("evaluation", "every_samples", 100),
+    "target": ("target", "at_least", 0.5),
+    "workload": ("workload", "name", "gpt"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path
+
+
+def _holds(recipe: Recipe, choice: str) -> None:
+    """That the choice was made, and that what both alternatives have is there."""
+    section, key, value = CHOICES[choice]
+    found = recipe.model_dump()
+    for name in section.split("."):
+        found = found[name]
+    assert found[key] == value
+    assert recipe.optimizer.eps == 1e-7
+    assert recipe.schedule.warmup_steps == 2
+    assert recipe.workload.model_dump()["hidden_size"] == 32
+
+
+def _without_sparsity(choice: str) -> list[str]:
+    """Bucketwise clipping and RigL go together; the target is one of BERT's and GPT's."""
+    return [] if choice == "sparsity" else ["sparsity=null"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_recipe_that_extends_another_chooses_anew(folder: Path, choice: str) -> None:
+    section, key, value = CHOICES[choice]
+    text = f"{key}: {value}"
+    for name in reversed(section.split(".")):
+        text = f"{name}: {{{text}}}"
+    (folder / "top.yaml").write_text(f"extends: base.yaml\n{text}\n")
+    _holds(load_recipe("top.yaml", _without_sparsity(choice)), choice)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_command_line_chooses_anew(folder: Path, choice: str) -> None:
+    section, key, value = CHOICES[choice]
+    _holds(
+        load_recipe("base.yaml", [f"{section}.{key}={value}", *_without_sparsity(choice)]), choice
+    )
+
+
+@pytest.mark.parametrize("choice", ["optimizer", "schedule", "sparsity", "clip", "workload"])
+def test_a_trial_of_a_sweep_chooses_anew(folder: Path, choice: str) -> None:
+    section, key, value = CHOICES[choice]
+    changes = {} if choice == "sparsity" else {"sparsity": None}
+    _holds(base_recipe("base.yaml", changes).trial({f"{section}.{key}": value}), choice)
+
+
+def test_a_phase_chooses_anew(folder: Path) -> None:
+    (folder / "top.yaml").write_text(
+        "extends: base.yaml\n"
+        "phases:\n"
+        "- {}\n"
+        "- schedule: {shape: cosine}\n"
+        "  sparsity: {method: static}\n"
+        "  data: {path: other, prepare: {tokenizer: {load: some/folder}}}\n"
+    )
+    first, second = load_recipe("top.yaml", ["phases.0.sparsity.method=block"]).parts
+    assert first.sparsity is not None
+    assert second.sparsity is not None
+    assert (first.sparsity.method, second.sparsity.method) == ("block", "static")
+    assert (first.schedule.power, second.schedule.power) == (0.5, 1.0)
+    assert second.data.prepare is not None
+    assert second.data.prepare.tokenizer.model_dump()["load"] == "some/folder"
+
+
+def test_a_sweep_that_extends_another_chooses_anew(folder: Path) -> None:
+    (folder / "sweep.yaml").write_text(
+        "recipe: base.yaml\n"
+        "searcher: {name: optuna, startup_trials: 3, seed: 5}\n"
+        "space: {optimizer.lr: {loguniform: [1e-4, 1e-2], points: 3}, batch_size: {int: [8, 16]}}\n"
+    )
+    (folder / "top.yaml").write_text(
+        "extends: sweep.yaml\nsearcher: {name: random}\n"
+        "space: {optimizer.lr: {choice: [1e-3, 1e-2]}}\n"
+    )
+    sweep = SweepConfig.model_validate(read_recipe_text("top.yaml", model=SweepConfig).values)
+    assert sweep.searcher == RandomConfig(seed=5)
+    assert sweep.space["optimizer.lr"] == Choice(choice=(1e-3, 1e-2))
+    assert sweep.space["batch_size"] == Int(int=(8, 16))
+
+
+def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> None:
+    (folder / "top.yaml").write_text(
+        "extends: base.yaml\ndata: {prepare: {tokenizer: {load: a, train: bpe}}}\n"
+    )
+    for name, overrides in (
+        ("top.yaml", []),
+        ("base.yaml", ["data.prepare.tokenizer.load=a", "data.prepare.tokenizer.train=bpe"]),
+        ("base.yaml", ["data.prepare.tokenizer.train=bpe", "data.prepare.tokenizer.load=a"]),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_recipe(name, overrides)
+        (line,) = caught.value.problems
+        assert "data.prepare.tokenizer: needs either load" in line
+
+
+def test_the_same_choice_and_a_misspelt_one_leave_all_as_it_is(folder: Path) -> None:
+    kept = load_recipe("base.yaml", ["optimizer.name=lamb", "sparsity.level=0.25"])
+    assert kept.optimizer.model_dump()["trust_max"] == 2
+    assert kept.sparsity is not None
+    assert kept.sparsity.model_dump()["until"] == 0.6
+    with pytest.raises(UserError) as caught:
+        load_recipe("base.yaml", ["optimizer.name=lam"])
+    (line,) = caught.value.problems
+    assert "optimizer.name: 'lam': expected 'adamw', 'lamb' or 'muon'" in line
+
+
+def test_a_shipped_recipe_takes_a_tokenizer_that_exists(folder: Path) -> None:
+    (folder / "mine.yaml").write_text(
+        "extends: bert/mini\ndata: {prepare: {tokenizer: {load: bert-base-uncased}}}\n"
+    )
+    prepare = load_recipe("mine.yaml").data.prepare
+    assert prepare is not None
+    assert prepare.tokenizer.load == "bert-base-uncased"
