@@ -44,12 +44,18 @@ def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill_started() -> None:
-    """Kills the commands that were started and still run, as after a test that failed."""
+def kill_started() -> bool:
+    """Kills the commands that were started and still run, as after a test that failed.
+
+    Returns:
+        Whether any was started.
+    """
+    found = bool(_started)
     while _started:
         process = _started.pop()
         if process.poll() is None:
             kill_group(process)
+    return found
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
