@@ -13,7 +13,6 @@ from support.command import wait_until
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
-
 GUARDIAN = "elastrata.launch.ray_guardian"
 
 

@@ -6,24 +6,34 @@ import subprocess
 import sys
 
 OWN_AND_GONE = """
+import os
 import ray
 from pathlib import Path
+from elastrata.launch.ray_processes import MARK, NICENESS, dead_sessions
 from elastrata.launch.ray_session import ray_session
 
 def folder():
     return Path(ray._private.worker._global_node.get_session_dir_path()).parent
 
+def nice_of_a_worker():
+    return ray.get(ray.remote(lambda: os.nice(0)).remote())
+
 with ray_session(num_cpus=1):
     mine = folder()
     assert mine.name.startswith("ray-")
+    assert nice_of_a_worker() == 0
+    assert not {MARK, NICENESS} & os.environ.keys()
     with ray_session():
         assert ray.cluster_resources()["CPU"] == 1
     assert ray.is_initialized()
 assert not ray.is_initialized()
 assert not mine.exists()
+assert not Path("/dev/shm", mine.name).exists()
+os.environ[NICENESS] = "3"
 try:
     with ray_session(num_cpus=1):
         mine = folder()
+        assert nice_of_a_worker() == 3
         raise RuntimeError("broken")
 except RuntimeError as error:
     assert error.__notes__ == [f"Ray's logs: {mine}/session_latest/logs"]
