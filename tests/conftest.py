@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastrata.launch.ray_session import ray_session
-from support import left_behind
-from support.command import kill_started, wait_until
+from support.left_behind import begin, end_commands, kill_ray
 from support.s3 import s3_bucket
 
 LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
 """How the names of files that take minutes begin."""
 RAYS = ("faults", "clusters")
 """Folders whose tests start clusters without a command."""
-SECONDS_TO_GO = 20.0
-"""For a session whose driver was killed; its guardian takes 3 s on a machine that is idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,18 +23,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
+def pytest_sessionfinish() -> None:
+    """What a fixture of several tests started, and failed to end."""
+    end_commands()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test leaves nothing behind that would slow down the next one: what it failed to end is
-    ended, and the Ray that a command started for itself must be gone by itself."""
-    test = left_behind.begin()
+    """A test leaves nothing behind that would slow down the next one."""
+    test = begin()
     yield
-    if not kill_started() and request.path.parent.name not in RAYS:
-        return
     try:
-        wait_until(lambda: not left_behind.sessions_of(test), SECONDS_TO_GO, "the sessions' ends")
+        end_commands()
     finally:
-        left_behind.kill(left_behind.ray_of(test))
+        if request.path.parent.name in RAYS:
+            kill_ray(test)
 
 
 @pytest.fixture(scope="module")

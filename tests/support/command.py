@@ -44,18 +44,18 @@ def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill_started() -> bool:
+def kill_started() -> set[int]:
     """Kills the commands that were started and still run, as after a test that failed.
 
     Returns:
-        Whether any was started.
+        The process ids of all that were started since the last call.
     """
-    found = bool(_started)
+    pids = {process.pid for process in _started}
     while _started:
         process = _started.pop()
         if process.poll() is None:
             kill_group(process)
-    return found
+    return pids
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The processes that a test left behind, however they are called and whoever their parent is."""
+"""What a test left behind: the Rays of commands that were killed, and Ray's processes at large."""
 
 from __future__ import annotations
 
@@ -9,47 +9,52 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from elastrata.launch.ray_processes import MARK
+from elastrata.launch.ray_processes import Session, dead_sessions
+from support.command import kill_started, wait_until
 
-TEST = "ELASTRATA_TEST"
-"""The variable of the environment by which a test's processes are known."""
+_TEST = "ELASTRATA_TEST"
+"""The variable of the environment by which a test's processes are known, whatever they are."""
 _RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/", b"/ray/autoscaler/")
+_SECONDS_TO_GO = 20.0
+"""For the Ray of a driver that was killed; its guardian takes 3 s where the machine is idle."""
 _numbers = count()
 
 
 def begin() -> str:
     """Marks what this process starts from here on; returns the mark."""
-    os.environ[TEST] = f"{os.getpid()}-{next(_numbers)}"
-    return os.environ[TEST]
+    os.environ[_TEST] = f"{os.getpid()}-{next(_numbers)}"
+    return os.environ[_TEST]
 
 
-def sessions_of(test: str) -> list[int]:
-    """Processes of the Rays that commands of the test started for themselves."""
-    name = f"{MARK}=".encode()
-    return [pid for pid, values in _marked(test) if any(v.startswith(name) for v in values)]
+def end_commands() -> None:
+    """Kills the commands that still run. The Rays that they started for themselves must go by
+    themselves."""
+    drivers = kill_started()
+    if not drivers:
+        return
+    try:
+        wait_until(lambda: not any(_dead(drivers).values()), _SECONDS_TO_GO, "the sessions' ends")
+    finally:
+        for session in _dead(drivers):
+            session.end()
+            session.remove()
 
 
-def ray_of(test: str) -> list[int]:
-    """Ray's processes of the test, those of clusters that it started by itself too."""
-    return [pid for pid, _ in _marked(test) if any(part in _command(pid) for part in _RAY)]
+def kill_ray(test: str) -> None:
+    """SIGKILL to what is left of the clusters that a test started without a command."""
+    for pid in _marked(test):
+        with suppress(OSError):
+            if any(part in Path(f"/proc/{pid}/cmdline").read_bytes() for part in _RAY):
+                os.kill(pid, signal.SIGKILL)
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _dead(drivers: set[int]) -> dict[Session, list[int]]:
+    return {s: pids for s, pids in dead_sessions().items() if s.driver and s.driver.pid in drivers}
 
 
-def _marked(test: str) -> Iterator[tuple[int, list[bytes]]]:
-    wanted = f"{TEST}={test}".encode()
+def _marked(test: str) -> Iterator[int]:
+    wanted = f"{_TEST}={test}".encode()
     for process in Path("/proc").glob("[1-9]*"):
         with suppress(OSError):
-            values = (process / "environ").read_bytes().split(b"\0")
-            if wanted in values:
-                yield int(process.name), values
-
-
-def _command(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                yield int(process.name)
