@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
