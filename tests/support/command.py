@@ -44,18 +44,18 @@ def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill_started() -> set[int]:
+def kill_started() -> list[subprocess.Popen[bytes]]:
     """Kills the commands that were started and still run, as after a test that failed.
 
     Returns:
-        The process ids of all that were started since the last call.
+        All that were started since the last call.
     """
-    pids = {process.pid for process in _started}
-    while _started:
-        process = _started.pop()
+    found = _started.copy()
+    _started.clear()
+    for process in found:
         if process.poll() is None:
             kill_group(process)
-    return pids
+    return found
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

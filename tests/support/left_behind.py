@@ -29,14 +29,17 @@ def begin() -> str:
 def end_commands() -> None:
     """Kills the commands that still run. The Rays that they started for themselves must go by
     themselves."""
-    drivers = kill_started()
-    if not drivers:
+    commands = kill_started()
+    if not commands:
         return
+    drivers = {command.pid for command in commands}
+    killed = {command.pid for command in commands if command.returncode < 0}
     try:
         wait_until(lambda: not any(_dead(drivers).values()), _SECONDS_TO_GO, "the sessions' ends")
     finally:
         for session in _dead(drivers):
             session.end()
+        for session in _dead(killed):  # the logs of one that failed by itself are of use
             session.remove()
 
 
