@@ -4,8 +4,8 @@
 
 Both run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
 and the same clipping; the bare loop gets its micro-batches ready-made. They take turns, and the
-median over the rounds of the ratio of their median steps counts. Both run at the niceness that Ray
-gives its workers. DATA_SET is prepared by
+median over the rounds of the ratio of their median steps counts. Both run at the niceness that
+Elastrata gives its workers. DATA_SET is prepared by
 `elastrata prepare bert/wikitext-mini`.
 """
 
@@ -33,8 +33,8 @@ from elastrata_pipelines.payload import decode
 from elastrata_pipelines.storage import Storage
 
 STEPS, WARM_UP = 60, 10
-NICENESS = "15"
-"""What Ray gives its workers."""
+NICENESS = "0"
+"""What Elastrata gives its workers."""
 
 
 def overrides(data: str, storage: str) -> list[str]:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastrata.launch.ray_session import ray_session
-from support.command import kill_started
+from support.left_behind import begin, end_commands, kill_ray
 from support.s3 import s3_bucket
 
 LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
 """How the names of files that take minutes begin."""
+RAYS = ("faults", "clusters")
+"""Folders whose tests start clusters without a command."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,11 +23,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
+def pytest_sessionfinish() -> None:
+    """What a fixture of several tests started, and failed to end."""
+    end_commands()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_running() -> Iterator[None]:
-    """A test that fails leaves no command behind that would slow down the next one."""
+def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test leaves nothing behind that would slow down the next one."""
+    test = begin()
     yield
-    kill_started()
+    try:
+        end_commands()
+    finally:
+        if request.path.parent.name in RAYS:
+            kill_ray(test)
 
 
 @pytest.fixture(scope="module")

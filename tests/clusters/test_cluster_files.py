@@ -13,6 +13,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from elastrata import shipped
 from elastrata.clusters.file import read_cluster
+from elastrata.launch.ray_processes import NICENESS
 from elastrata.shipped import cluster_files
 from elastrata.tracking.gauges import COUNTERS, GAUGES
 from support.crd import crd_problems
@@ -49,6 +50,14 @@ def test_rays_own_loader_and_schema_accept_it(name: str) -> None:
     prepared = prepare_config(_launched(name))
     validate_config(prepared)
     assert prepared["head_node_type"] in prepared["available_node_types"]
+
+
+@pytest.mark.parametrize("name", [*LAUNCHED, "kuberay-cluster", "kuberay-job"])
+def test_workers_run_at_the_priority_of_other_programs(name: str) -> None:
+    """In every place where a raylet is started."""
+    text = (cluster_files() / f"{name}.yaml").read_text()
+    count = text.count(NICENESS if name in LAUNCHED else f'{NICENESS}, value: "0"')
+    assert count == {"one-machine": 3, "kuberay-cluster": 3, "kuberay-job": 3}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])

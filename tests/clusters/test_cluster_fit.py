@@ -51,6 +51,7 @@ def test_a_recipe_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["worker"]["found"].startswith("0.5 CPU + 1 GPU: 4 on a node of gpu-l40s")
     assert found["workers.max"]["found"] == "64, and there is room for 64 at most"
+    assert found["niceness"]["found"] == "aws: RAY_worker_niceness is set"
 
 
 def test_requests_beyond_what_the_file_can_ever_have(
@@ -70,6 +71,8 @@ def test_a_worker_larger_than_any_node(tmp_path: Path, capsys: pytest.CaptureFix
     file = _write(tmp_path, _launcher())
     found = _checks(capsys, "bert/base", "workers.gpus=8", "--cluster", file)
     assert found["worker"]["status"] == "problem"
+    assert found["niceness"]["status"] == "warning"
+    assert "RAY_worker_niceness=0 in the environment of every" in found["niceness"]["advice"]
     assert found["worker"]["found"] == "0.5 CPU + 8 GPU: more than any node has"
 
 

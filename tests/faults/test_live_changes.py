@@ -5,49 +5,23 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastrata.checkpoints.commit import commits
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
-from support.live_run import LiveRun
+from support.live_run import LiveRun, assert_alike
 from support.nodes import Nodes, actors, nodes, send, train_workers, workers_of
-from support.short_steps import HOT_STEPS, write_recipe
+from support.short_steps import HOT_STEPS
 
 SLOW = pytest.mark.slow
-STEPS = 600
-RELATIVE = 1e-4
-"""fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("faults"), steps=STEPS)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    log = tmp_path_factory.mktemp("undisturbed") / "log"
-    alone = LiveRun(recipe, "undisturbed", log, "workers.max=1", "checkpoint.hot_steps=0")
-    alone.end()
-    return alone.steps()
 
 
 @pytest.fixture
 def cluster() -> Iterator[Nodes]:
     with nodes() as cluster:
         yield cluster
-
-
-def assert_alike(live: LiveRun, undisturbed: list[Any]) -> None:
-    steps = live.steps()
-    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
-    assert [s["digest"] for s in steps] == [s["digest"] for s in undisturbed]
-    expected = pytest.approx([s["loss"] for s in undisturbed], rel=RELATIVE)
-    assert [s["loss"] for s in steps] == expected
 
 
 def test_grows_and_makes_way_without_losing_a_step(recipe, undisturbed, cluster, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ray
 
+from elastrata.launch.doctor import examine
 from elastrata.launch.ray_session import ray_session
 from elastrata.workers import nodes
 from support.command import wait_until
@@ -16,6 +17,10 @@ def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
         with ray_session(cluster.address):
             wait_until(lambda: ray.cluster_resources().get("CPU") == 2, 30, "two nodes")
             assert nodes.unreachable() == frozenset()
+            findings = examine(storage=None, tracking=None, address=cluster.address)
+            priority = next(finding for finding in findings if finding.name == "niceness")
+            assert (priority.status, priority.found) == ("warning", "workers run at nice 15")
+            assert priority.advice.startswith("RAY_worker_niceness=0 in the environment of every")
             cluster.kill(gone)
             wait_until(lambda: gone.node_id not in _counted_on(), 60, "the end of its raylet")
             assert staying.node_id in _counted_on()

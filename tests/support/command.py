@@ -44,12 +44,18 @@ def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill_started() -> None:
-    """Kills the commands that were started and still run, as after a test that failed."""
-    while _started:
-        process = _started.pop()
+def kill_started() -> list[subprocess.Popen[bytes]]:
+    """Kills the commands that were started and still run, as after a test that failed.
+
+    Returns:
+        All that were started since the last call.
+    """
+    found = _started.copy()
+    _started.clear()
+    for process in found:
         if process.poll() is None:
             kill_group(process)
+    return found
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -8,11 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastrata.runs import history
 from elastrata_pipelines.storage import Storage
 from support.command import start, wait_until
 
 GROUP = "training on"
+RELATIVE = 1e-4
+"""fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
 _STEP = re.compile(r"^step +(\d+)/", re.MULTILINE)
 
 
@@ -104,3 +108,12 @@ class LiveRun:
     def rolled_back(self) -> list[int]:
         """How many steps each fault cost, where it cost any."""
         return [entry["last"] - entry["first"] + 1 for entry in self.of_kind("rolled_back")]
+
+
+def assert_alike(live: LiveRun, undisturbed: list[Any]) -> None:
+    """A run took the very steps of another one."""
+    steps = live.steps()
+    assert [s["step"] for s in steps] == list(range(1, len(undisturbed) + 1))
+    assert [s["digest"] for s in steps] == [s["digest"] for s in undisturbed]
+    expected = pytest.approx([s["loss"] for s in undisturbed], rel=RELATIVE)
+    assert [s["loss"] for s in steps] == expected

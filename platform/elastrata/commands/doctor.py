@@ -39,6 +39,13 @@ def doctor(
     tracking: Annotated[
         str | None, typer.Option(help="MLflow tracking URI to try to reach.")
     ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to look at, instead of one that is started here."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option(help="End what dead drivers have left here, and delete Ray's logs.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
@@ -51,7 +58,7 @@ def doctor(
     for finding in (
         _examine_cluster(cluster, recipe, overrides or [])
         if cluster is not None
-        else examine(storage=storage, tracking=tracking)
+        else examine(storage=storage, tracking=tracking, address=address, clean=clean)
     ):
         _show(console, finding)
         findings.append(finding)
@@ -65,13 +72,14 @@ def doctor(
 
 
 def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
-    from elastrata.clusters.file import read_cluster
-    from elastrata.launch.cluster_fit import cluster_findings, fit_findings
+    from elastrata.clusters.file import find_cluster_file, read_cluster
+    from elastrata.launch.cluster_fit import cluster_findings, fit_findings, niceness_findings
     from elastrata.recipe.file import load_recipe
 
     outline = read_cluster(cluster)
     chosen = load_recipe(recipe, overrides) if recipe is not None else None
     yield from cluster_findings(outline)
+    yield from niceness_findings(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
     if chosen is not None:
         yield from fit_findings(chosen.workers, outline)
 

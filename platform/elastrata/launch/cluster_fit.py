@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.clusters.outline import ClusterOutline
-from elastrata.launch.doctor import Finding
+from elastrata.launch.doctor import NICENESS, Finding
 from elastrata.recipe.recipe import WorkersConfig
 
 _READERS_CPUS = 1
@@ -21,6 +21,25 @@ def cluster_findings(cluster: ClusterOutline) -> Iterator[Finding]:
         status="ok",
         found=f"{cluster.file}: at most {cluster.max_nodes} nodes beside the head, "
         f"{', '.join(amounts)}",
+    )
+
+
+def niceness_findings(file: str, text: str) -> Iterator[Finding]:
+    """Whether a cluster file sees to the priority of workers, which is that of `ray start`.
+
+    Args:
+        file: as the user named it.
+        text: all that it says.
+    """
+    is_named = NICENESS in text
+    yield Finding(
+        name="niceness",
+        status="ok" if is_named else "warning",
+        found=f"{file}: {NICENESS} is {'set' if is_named else 'not set'}",
+        advice=""
+        if is_named
+        else f"{NICENESS}=0 in the environment of every `ray start`: at Ray's own 15 reading data "
+        "starves beside any other work, and training waits",
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from elastrata.launch.ray_processes import NICENESS, dead_sessions
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.shipped import cluster_files, tested_versions
 from elastrata.tracking.facts import versions
@@ -21,6 +22,7 @@ from elastrata_pipelines.storage import Storage
 _GIB = 2**30
 _SMALLEST_MEMORY_GIB, _SMALLEST_SHARED_GIB = 4, 1
 _PROBE_BYTES = 2**20
+_SECONDS_FOR_A_TASK = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +36,27 @@ class Finding:
     """What to do about it; empty where it is fine."""
 
 
-def examine(*, storage: str | None, tracking: str | None) -> Iterator[Finding]:
+def examine(
+    *,
+    storage: str | None,
+    tracking: str | None,
+    address: str | None = None,
+    clean: bool = False,
+) -> Iterator[Finding]:
     """All findings, one by one as they are made.
 
     Args:
         storage: folder or URL to try to write to; None: not tried.
         tracking: MLflow's tracking URI to try to reach; None: not tried.
+        address: of a Ray cluster to look at; None: one that is started on this machine.
+        clean: whether to end what dead drivers have left here.
     """
     yield from _versions()
     yield _recipes()
     yield from _machine()
     yield from _gpus()
-    advice = "free memory and disk under /tmp, then look at Ray's logs"
-    yield _tried("ray start", advice, _start_ray)
+    yield from _leftovers(clean)
+    yield from _ray(address)
     if storage is not None:
         advice = "check the path or URL, the credentials and the rights"
         yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
@@ -137,18 +147,67 @@ def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
     return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
 
 
-def _start_ray() -> str:
+def _leftovers(clean: bool) -> Iterator[Finding]:
+    """What dead drivers of this user have left on this machine: processes, and Ray's logs."""
+    dead = dead_sessions()
+    for session, pids in dead.items():
+        if pids and session.driver:
+            found = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
+            found += f": {', '.join(map(str, pids))}"
+            yield Finding(
+                name="leftovers",
+                status="ok" if clean else "warning",
+                found=f"{session.end()} ended of {found}" if clean else found,
+                advice="" if clean else "elastrata doctor --clean ends them",
+            )
+    if dead:
+        folders = ", ".join(str(session.folder) for session in dead)
+        done = "deleted" if clean else "elastrata doctor --clean deletes them"
+        yield Finding(name="ray's logs", status="ok", found=f"of dead drivers: {folders} ({done})")
+    if clean:
+        for session in dead:
+            session.remove()
+
+
+def _ray(address: str | None) -> Iterator[Finding]:
+    """Whether tasks are run, and at which priority."""
+    niceness: list[int] = []
+    if address is None:
+        advice = "free memory and disk under /tmp, then look at Ray's logs"
+        yield _tried("ray start", advice, lambda: _run_tasks("local", niceness))
+    else:
+        advice = "check the address, and that Ray and Python have the same versions there and here"
+        yield _tried("ray cluster", advice, lambda: _run_tasks(address, niceness))
+    if niceness:
+        is_fair = max(niceness) <= 0
+        where = "of every `ray start` there" if address else "here"
+        yield Finding(
+            name="niceness",
+            status="ok" if is_fair else "warning",
+            found=f"workers run at nice {max(niceness)}",
+            advice=""
+            if is_fair
+            else f"{NICENESS}=0 in the environment {where}: beside any other work reading data "
+            "starves, and training waits",
+        )
+
+
+def _run_tasks(address: str, niceness: list[int]) -> str:
+    """Runs a task on every node; adds the nice value that each had."""
     from elastrata.launch.ray_session import ray_session
 
-    with ray_session("local"):
+    with ray_session(address):
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ray.get(ray.remote(_work).remote())
-    return "a local cluster starts, runs a task and stops"
-
-
-def _work() -> None:
-    """What the task on the local cluster does."""
+        task = ray.remote(lambda: os.nice(0)).options(num_cpus=0)
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        refs = [task.options(scheduling_strategy=place).remote() for place in places]
+        niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
+    if address == "local":
+        return "a local cluster starts, runs a task and stops"
+    return f"{address} answers and runs a task on each of {len(nodes)} nodes"
 
 
 def _write_and_read(storage: Storage) -> str:

@@ -20,6 +20,7 @@ from elastrata.launch.preflight import (
     mask_problems,
     training_data,
 )
+from elastrata.launch.ray_processes import clear_away
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -134,6 +135,7 @@ def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) ->
             run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))
         ) as ownership:
             if before and not before.released:
+                clear_away(before.process, lambda line: show(Warned(text=line)))
                 _note_death(run, f"the driver is gone ({before})", show)
             yield
     finally:

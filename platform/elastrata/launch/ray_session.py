@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from elastrata.launch.ray_guardian import guarded
+from elastrata.launch.ray_processes import MARK, NICENESS, Session, new_session
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0
@@ -74,32 +74,60 @@ def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
 @contextmanager
 def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
     """A cluster of one node. Its logs are kept only where the block fails unexpectedly."""
+    session = new_session()
+    keep = False
+    with guarded(session):
+        try:
+            with _own_node(session, num_cpus, log_to_driver):
+                yield
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            keep = True
+            error.add_note(f"Ray's logs: {session.folder / 'session_latest' / 'logs'}")
+            raise
+        finally:
+            session.end()
+            session.remove(logs=not keep)
+
+
+@contextmanager
+def _own_node(session: Session, num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
     import ray
 
-    # Sockets lie below this folder, and their paths may have 107 characters at most.
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if Path("/tmp").is_dir() else None))
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=log_to_driver,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-    )
+    from elastrata.launch.ray_head import kept_alive, settings
+
+    environment = partial(_environment, session)
+    with environment():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            _temp_dir=str(session.folder),
+            _system_config=settings(session.memory, session.folder / "head"),
+        )
     _quiet_loggers()
-    keep = False
+    with kept_alive(environment):
+        yield
+
+
+@contextmanager
+def _environment(session: Session) -> Iterator[None]:
+    """What Ray's processes inherit: the session's mark, and a priority like that of all others,
+    without which reading data waits for whatever else runs on the machine."""
+    before = dict(os.environ)
+    os.environ.setdefault(NICENESS, "0")
+    os.environ[MARK] = session.mark
     try:
         yield
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        keep = True
-        error.add_note(f"Ray's logs: {folder / 'session_latest' / 'logs'}")
-        raise
     finally:
-        ray.shutdown()
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        for name in (MARK, NICENESS):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
 
 
 def _check_answers(address: str) -> None:

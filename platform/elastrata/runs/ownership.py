@@ -12,13 +12,15 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from threading import Event, Thread
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
+from elastrata.runs.process import Process, lives
+from elastrata.runs.process import here as _here
+from elastrata.runs.process import stat as _stat
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -61,6 +63,13 @@ class Owner(BaseModel):
     """Unix time, by the host's own clock, of the newest beat."""
     released: bool = False
     """Whether it has ended and said so."""
+
+    @property
+    def process(self) -> Process | None:
+        """The process; None where its system did not show what tells it apart."""
+        if self.boot_id is None or self.pid_namespace is None or self.process_start is None:
+            return None
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start)
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -268,31 +277,4 @@ def _is_running(owner: Owner) -> bool | None:
     here = _here()
     if None in here or (owner.boot_id, owner.pid_namespace) != here:
         return None
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    stat = _stat(owner.pid)
-    if stat is None:
-        return None
-    state, start = stat
-    return state not in "ZX" and start == owner.process_start
-
-
-def _here() -> tuple[str | None, str | None]:
-    """This host's boot id and this process's pid namespace, where the system shows them."""
-    with suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot_id, str(Path("/proc/self/ns/pid").readlink())
-    return None, None
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start of a process, where the system shows them."""
-    with suppress(OSError):
-        # The name, in brackets, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return None
+    return lives(owner.pid, owner.process_start)

@@ -10,10 +10,11 @@ import ray
 
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import check_storage, training_data
+from elastrata.launch.ray_processes import clear_away
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run
+from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.sweeps.drive import Drive, Show
 from elastrata.sweeps.file import check_sweep
 from elastrata.sweeps.folder import TRIALS, check_same_sweep, write_sweep
@@ -89,8 +90,11 @@ def sweep(
 def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
     """Runs its block as the sweep's only driver. A sweep that was never begun leaves no folder."""
     ownership: Ownership | None = None
+    before = read_owner(folder)
     try:
         with own_run(folder, lost=interrupt.lose, warn=warn) as ownership:
+            if before and not before.released:
+                clear_away(before.process, warn)
             yield
     finally:
         if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
