@@ -22,14 +22,15 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
-    from elastrata.checkpoints.export import export as export_run
+    from elastrata.checkpoints.export import export_model
 
-    path = export_run(run, out, checkpoint=checkpoint)
+    model = export_model(run, out, checkpoint=checkpoint)
+    loader = model.workload.exported_as.loader
     console = open_console(as_json=json)
     console.print(
-        f"model    {path}\n"
-        f"next     from transformers import AutoModel; AutoModel.from_pretrained('{path}')",
+        f"model    {model.path}\n"
+        f"next     from transformers import {loader}; {loader}.from_pretrained('{model.path}')",
         markup=False,
     )
     if json:
-        print_json_line({"path": str(path)})
+        print_json_line({"path": str(model.path), "loader": loader})

@@ -74,10 +74,23 @@ def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
 
 
 def read_recipe(run: Storage) -> Recipe:
-    """The recipe a run was started or last continued with."""
-    from elastrata.recipe.recipe import Recipe
+    """The recipe a run was started or last continued with.
 
-    return Recipe.model_validate(yaml.safe_load(run.read(RECIPE_FILE)))
+    Raises:
+        UserError: it is none here, as where its workload is not installed.
+    """
+    from pydantic import ValidationError
+
+    from elastrata.recipe.problems import recipe_problems
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.yaml_reader import RecipeText
+
+    values = yaml.safe_load(run.read(RECIPE_FILE))
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        text = RecipeText(file=run.uri(RECIPE_FILE), name="", values=values)
+        raise UserError(*recipe_problems(error, Recipe, text)) from None
 
 
 def check_same_run(
