@@ -19,8 +19,8 @@ STEPS, EVERY = 4, 2
 def lone_run(folder: Path, name: str = "run", **changes: Any) -> Path:
     """Trains a tiny model; returns the run's folder, `folder/runs/NAME`.
 
-    The run has evaluations and checkpoints after steps 2 and 4. Its data set, which is `folder/data`
-    and made where it is missing, has no tokenizer.
+    The run has evaluations and checkpoints after steps 2 and 4. Its data set, `folder/data`, which
+    is made where it is missing, has no tokenizer.
     """
     data = folder / "data"
     if not data.exists():

@@ -11,6 +11,7 @@ from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData
+from elastrata.launch.teardown import undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.flops import flops_by_phase
@@ -76,9 +77,10 @@ class Drive:
             raise
         finally:
             if not self.interrupt.is_lost:  # else run and record are another driver's
-                writer.add("ended", {"status": status, "text": text})
-                writer.flush()
-                self.tracker.finish(status)
+                with undisturbed("closing the run's record"):
+                    writer.add("ended", {"status": status, "text": text})
+                    writer.flush()
+                    self.tracker.finish(status)
         return status
 
     def _fit(self, observer: Observer, number: int) -> None:

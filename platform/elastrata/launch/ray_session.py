@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from elastrata.launch.teardown import undisturbed
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0
@@ -68,7 +69,8 @@ def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with undisturbed("leaving Ray"):
+            ray.shutdown()
 
 
 @contextmanager
@@ -97,9 +99,10 @@ def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
         error.add_note(f"Ray's logs: {folder / 'session_latest' / 'logs'}")
         raise
     finally:
-        ray.shutdown()
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        with undisturbed("ending Ray"):
+            ray.shutdown()
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_answers(address: str) -> None:

@@ -16,6 +16,7 @@ from ray import tune
 from elastrata.checkpoints.commit import commits
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import training_data
+from elastrata.launch.teardown import undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.folder import flatten
@@ -141,8 +142,9 @@ class Drive:
             status = "KILLED"
             raise
         finally:
-            self.journal.flush()
-            self.record.whole.finish(status)
+            with undisturbed("closing the sweep's record"):
+                self.journal.flush()
+                self.record.whole.finish(status)
         return status
 
     def note(self, entry: dict[str, Any]) -> None:
