@@ -56,7 +56,6 @@ _COMMANDS = (
 )
 
 
-
 class _Commands(typer.core.TyperGroup):
     """The commands. Typer would make an exit code of an interrupt, and tell nothing."""
 

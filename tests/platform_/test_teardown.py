@@ -62,9 +62,10 @@ def test_the_first_signal_waits_and_the_second_is_heard(capsys: pytest.CaptureFi
     assert done == [True]
     assert not is_ending()
     assert capsys.readouterr().err == "ending Ray; once more to leave at once\n"
-    with pytest.raises(KeyboardInterrupt), undisturbed("ending Ray"):
+    with undisturbed("ending Ray"):
         _press()
-        _press()
+        with pytest.raises(KeyboardInterrupt):
+            _press()
     with pytest.raises(KeyboardInterrupt):
         _press()
 
