@@ -53,6 +53,21 @@ def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
     return base
 
 
+def changes_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """By dotted key the values that a command line gives keys of the recipe.
+
+    Raises:
+        UserError: one of them is not `key=value`.
+    """
+    changes = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise UserError(f"command line: {override}: expected key=value, such as trials=8")
+        changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
+    return changes
+
+
 def _text(path: str, overrides: Sequence[str]) -> RecipeText:
     """The file's values, with what the command line says put where it belongs."""
     if not Path(path).is_file():
@@ -64,12 +79,7 @@ def _text(path: str, overrides: Sequence[str]) -> RecipeText:
         (own if is_own else of_recipe).append(override)
     text = read_recipe_text(path, own)
     text.values.setdefault("name", text.name)
-    changes = text.values.setdefault("changes", {})
-    for override in of_recipe:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise UserError(f"command line: {override}: expected key=value, such as trials=8")
-        changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
+    text.values.setdefault("changes", {}).update(changes_of(of_recipe))
     recipe = text.values.get("recipe")
     if isinstance(recipe, str) and (beside := Path(path).parent / recipe).is_file():
         text.values["recipe"] = str(beside)
