@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 DOORS = {
-    "mlflow": {"elastrata.tracking.tracker", "elastrata.tracking.client"},
+    "mlflow": {"elastrata.tracking"},
     "ray.data": {
         "elastrata.workers.source",
         "elastrata_pipelines.preparation",

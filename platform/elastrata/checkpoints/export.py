@@ -18,10 +18,10 @@ from elastrata.checkpoints.retention import best_commit
 from elastrata.checkpoints.training_state import load, load_full_model_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.tracking.models import LoadableModel
 from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.training.sparsity.masks import Masks, SparsePhase
-from elastrata.training.workload import Workload
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
@@ -34,13 +34,15 @@ class ExportedModel:
 
     path: Path
     """Absolute."""
-    workload: Workload
     checkpoint: str
     """Where it lies."""
     step: int
     """Optimizer steps done in it."""
     metrics: Mapping[str, float]
     """Of the evaluation after that step; empty where there was none."""
+    recipe: Recipe
+    """Of the run."""
+    mlflow_run_id: str | None
 
 
 def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
@@ -80,10 +82,22 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
         _write(recipe, checkpoints, commit, manifests, Storage(identity.data[0].url), folder)
     return ExportedModel(
         path=out.resolve(),
-        workload=recipe.workload,
+        recipe=recipe,
+        mlflow_run_id=identity.mlflow_run_id,
         checkpoint=checkpoints.uri(commit.folder),
         step=commit.step,
         metrics=commit.evaluation,
+    )
+
+
+def loadable(model: ExportedModel) -> LoadableModel:
+    """An export as MLflow keeps it."""
+    return LoadableModel(
+        path=model.path,
+        task=model.recipe.workload.exported_as.task,
+        checkpoint=model.checkpoint,
+        step=model.step,
+        metrics=model.metrics,
     )
 
 

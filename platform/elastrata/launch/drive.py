@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,6 +17,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.flops import flops_by_phase
 from elastrata.runs.history import HistoryWriter
+from elastrata.runs.status import status as status_of
 from elastrata.runs.time_to_target import time_to_target
 from elastrata.tracking.gauges import Gauges
 from elastrata.tracking.observer import Observer
@@ -80,6 +82,7 @@ class Drive:
                 with undisturbed("closing the run's record"):
                     writer.add("ended", {"status": status, "text": text})
                     writer.flush()
+                    self._report()
                     self.tracker.finish(status)
         return status
 
@@ -181,6 +184,17 @@ class Drive:
             mailbox=self.mailbox,
             hot=hot,
         )
+
+    def _report(self) -> None:
+        """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
+        checkpoints = self.run.sub("checkpoints")
+        try:
+            for commit in commits(checkpoints)[:1]:
+                self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
+            told = json.dumps(status_of(self.run).to_dict(), indent=1)
+            self.tracker.log_artifact("report.json", told.encode())
+        except Exception as error:  # it does not undo a run
+            self._warn(f"no report of the run: {error}")
 
     def _source(self, hot: HotStorage | None) -> Source:
         return Source(
