@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow and transformers,
 
 
 @pytest.fixture(autouse=True)
-def keep_tracking_uri() -> Any:
-    before = mlflow.get_tracking_uri()
+def keep_tracking_uri(tmp_path: Path) -> Iterator[None]:
+    """What MLflow takes where nobody says anything is a store that knows nothing of ours."""
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/nobodys.db")
     yield
-    mlflow.set_tracking_uri(before)
+    mlflow.set_tracking_uri(None)
 
 
 def _export(folder: Path, workload: Bert | Gpt) -> LoadableModel:
@@ -115,6 +117,7 @@ def test_the_command_registers_the_model_of_a_run(
     assert logged.params["step"] == str(STEPS)
     names = {item.path for item in client.list_logged_model_artifacts(logged.model_id)}
     assert {"MLmodel", "model"} <= names
+    assert not (tmp_path / "nobodys.db").exists()
 
 
 @pytest.mark.parametrize("name", ["a/b", "a:b", "", "it's"])

@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from elastrata.tracking.client import quiet_client
 from elastrata.tracking.entities import DataInput
 from elastrata.tracking.facts import hardware, recipe_params
+from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
 from elastrata.tracking.uri import shown, tracking_uri
 from elastrata_pipelines.errors import UserError
@@ -423,6 +424,24 @@ def test_a_server_has_the_best_checkpoint_as_a_version_too(tmp_path: Path, serve
     assert best.tags["uri"] == str(tmp_path / "step-20")
     assert best.source == f"models:/{best.tags['model_id']}"
     assert len(client.search_model_versions("name = 'lr'")) == 2
+
+
+def test_a_server_keeps_an_export(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = LoadableModel(
+        path=tmp_path / "model", task="fill-mask", checkpoint="s3://b/c", step=3, metrics={}
+    )
+    tracker = _open(tmp_path / "runs", uri=server.uri)
+    for _ in range(2):
+        tracker.register_export(model, "lr")
+    tracker.finish("FINISHED")
+    client = MlflowClient(server.uri)
+    (version,) = client.search_model_versions("name = 'lr'")
+    best = client.get_model_version_by_alias("lr", "best")
+    assert (best.version, best.source) == (version.version, f"models:/{version.tags['model_id']}")
+    found = client.list_logged_model_artifacts(best.tags["model_id"])
+    assert {"MLmodel", "model"} <= {item.path for item in found}
 
 
 def test_sixteen_parts_of_a_run_by_one_writer(runs: Path) -> None:

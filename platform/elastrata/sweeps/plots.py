@@ -195,7 +195,12 @@ def _mark(
     is_inside = math.isfinite(value) and not scale.is_beyond(value)
     arrow = ("^" if scale.sign > 0 else "v") if math.isfinite(value) and trial.counts else "x"
     marker = _marker(trial) if is_inside else arrow
-    kind = {"marker": marker, "color": color, "markersize": size, "linestyle": "none"}
+    kind: dict[str, Any] = {
+        "marker": marker,
+        "color": color,
+        "markersize": size,
+        "linestyle": "none",
+    }
     if is_inside:
         axes.plot(x, value, **kind)
     else:

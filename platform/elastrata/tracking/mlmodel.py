@@ -19,7 +19,7 @@ _TOKENIZER = "components/tokenizer"
 _PACKAGES = ("torch", "transformers")
 
 
-def write_mlmodel(folder: Path, exported: Path, *, task: str, model_id: str, run_id: str) -> None:
+def write_mlmodel(folder: Path, exported: Path, *, task: str, run_id: str) -> None:
     """Writes what goes beside an exported folder, which `mlflow.transformers` and `mlflow.pyfunc`
     then load.
 
@@ -27,7 +27,6 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, model_id: str, run
         folder: to write into.
         exported: transformers loads it.
         task: the pipeline that uses the model.
-        model_id: of MLflow's record.
         run_id: of the run it comes from; maybe empty.
     """
     with warnings.catch_warnings():
@@ -35,7 +34,8 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, model_id: str, run
         from mlflow.models import Model
         from mlflow.pyfunc import add_to_model
 
-    model = Model(run_id=run_id or None, model_id=model_id, signature=_texts())
+    # Without the id of its record, which MLflow would look up in whatever store is its default.
+    model = Model(run_id=run_id or None, signature=_texts())
     add_to_model(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
     tokenizer = _copy_tokenizer(exported, folder / _TOKENIZER)
     pipeline, loader = _classes(task)

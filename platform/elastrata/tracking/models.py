@@ -74,9 +74,7 @@ class Models:
             else self._create(run_id, name, tags, model.step, model.metrics)
         )
         with TemporaryDirectory() as scratch:
-            write_mlmodel(
-                Path(scratch), model.path, task=model.task, model_id=model_id, run_id=run_id
-            )
+            write_mlmodel(Path(scratch), model.path, task=model.task, run_id=run_id)
             self._client.log_model_artifacts(model_id, scratch)
         self._client.log_model_artifacts(model_id, str(model.path), MODEL)
         self._client.finalize_logged_model(model_id, "READY")
