@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 
 from elastrata.cli import run as run_here
 from elastrata.tracking.client import quiet_client
+from elastrata.tracking.mlmodel import write_mlmodel
 from elastrata.tracking.models import LoadableModel, Models
 from elastrata_pipelines.preparation.config import TokenizerConfig
 from elastrata_pipelines.preparation.training import train_tokenizer
@@ -47,7 +48,15 @@ def _export(folder: Path, workload: Bert | Gpt) -> LoadableModel:
     path = folder / "model"
     workload.export(model.state_dict(), files.vocabulary(), 48, folder / "tokenizer", path)
     task = workload.exported_as.task
-    return LoadableModel(path=path, task=task, checkpoint="s3://b/c", step=7, metrics={"a": 0.5})
+    write_mlmodel(folder / "mlmodel", path, task=task)
+    return LoadableModel(
+        path=path,
+        mlmodel=folder / "mlmodel",
+        task=task,
+        checkpoint="s3://b/c",
+        step=7,
+        metrics={"a": 0.5},
+    )
 
 
 @pytest.fixture

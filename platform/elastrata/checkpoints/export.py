@@ -18,6 +18,7 @@ from elastrata.checkpoints.retention import best_commit
 from elastrata.checkpoints.training_state import load, load_full_model_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.tracking.mlmodel import write_mlmodel
 from elastrata.tracking.models import LoadableModel
 from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks
@@ -90,11 +91,14 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
     )
 
 
-def loadable(model: ExportedModel) -> LoadableModel:
-    """An export as MLflow keeps it."""
+def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
+    """An export as MLflow keeps it; what goes beside it is written to `scratch`."""
+    task = model.recipe.workload.exported_as.task
+    write_mlmodel(scratch, model.path, task=task)
     return LoadableModel(
         path=model.path,
-        task=model.recipe.workload.exported_as.task,
+        mlmodel=scratch,
+        task=task,
         checkpoint=model.checkpoint,
         step=model.step,
         metrics=model.metrics,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,12 +58,13 @@ def _register(run: str, model: ExportedModel, name: str, checkpoint: str) -> str
     from elastrata_pipelines.storage import Storage
 
     root, _, run_name = Storage(run).uri().rpartition("/")
-    return register_export(
-        model.recipe.tracking,
-        Storage(root),
-        run_id=model.mlflow_run_id,
-        run_name=run_name,
-        model=loadable(model),
-        name=name,
-        alias=checkpoint if checkpoint in ("newest", "best") else None,
-    )
+    with TemporaryDirectory() as scratch:
+        return register_export(
+            model.recipe.tracking,
+            Storage(root),
+            run_id=model.mlflow_run_id,
+            run_name=run_name,
+            model=loadable(model, Path(scratch)),
+            name=name,
+            alias=checkpoint if checkpoint in ("newest", "best") else None,
+        )

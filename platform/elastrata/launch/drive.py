@@ -82,7 +82,7 @@ class Drive:
                 with undisturbed("closing the run's record"):
                     writer.add("ended", {"status": status, "text": text})
                     writer.flush()
-                    self._report()
+                    self._report(status)
                     self.tracker.finish(status)
         return status
 
@@ -185,11 +185,11 @@ class Drive:
             hot=hot,
         )
 
-    def _report(self) -> None:
+    def _report(self, status: Status) -> None:
         """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
         checkpoints = self.run.sub("checkpoints")
         try:
-            for commit in commits(checkpoints)[:1]:
+            for commit in commits(checkpoints)[: int(status == "FINISHED")]:
                 self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
             told = json.dumps(status_of(self.run).to_dict(), indent=1)
             self.tracker.log_artifact("report.json", told.encode())

@@ -231,13 +231,14 @@ class Drive:
         found = commits(checkpoints)
         newest = (checkpoints.uri(found[0].folder), found[0].step) if found else None
         name = self.folder.url.rpartition("/")[2]
-        export = self._exported(best.id, scratch / "model") if newest else None
+        export = self._exported(best.id, scratch) if newest else None
         self.record.crown(best, best.value(self.config.metric), newest, name, export)
 
-    def _exported(self, trial: str, out: Path) -> LoadableModel | None:
+    def _exported(self, trial: str, scratch: Path) -> LoadableModel | None:
         """The newest state of a trial as MLflow loads it; None where that cannot be."""
         try:
-            return loadable(export_model(self.job.folder.uri(trial), out))
+            model = export_model(self.job.folder.uri(trial), scratch / "model")
+            return loadable(model, scratch / "mlmodel")
         except Exception as error:  # the checkpoint is there all the same
             self.warn(f"the best trial's model is in MLflow as a checkpoint only: {error}")
             return None

@@ -19,7 +19,7 @@ _TOKENIZER = "components/tokenizer"
 _PACKAGES = ("torch", "transformers")
 
 
-def write_mlmodel(folder: Path, exported: Path, *, task: str, run_id: str) -> None:
+def write_mlmodel(folder: Path, exported: Path, *, task: str) -> None:
     """Writes what goes beside an exported folder, which `mlflow.transformers` and `mlflow.pyfunc`
     then load.
 
@@ -27,15 +27,15 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str, run_id: str) -> No
         folder: to write into.
         exported: transformers loads it.
         task: the pipeline that uses the model.
-        run_id: of the run it comes from; maybe empty.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MLflow warns of its own type hints when it is imported
         from mlflow.models import Model
         from mlflow.pyfunc import add_to_model
 
     # Without the id of its record, which MLflow would look up in whatever store is its default.
-    model = Model(run_id=run_id or None, signature=_texts())
+    model = Model(signature=_texts())
     add_to_model(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
     tokenizer = _copy_tokenizer(exported, folder / _TOKENIZER)
     pipeline, loader = _classes(task)

@@ -6,11 +6,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from elastrata.tracking.entities import model_output
-from elastrata.tracking.mlmodel import MODEL, write_mlmodel
+from elastrata.tracking.mlmodel import MODEL
 
 _NOT_IN_NAMES = re.compile(r"[/:.%\"']")
 """MLflow takes none of these in the name of a logged model."""
@@ -18,10 +17,12 @@ _NOT_IN_NAMES = re.compile(r"[/:.%\"']")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadableModel:
-    """An export, to be kept by MLflow."""
+    """An export, to be kept by MLflow. Its folders must stay until they are."""
 
     path: Path
     """Its folder, which transformers loads."""
+    mlmodel: Path
+    """The folder of what `write_mlmodel` wrote to go beside it."""
     task: str
     """The pipeline that uses it."""
     checkpoint: str
@@ -73,20 +74,18 @@ class Models:
             if found
             else self._create(run_id, name, tags, model.step, model.metrics)
         )
-        with TemporaryDirectory() as scratch:
-            write_mlmodel(Path(scratch), model.path, task=model.task, run_id=run_id)
-            self._client.log_model_artifacts(model_id, scratch)
+        self._client.log_model_artifacts(model_id, str(model.mlmodel))
         self._client.log_model_artifacts(model_id, str(model.path), MODEL)
         self._client.finalize_logged_model(model_id, "READY")
         if run_id:
-            self._client.log_outputs(run_id, [model_output(model_id, model.step)])
+            self._log_output(run_id, model_id, model.step)
         return str(model_id)
 
     def log_output(self, run_id: str, uri: str, step: int) -> None:
         """Makes a recorded checkpoint an output of the run."""
         for model_id in self.recorded(run_id, uri)[:1]:
             self._recorded[uri] = model_id
-            self._client.log_outputs(run_id, [model_output(model_id, step)])
+            self._log_output(run_id, model_id, step)
 
     def register(self, run_id: str, model_id: str, uri: str, name: str, alias: str | None) -> str:
         """Makes a logged model the newest version of a registered one, once; returns its number.
@@ -130,6 +129,11 @@ class Models:
         if uri in self._recorded:
             return [self._recorded.pop(uri)]
         return [m.model_id for m in self._search(run_id) if m.tags.get("uri") == uri]
+
+    def _log_output(self, run_id: str, model_id: str, step: int) -> None:
+        known = self._client.get_run(run_id).outputs
+        if not known or model_id not in {one.model_id for one in known.model_outputs}:
+            self._client.log_outputs(run_id, [model_output(model_id, step)])
 
     def _source(self, model_id: str) -> str:
         if self._is_server:
