@@ -7,8 +7,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -29,6 +30,7 @@ from elastrata.commands.stop import stop
 from elastrata.commands.submit import submit
 from elastrata.commands.sweep import sweep
 from elastrata.commands.train import train
+from elastrata.launch.teardown import SIGNALS, is_ending
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -53,8 +55,20 @@ _COMMANDS = (
     schema,
 )
 
+
+class _Commands(typer.core.TyperGroup):
+    """The commands. Typer would make an exit code of an interrupt, and tell nothing."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
     name="elastrata",
+    cls=_Commands,
     help="Elastic pre-training of transformer language models on Ray.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,12 +90,17 @@ def _options(
 
 def main() -> None:
     """The entry point of the `elastrata` command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # What is left is Python's own end, and Ray's: an exception there would be told in pages.
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: _leave(code))
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit code: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in SIGNALS:
+        signal.signal(number, _interrupt)
     # Taken from wherever it stands: nobody remembers which options go before the command.
     rest = [argument for argument in arguments if argument != "--traceback"]
 
@@ -134,4 +153,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    if is_ending():
+        _leave(INTERRUPTED)
     raise KeyboardInterrupt
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process here and now; what Ray has started ends with it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, RuntimeError):  # nobody reads it; it is just being written
+            stream.flush()
+    os._exit(code)

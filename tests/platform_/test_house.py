@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 DOORS = {
-    "mlflow": {"elastrata.tracking.tracker", "elastrata.tracking.client"},
+    "mlflow": {"elastrata.tracking"},
     "ray.data": {
         "elastrata.workers.source",
         "elastrata_pipelines.preparation",
@@ -40,7 +40,12 @@ DOORS = {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli", "elastrata.commands"},
-    "matplotlib": {"elastrata.sweeps.plots", "elastrata.sweeps.result", "elastrata.tracking.plots"},
+    "matplotlib": {
+        "elastrata.sweeps.plots",
+        "elastrata.sweeps.result",
+        "elastrata.sweeps.scale",
+        "elastrata.tracking.plots",
+    },
 }
 """The modules (with those below them) that may import a library or a part of it."""
 

@@ -6,6 +6,8 @@ import json
 import signal
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 import yaml
@@ -129,7 +131,14 @@ def test_a_sweep_from_python(folder: Path) -> None:
     client = MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
     registered = client.get_model_version_by_alias("python", "best")
     assert registered.run_id == parts[best.id].info.run_id
-    assert f"/trials/{best.id}/" in registered.source
+    logged = client.get_logged_model(registered.tags["model_id"])
+    assert f"/trials/{best.id}/" in logged.tags["checkpoint"]
+    assert Path(url2pathname(urlsplit(registered.source).path), "MLmodel").is_file()
+    whole = client.get_run(result.mlflow_run_id)
+    names = {one.dataset.name.rpartition("/")[2] for one in whole.inputs.dataset_inputs}
+    assert names == {"data", "held_out"}
+    artifacts = {item.path for item in client.list_artifacts(whole.info.run_id)}
+    assert artifacts == {"sweep.yaml", "recipe.yaml", REPORT_FILE, PLOTS}
     storage = Storage(result.folder)
     assert storage.names(PLOTS) == sorted(f"{name}.png" for name in PICTURES)
     assert storage.read(REPORT_FILE).count(b"data:image/png") == len(PICTURES)

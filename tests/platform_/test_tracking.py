@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import pytest
 from mlflow import MlflowClient
 
 from elastrata.tracking.client import quiet_client
+from elastrata.tracking.entities import DataInput
+from elastrata.tracking.facts import hardware, recipe_params
+from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
 from elastrata.tracking.uri import shown, tracking_uri
 from elastrata_pipelines.errors import UserError
@@ -42,12 +46,19 @@ def runs(tmp_path: Path, empty_store: Path) -> Path:
 
 
 def _open(
-    storage: Path, run_id: str | None = None, uri: str | None = None, **params: object
+    storage: Path,
+    run_id: str | None = None,
+    uri: str | None = None,
+    *,
+    name: str = "first",
+    inputs: Sequence[DataInput] = (),
+    **params: object,
 ) -> Tracker:
     return open_tracker(
         TrackingConfig(uri=uri),
         Storage(str(storage)),
-        run_name="first",
+        run_name=name,
+        inputs=inputs,
         run_id=run_id,
         params=params or {"optimizer.lr": 1e-3},
         tags={"git.commit": "abc"},
@@ -136,7 +147,7 @@ def test_checkpoints_are_models_of_the_run_until_they_are_deleted(runs: Path) ->
     second.finish("FINISHED")
     models = _client(runs).search_logged_models([second.experiment_id])
     assert [(model.name, model.tags["uri"]) for model in models] == [
-        ("step-20", "s3://bucket/step-20")
+        ("first-step-20", "s3://bucket/step-20")
     ]
     assert models[0].source_run_id == first.run_id
     tags = _client(runs).get_run(first.run_id).data.tags
@@ -159,6 +170,93 @@ def test_the_best_checkpoint_is_a_version_of_a_model_once(runs: Path) -> None:
     assert len(versions) == 2
     best = _client(runs).get_model_version_by_alias("lr", "best")
     assert (best.source, best.run_id) == ("s3://bucket/step-10", tracker.run_id)
+
+
+def test_the_data_sets_are_inputs_of_a_run_and_of_its_parts_once(runs: Path) -> None:
+    common = {"fingerprint": "f" * 64, "samples": 300, "tokens": 9000}
+    inputs = [
+        DataInput(url="/data/mine", purpose="training", **common),
+        DataInput(url="s3://bucket/mine/held_out", purpose="evaluation", **common),
+    ]
+    first = _open(runs, inputs=[*inputs, inputs[0]])
+    part = first.child("0000", {}, {})
+    first.finish("FAILED")
+    _open(runs, first.run_id, inputs=inputs).finish("FINISHED")
+    for run_id in (first.run_id, part.run_id):
+        logged = _client(runs).get_run(run_id).inputs.dataset_inputs
+        found = {one.dataset.name: one for one in logged}
+        assert len(found) == len(logged) == 2
+        training, held_out = found["data/mine"], found["mine/held_out"]
+        assert (training.dataset.digest, training.dataset.source_type) == ("f" * 36, "local")
+        assert json.loads(training.dataset.source) == {"uri": "/data/mine"}
+        assert json.loads(training.dataset.profile)["fingerprint"] == "f" * 64
+        assert held_out.dataset.source_type == "s3"
+        tags = [(tag.key, tag.value) for one in (training, held_out) for tag in one.tags]
+        assert tags == [
+            ("mlflow.data.context", "training"),
+            ("mlflow.data.context", "evaluation"),
+        ]
+
+
+def test_what_a_run_has_led_to_is_its_output(runs: Path) -> None:
+    tracker = _open(runs)
+    tracker.record_checkpoint("s3://bucket/step-20", 20, {})
+    for _ in range(2):  # again: still one output
+        tracker.record_output("s3://bucket/step-20", 20)
+    tracker.record_output("s3://bucket/unknown", 30)
+    tracker.finish("FINISHED")
+    (output,) = _client(runs).get_run(tracker.run_id).outputs.model_outputs
+    (model,) = _client(runs).search_logged_models([tracker.experiment_id])
+    assert (output.model_id, output.step) == (model.model_id, 20)
+
+
+def test_names_that_mlflow_does_not_take_are_changed(runs: Path) -> None:
+    tracker = _open(runs, name="bert-0.1")
+    tracker.record_checkpoint("s3://bucket/step-20", 20, {})
+    tracker.finish("FINISHED")
+    (model,) = _client(runs).search_logged_models([tracker.experiment_id])
+    assert model.name == "bert-0-1-step-20"
+
+
+def test_sources_of_text_are_parameters_by_name_alone() -> None:
+    sources = [
+        {"name": "books", "paths": ["b"], "weight": 2.0},
+        {"name": None, "paths": ["c"], "weight": 1.0},
+    ]
+    section = {"path": "d", "prepare": {"sources": sources, "seq_len": 128}}
+    recipe = {"data": section, "phases": [{"data": section, "steps": 3}], "seed": 0}
+    assert recipe_params(recipe) == {
+        "data.path": "d",
+        "data.prepare.sources": "books, source-1",
+        "data.prepare.seq_len": 128,
+        "phases.0.data.path": "d",
+        "phases.0.data.prepare.sources": "books, source-1",
+        "phases.0.data.prepare.seq_len": 128,
+        "phases.0.steps": 3,
+        "seed": 0,
+    }
+
+
+def test_the_hardware_of_a_cluster_is_told() -> None:
+    resources = {
+        "node:10.0.0.1": 1.0,
+        "node:10.0.0.2": 1.0,
+        "node:__internal_head__": 1.0,
+        "CPU": 64.0,
+        "GPU": 16.0,
+        "memory": 512e9,
+        "accelerator_type:H100": 2.0,
+    }
+    found = hardware(resources)
+    assert found.pop("machine")
+    assert found == {
+        "nodes": "2",
+        "cpus": "64",
+        "gpus": "16",
+        "gpu_model": "H100",
+        "memory_gb": "512",
+    }
+    assert "gpu_model" not in hardware({"CPU": 2.0})
 
 
 def test_values_that_are_no_numbers_do_not_stop_the_record(runs: Path) -> None:
@@ -327,6 +425,30 @@ def test_a_server_has_the_best_checkpoint_as_a_version_too(tmp_path: Path, serve
     assert best.tags["uri"] == str(tmp_path / "step-20")
     assert best.source == f"models:/{best.tags['model_id']}"
     assert len(client.search_model_versions("name = 'lr'")) == 2
+
+
+def test_a_server_keeps_an_export(tmp_path: Path, server: Server) -> None:
+    for name in ("model/config.json", "mlmodel/MLmodel"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    model = LoadableModel(
+        path=tmp_path / "model",
+        mlmodel=tmp_path / "mlmodel",
+        task="fill-mask",
+        checkpoint="s3://b/c",
+        step=3,
+        metrics={},
+    )
+    tracker = _open(tmp_path / "runs", uri=server.uri)
+    for _ in range(2):
+        tracker.register_export(model, "lr")
+    tracker.finish("FINISHED")
+    client = MlflowClient(server.uri)
+    (version,) = client.search_model_versions("name = 'lr'")
+    best = client.get_model_version_by_alias("lr", "best")
+    assert (best.version, best.source) == (version.version, f"models:/{version.tags['model_id']}")
+    found = client.list_logged_model_artifacts(best.tags["model_id"])
+    assert {"MLmodel", "model"} <= {item.path for item in found}
 
 
 def test_sixteen_parts_of_a_run_by_one_writer(runs: Path) -> None:

@@ -111,6 +111,14 @@ def _assert_logged_once(recipe: Path, run_id: str) -> None:
     assert sorted(logged) == list(range(1, STEPS + 1))
     assert [m.step for m in client.get_metric_history(run_id, "eval/loss")] == [60, 120]
     assert run_record.data.params["batch_size"] == "21"
+    assert int(run_record.data.params["model.parameters"]) > 10_000
+    assert run_record.data.tags["hardware.nodes"] == "1"
+    inputs = [one.dataset.name.rpartition("/")[2] for one in run_record.inputs.dataset_inputs]
+    assert sorted(inputs) == ["data", "held_out"]
+    (output,) = run_record.outputs.model_outputs
+    assert client.get_logged_model(output.model_id).params["step"] == str(STEPS)
+    artifacts = {item.path for item in client.list_artifacts(run_id)}
+    assert artifacts == {"recipe.yaml", "report.json", "plots"}
     assert (
         len(client.search_runs([run_record.info.experiment_id], "tags.mlflow.runName = 'killed'"))
         == 1

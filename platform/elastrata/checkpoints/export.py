@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +18,8 @@ from elastrata.checkpoints.retention import best_commit
 from elastrata.checkpoints.training_state import load, load_full_model_state
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.tracking.mlmodel import write_mlmodel
+from elastrata.tracking.models import LoadableModel
 from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.training.sparsity.masks import Masks, SparsePhase
@@ -25,17 +30,40 @@ from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.storage import Storage
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
+    """A checkpoint as a folder that transformers loads."""
+
+    path: Path
+    """Absolute."""
+    checkpoint: str
+    """Where it lies."""
+    step: int
+    """Optimizer steps done in it."""
+    metrics: Mapping[str, float]
+    """Of the evaluation after that step; empty where there was none."""
+    recipe: Recipe
+    """Of the run."""
+    mlflow_run_id: str | None
+
+
 def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
+    """Writes the model of a run for `from_pretrained`; returns the absolute path of the folder.
+
+    See `export_model`.
+    """
+    return export_model(run_dir, out, checkpoint=checkpoint).path
+
+
+def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> ExportedModel:
     """Writes the model of a run for `from_pretrained`, with its tokenizer, and with a file of masks
-    where weights were held at zero.
+    where weights were held at zero. Nothing is left of it where that fails; who may read it says
+    the umask.
 
     Args:
         run_dir: the run's folder or URL.
         out: the folder to write; must be empty or missing.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
-
-    Returns:
-        The absolute path of the folder.
 
     Raises:
         UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
@@ -52,19 +80,85 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
     manifests = [_manifest(data_set) for data_set in identity.data]
-    data, manifest = Storage(identity.data[0].url), manifests[0]
+    with _filled_whole(out) as folder:
+        _write(recipe, checkpoints, commit, manifests, Storage(identity.data[0].url), folder)
+    return ExportedModel(
+        path=out.resolve(),
+        recipe=recipe,
+        mlflow_run_id=identity.mlflow_run_id,
+        checkpoint=checkpoints.uri(commit.folder),
+        step=commit.step,
+        metrics=commit.evaluation,
+    )
+
+
+def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
+    """An export as MLflow keeps it; what goes beside it is written to `scratch`."""
+    task = model.recipe.workload.exported_as.task
+    write_mlmodel(scratch, model.path, task=task)
+    return LoadableModel(
+        path=model.path,
+        mlmodel=scratch,
+        task=task,
+        checkpoint=model.checkpoint,
+        step=model.step,
+        metrics=model.metrics,
+    )
+
+
+def _write(
+    recipe: Recipe,
+    checkpoints: Storage,
+    commit: Commit,
+    manifests: Sequence[Manifest],
+    data: Storage,
+    folder: Path,
+) -> None:
+    """Writes the model into a folder that is not there yet, beside its tokenizer's."""
     state = load_full_model_state(checkpoints, commit)
-    with TemporaryDirectory() as scratch:
-        recipe.workload.export(
-            state,
-            manifest.vocabulary,
-            max(manifest.seq_len for manifest in manifests),
-            _fetched_tokenizer(data, manifest, Path(scratch)),
-            out,
-        )
+    recipe.workload.export(
+        state,
+        manifests[0].vocabulary,
+        max(manifest.seq_len for manifest in manifests),
+        _fetched_tokenizer(data, manifests[0], folder.with_name("tokenizer")),
+        folder,
+    )
     if masks := _masks(checkpoints, commit, recipe, state):
-        (out / MASKS_FILE).write_bytes(packed_masks(masks))
-    return out.resolve()
+        (folder / MASKS_FILE).write_bytes(packed_masks(masks))
+
+
+@contextmanager
+def _filled_whole(out: Path) -> Iterator[Path]:
+    """A folder to fill, whose content is that of `out` when the block ends without error.
+
+    Raises:
+        UserError: `out` cannot be written.
+    """
+    is_new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(dir=out, prefix=".export-")
+    except OSError as error:
+        raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None
+    try:
+        with scratch:
+            folder = Path(scratch.name) / "model"
+            yield folder
+            _respect_umask(folder)
+            for path in folder.iterdir():
+                path.rename(out / path.name)
+    finally:
+        if is_new and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _respect_umask(folder: Path) -> None:
+    """Gives files and folders the mode of any new one: safetensors and temporary folders make them
+    for their owner alone."""
+    umask = os.umask(0o077)  # there is no way to ask without setting it
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def _masks(
@@ -112,6 +206,7 @@ def _chosen(checkpoints: Storage, wanted: str) -> Commit:
 def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
     """The data set's tokenizer, copied to `folder`; None where it has none."""
     found = False
+    folder.mkdir(exist_ok=True)
     for entry in manifest.files:
         if entry.path.startswith(f"{TOKENIZER_DIR}/"):
             try:

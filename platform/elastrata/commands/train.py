@@ -26,16 +26,21 @@ def train(
     json: Json = False,
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
+    from elastrata.recipe.file import load_recipe
+
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    train_and_tell(load_recipe(recipe, [*(overrides or []), *renamed]), address, json)
+
+
+def train_and_tell(chosen: Recipe, address: str | None, json: bool) -> None:
+    """Trains a recipe and shows how it goes, and what came of it."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.recipe.file import load_recipe
     from elastrata.terminal.progress import Progress
     from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    chosen = load_recipe(recipe, [*(overrides or []), *renamed])
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     progress = Progress(
         chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 
 from elastrata.checkpoints.export import export
-from elastrata.runs.folder import RUN_FILE
+from elastrata.runs.folder import RUN_FILE, read_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.packing import Frame
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
+
+TASK = "text-generation"
+"""The pipeline that an export of a language model is for."""
+_EXPECTED = "expected a model that predicts the next token, as gpt does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,9 @@ def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageMo
         UserError: there is no such model or checkpoint, or it predicts no next tokens.
     """
     if Storage(place).exists(RUN_FILE):
+        workload = read_recipe(Storage(place)).workload
+        if workload.exported_as.task != TASK:
+            raise UserError(f"{place}: workload {workload.name}: {_EXPECTED}")
         with TemporaryDirectory() as scratch:
             return _load(export(place, Path(scratch) / "model", checkpoint=checkpoint), place)
     if not (Path(place) / "config.json").is_file():
@@ -62,12 +69,15 @@ def _load(folder: Path, place: str) -> LanguageModel:
     quiet: Any = logging  # transformers does not annotate these two
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
-    config: Any = AutoConfig.from_pretrained(folder)
+    try:
+        config: Any = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:  # that is how transformers says it knows no such model
+        raise UserError(
+            f"{place}: config.json: not of a model that transformers knows: {_EXPECTED}"
+        ) from error
     kind = (config.architectures or [config.model_type])[0]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise UserError(
-            f"{place}: a {kind}: expected one that predicts the next token, as gpt does"
-        )
+        raise UserError(f"{place}: a {kind}: {_EXPECTED}")
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{place}: has no tokenizer (tokenizer.json is missing)")
     tokenizer = load_tokenizer(str(folder))

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 from ray.job_submission import JobDetails, JobSubmissionClient
 
+from elastrata.jobs.server import answering
 from elastrata.jobs.shipment import RECIPE, local_paths, runtime_env
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
@@ -39,7 +40,8 @@ def submit(
         installed: whether to use the Elastrata that the cluster has, and to ship none.
 
     Raises:
-        UserError: a job trains that run already, or the recipe names folders of this machine.
+        UserError: a job trains that run already, the recipe names folders of this machine, or the
+            server cannot start jobs.
     """
     if problems := list(local_paths(recipe)):
         raise UserError(*problems)
@@ -50,7 +52,7 @@ def submit(
             "ends it, with its state saved"
         )
     command = ["python3", "-m", "elastrata.jobs.entrypoint", version("elastrata"), str(tries)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, answering(server):
         (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
         return server.submit_job(
             entrypoint=shlex.join([*command, RECIPE, "--name", name]),
@@ -62,9 +64,11 @@ def submit(
 
 def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
     """The jobs that have not ended: of a run, by its URL or name, or with this id."""
+    with answering(server):
+        jobs = server.list_jobs()
     return [
         job
-        for job in server.list_jobs()
+        for job in jobs
         if not job.status.is_terminal()
         and wanted in _names(job.submission_id or "", (job.metadata or {}).get(RUN, ""))
     ]
@@ -132,8 +136,9 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
     jobs = [str(job.submission_id) for job in living(server, wanted)]
     if not jobs:
         raise UserError(f"{wanted}: no job that runs there trains it")
-    for job in jobs:
-        server.stop_job(job)
+    with answering(server):
+        for job in jobs:
+            server.stop_job(job)
     while not all(server.get_job_status(job).is_terminal() for job in jobs):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return {job: str(server.get_job_status(job)) for job in jobs}

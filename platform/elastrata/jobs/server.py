@@ -25,6 +25,9 @@ _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _NOISY_LOGGERS = ("ray.dashboard", "ray._private.runtime_env", "ray._common")
 """They tell of every package and connection."""
 
+_NO_AGENT = "Failed to get head node agent"
+"""In what a server answers that has nobody to start jobs."""
+
 
 @contextmanager
 def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
@@ -51,6 +54,28 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
         )
     with _tunnel(path, cluster) as address:
         yield _connected(address, cluster)
+
+
+@contextmanager
+def answering(server: JobSubmissionClient) -> Iterator[None]:
+    """Runs its block, which asks a job server for something.
+
+    Raises:
+        UserError: the server cannot do it, or is gone.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # OSError: that of `requests`, too
+        lines = [line for text in str(error).splitlines() if (line := text.strip(" ."))]
+        hint = ""
+        if _NO_AGENT in str(error):
+            hint = (
+                ": jobs need ray[default] on the head node; its log dashboard_agent.log says more"
+            )
+        raise UserError(
+            f"--cluster: {server.get_address()}: the job server cannot do it "
+            f"({lines[-1] if lines else type(error).__name__}){hint}"
+        ) from error
 
 
 def _connected(address: str, shown: str) -> JobSubmissionClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -11,10 +12,12 @@ from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import TrainingData
+from elastrata.launch.teardown import undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.flops import flops_by_phase
 from elastrata.runs.history import HistoryWriter
+from elastrata.runs.status import status as status_of
 from elastrata.runs.time_to_target import time_to_target
 from elastrata.tracking.gauges import Gauges
 from elastrata.tracking.observer import Observer
@@ -76,9 +79,11 @@ class Drive:
             raise
         finally:
             if not self.interrupt.is_lost:  # else run and record are another driver's
-                writer.add("ended", {"status": status, "text": text})
-                writer.flush()
-                self.tracker.finish(status)
+                with undisturbed("closing the run's record"):
+                    writer.add("ended", {"status": status, "text": text})
+                    writer.flush()
+                    self._report(status)
+                    self.tracker.finish(status)
         return status
 
     def _fit(self, observer: Observer, number: int) -> None:
@@ -179,6 +184,17 @@ class Drive:
             mailbox=self.mailbox,
             hot=hot,
         )
+
+    def _report(self, status: Status) -> None:
+        """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
+        checkpoints = self.run.sub("checkpoints")
+        try:
+            for commit in commits(checkpoints)[: int(status == "FINISHED")]:
+                self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
+            told = json.dumps(status_of(self.run).to_dict(), indent=1)
+            self.tracker.log_artifact("report.json", told.encode())
+        except Exception as error:  # it does not undo a run
+            self._warn(f"no report of the run: {error}")
 
     def _source(self, hot: HotStorage | None) -> Source:
         return Source(

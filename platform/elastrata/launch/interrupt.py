@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -64,6 +65,17 @@ class Interrupt:
 
         thread = threading.Thread(target=guarded, name="elastrata-fit", daemon=True)
         thread.start()
+        try:
+            self._wait(thread, grace_seconds, remind)
+        except BaseException:
+            _abandon(thread)
+            raise
+        if raised:
+            raise raised[0]
+
+    def _wait(
+        self, thread: threading.Thread, grace_seconds: float, remind: Callable[[str], None]
+    ) -> None:
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
             if self._lost:
@@ -72,8 +84,6 @@ class Interrupt:
                 if time.monotonic() - self.since > grace_seconds:
                     raise KeyboardInterrupt(self.signal)
                 remind(self.signal)
-        if raised:
-            raise raised[0]
 
     @contextmanager
     def heard(self, asked: Callable[[str], None]) -> Iterator[None]:
@@ -99,3 +109,12 @@ class Interrupt:
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
+
+
+def _abandon(thread: threading.Thread) -> None:
+    """Ends a thread with its next line of Python: one that asked a Ray which is gone would end the
+    process, with Ray's exit code."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+        )

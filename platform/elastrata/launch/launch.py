@@ -13,6 +13,7 @@ import ray
 from elastrata.checkpoints.commit import commits
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
+from elastrata.launch.model_inspection import num_parameters
 from elastrata.launch.preflight import (
     TrainingData,
     check_storage,
@@ -22,13 +23,14 @@ from elastrata.launch.preflight import (
 )
 from elastrata.launch.ray_processes import clear_away
 from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.runs import history
 from elastrata.runs.folder import (
+    RECIPE_FILE,
     RunIdentity,
     check_same_run,
-    flatten,
     read_identity,
     write_identity,
 )
@@ -36,7 +38,7 @@ from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.runs.time_to_target import TimeToTarget, time_to_target
 from elastrata.runs.unwritten import restore_history
-from elastrata.tracking.facts import start_tags
+from elastrata.tracking.facts import recipe_params, start_tags
 from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.training.phases import Phases
@@ -194,14 +196,17 @@ def _open_record(
 ) -> Tracker:
     """Starts the run's folder and its record, or goes on with them."""
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
+    size = {"model.parameters": num_parameters(recipe.workload, data)}
     tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
         run_name=name,
         run_id=identity.mlflow_run_id if identity else None,
-        params=flatten(recipe.model_dump(mode="json")),
-        tags=start_tags(", ".join(fingerprints), run.uri()),
+        params={**recipe_params(recipe.model_dump(mode="json")), **size},
+        tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources()),
+        inputs=data.inputs,
     )
+    tracker.log_artifact(RECIPE_FILE, to_yaml(recipe).encode())
     now = RunIdentity(name=name, data=data.data_sets, mlflow_run_id=tracker.run_id)
     write_identity(run, now, recipe)
     if identity:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastrata.launch.data_outline import DataOutline, data_outline
+from elastrata.launch.preflight import TrainingData
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.optimizers.groups import ParameterGroup
 from elastrata.training.outline_model import outline_model
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.plan import SparsityPlan, sparsity_plan
+from elastrata.training.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,14 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
         groups=tuple(group for group in groups if group.parameters),
         sparsity=_sparsity(recipe, outline),
     )
+
+
+def num_parameters(workload: Workload, data: TrainingData) -> int:
+    """How many numbers a model has that trains on that data; shared ones count once."""
+    seq_len = max(phase.batches.manifest.seq_len for phase in data.phases)
+    with torch.device("meta"):
+        model = workload.build_model(data.vocabulary, seq_len)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _sparsity(recipe: Recipe, outline: DataOutline) -> tuple[SparsityPlan, ...]:

@@ -11,6 +11,7 @@ from elastrata.planner.choice import budgets
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import DataSet
+from elastrata.tracking.entities import DataInput
 from elastrata.training.evaluate import EVALUATION_SEED
 from elastrata.training.sparsity.config import GivenConfig
 from elastrata.training.sparsity.layers import layer_shapes
@@ -61,6 +62,22 @@ class TrainingData:
         return tuple(
             DataSet(url=phase.batches.url, fingerprint=phase.batches.manifest.fingerprint)
             for phase in self.phases
+        )
+
+    @property
+    def inputs(self) -> tuple[DataInput, ...]:
+        """What is read, for the record."""
+        read = [(phase.batches, "training") for phase in self.phases]
+        read += [(held_out, "evaluation") for held_out in self.held_out if held_out]
+        return tuple(
+            DataInput(
+                url=batches.url,
+                fingerprint=batches.manifest.fingerprint,
+                samples=batches.manifest.samples,
+                tokens=batches.manifest.tokens,
+                purpose=purpose,
+            )
+            for batches, purpose in read
         )
 
 

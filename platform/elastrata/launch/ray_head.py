@@ -23,6 +23,8 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+from elastrata.launch.teardown import undisturbed
+
 _USERS_CHOICE = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
 _STORE_BYTES = 64 * 2**20
 """What the place of the tables must have free; they take a few megabytes."""
@@ -63,9 +65,10 @@ def kept_alive(environment: Callable[[], AbstractContextManager[None]]) -> Itera
     try:
         yield
     finally:
-        head.let_go()
-        ray.shutdown()
-        head.close()
+        with undisturbed("ending Ray"):
+            head.let_go()
+            ray.shutdown()
+            head.close()
 
 
 class _Head:

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastrata.launch.ray_guardian import guarded
 from elastrata.launch.ray_processes import MARK, NICENESS, Session, new_session
+from elastrata.launch.teardown import undisturbed
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0
@@ -68,7 +69,8 @@ def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with undisturbed("leaving Ray"):
+            ray.shutdown()
 
 
 @contextmanager
@@ -87,8 +89,9 @@ def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
             error.add_note(f"Ray's logs: {session.folder / 'session_latest' / 'logs'}")
             raise
         finally:
-            session.end()
-            session.remove(logs=not keep)
+            with undisturbed("ending Ray"):
+                session.end()
+                session.remove(logs=not keep)
 
 
 @contextmanager

@@ -8,20 +8,23 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
 from ray import tune
 
 from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.export import export_model, loadable
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import training_data
+from elastrata.launch.teardown import undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
-from elastrata.runs.folder import flatten
 from elastrata.runs.history import HistoryWriter
 from elastrata.sweeps.domains import Value
-from elastrata.sweeps.folder import JOURNAL
+from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
@@ -33,7 +36,8 @@ from elastrata.sweeps.suggestions import Suggestions
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trainable import TrialActor
 from elastrata.sweeps.watch import Watch
-from elastrata.tracking.facts import start_tags
+from elastrata.tracking.facts import recipe_params, start_tags
+from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -80,20 +84,25 @@ class Drive:
         interrupt: Interrupt,
         show: Show,
         warn: Callable[[str], None],
+        resources: Mapping[str, float],
     ) -> Drive:
         """Reads the journal and opens the record."""
         storage = folder.sub(JOURNAL)
         entries = history.read(storage)
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
+        data = training_data(recipe)
         whole = open_tracker(
             recipe.tracking,
             Storage(recipe.storage),
             run_name=folder.url.rpartition("/")[2],
             run_id=launches[-1]["mlflow_run_id"] if launches else None,
-            params=flatten(config.model_dump(mode="json")),
-            tags=start_tags(training_data(recipe).train.manifest.fingerprint, folder.uri()),
+            params=recipe_params(config.model_dump(mode="json")),
+            tags=start_tags(data.train.manifest.fingerprint, folder.uri(), resources),
+            inputs=data.inputs,
         )
+        for name in (SWEEP_FILE, BASE_FILE):
+            whole.log_artifact(name, folder.read(name))
         launch = history.next_attempt(storage)
         journal = HistoryWriter(storage, launch, warn)
         journal.add(LAUNCHED, {"mlflow_run_id": whole.run_id})
@@ -123,6 +132,7 @@ class Drive:
     def to_end(self, shares: Slots, trials: int, tokens: int, began: float) -> Status:
         """Runs what is left, and makes the report, whatever came."""
         status: Status = "FAILED"
+        scratch = TemporaryDirectory()  # what is in it must stay until the record is closed
         try:
             with self.interrupt.heard(
                 lambda name: self.warn(f"{name}: ending with the best so far")
@@ -134,15 +144,17 @@ class Drive:
                 )
             over = all(trial.is_over for trial in self.standings.trials.values())
             status = "FINISHED" if over and not self.interrupt.signal else "KILLED"
-            self._crown()
+            self._crown(Path(scratch.name))
             self._clean(at_the_end=status == "FINISHED")
             self._publish()
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
-            self.journal.flush()
-            self.record.whole.finish(status)
+            with undisturbed("closing the sweep's record"):
+                self.journal.flush()
+                self.record.whole.finish(status)
+                scratch.cleanup()
         return status
 
     def note(self, entry: dict[str, Any]) -> None:
@@ -211,7 +223,7 @@ class Drive:
             return "; ".join(error.problems)
         return None
 
-    def _crown(self) -> None:
+    def _crown(self, scratch: Path) -> None:
         best = self.standings.best()
         if best is None:
             return
@@ -219,7 +231,17 @@ class Drive:
         found = commits(checkpoints)
         newest = (checkpoints.uri(found[0].folder), found[0].step) if found else None
         name = self.folder.url.rpartition("/")[2]
-        self.record.crown(best, best.value(self.config.metric), newest, name)
+        export = self._exported(best.id, scratch) if newest else None
+        self.record.crown(best, best.value(self.config.metric), newest, name, export)
+
+    def _exported(self, trial: str, scratch: Path) -> LoadableModel | None:
+        """The newest state of a trial as MLflow loads it; None where that cannot be."""
+        try:
+            model = export_model(self.job.folder.uri(trial), scratch / "model")
+            return loadable(model, scratch / "mlmodel")
+        except Exception as error:  # the checkpoint is there all the same
+            self.warn(f"the best trial's model is in MLflow as a checkpoint only: {error}")
+            return None
 
     def _clean(self, *, but: str = "", at_the_end: bool = False) -> None:
         """Deletes the checkpoints of trials that are over and not the best."""

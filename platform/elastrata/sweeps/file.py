@@ -55,6 +55,21 @@ def check_sweep(config: SweepConfig, origin: str = "sweep") -> BaseRecipe:
     return base
 
 
+def changes_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """By dotted key the values that a command line gives keys of the recipe.
+
+    Raises:
+        UserError: one of them is not `key=value`.
+    """
+    changes = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise UserError(f"command line: {override}: expected key=value, such as trials=8")
+        changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
+    return changes
+
+
 def _text(path: str, overrides: Sequence[str]) -> RecipeText:
     """The file's values, with what the command line says put where it belongs."""
     if not os.path.lexists(path):
@@ -67,11 +82,8 @@ def _text(path: str, overrides: Sequence[str]) -> RecipeText:
     text = read_recipe_text(path, own, model=SweepConfig)
     text.values.setdefault("name", text.name)
     changes = text.values.setdefault("changes", {})
-    for override in of_recipe if isinstance(changes, dict) else ():
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise UserError(f"command line: {override}: expected key=value, such as trials=8")
-        changes[key] = parse_yaml(value, f"command line: {key}: {value}", count_lines=False)
+    if isinstance(changes, dict):
+        changes.update(changes_of(of_recipe))
     recipe = text.values.get("recipe")
     # Not pathlib's: it raises for names that are too long.
     if isinstance(recipe, str) and os.path.isfile(beside := Path(path).parent / recipe):  # noqa: PTH113

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.domains import Value
 from elastrata.sweeps.trial_recipe import BaseRecipe
+from elastrata.tracking.uri import tracking_uri
 from elastrata_pipelines.storage import Storage
 
 
@@ -36,5 +37,12 @@ class TrialJob:
             workers = workers.model_copy(update={"threads": self.threads})
         if workers.max > 1:
             workers = workers.model_copy(update={"spares": False})  # a trial is short
-        changed = {"name": trial, "storage": self.folder.uri(), "workers": workers}
+        base = self.base.recipe  # in whose storage the record of the whole sweep is
+        uri = tracking_uri(base.tracking.uri, Storage(base.storage))
+        changed = {
+            "name": trial,
+            "storage": self.folder.uri(),
+            "workers": workers,
+            "tracking": recipe.tracking.model_copy(update={"uri": uri}),
+        }
         return recipe.model_copy(update=changed)

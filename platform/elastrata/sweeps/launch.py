@@ -73,7 +73,7 @@ def sweep(
             job = TrialJob(
                 base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
             )
-            drive = Drive.begin(config, folder, job, interrupt, show, warn)
+            drive = Drive.begin(config, folder, job, interrupt, show, warn, _resources())
             status = drive.to_end(shares, trials, tokens, began)
     return SweepResult(
         name=name,

@@ -12,6 +12,7 @@ import numpy as np
 from elastrata.sweeps.domains import Domain, LogUniform
 from elastrata.sweeps.importance import importance
 from elastrata.sweeps.report import Trial
+from elastrata.sweeps.scale import Scale
 from elastrata.sweeps.standings import Standings
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BEST, _STOPPED, _BAD = "#d1495b", "#b8d4ee", "#9aa5b1"
 _COLUMNS = 3
 _MARGIN = 0.05
-_OUTLIER = 3.0
-"""Values farther above the best half than this many of its widths are not shown to scale."""
 
 
 def draw(picture: str, standings: Standings, space: Mapping[str, Domain]) -> Figure:
@@ -60,6 +59,7 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(9.0, 5.0)
     axes = _axes(figure, 111, "Learning curves", "tokens", standings.metric)
     best = standings.best()
+    scale = Scale.of(standings)
     for trial in standings.trials.values():
         tokens = [report.tokens for report in trial.reports]
         values = [report.value(standings.metric) for report in trial.reports]
@@ -67,15 +67,16 @@ def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
             continue
         color, width = _look(trial, best)
         axes.plot(tokens, values, color=color, linewidth=width, zorder=3 if trial is best else 2)
-        axes.plot(tokens[-1], values[-1], marker=_marker(trial), color=color, markersize=6)
+        _mark(axes, scale, tokens[-1], trial, standings.metric, color, size=6)
     if best:
         last = best.reports[-1]
         axes.annotate(f"trial {best.id}: {last.value(standings.metric):.4g}",
                       (last.tokens, last.value(standings.metric)), xytext=(-6, -14),
                       textcoords="offset points", ha="right", color=_BEST,
                       fontweight="bold")  # fmt: skip
-    _limit(axes, standings)
+    scale.limit(axes)
     _legend(axes)
+    _note(figure, scale.note(standings))
     return figure
 
 
@@ -87,21 +88,26 @@ def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     columns = min(_COLUMNS, len(space))
     figure = _figure(4.2 * columns, 3.4 * rows)
     best = standings.best()
+    scale = Scale.of(standings)
     for place, (key, domain) in enumerate(space.items(), start=1):
         axes = _axes(figure, (rows, columns, place), key, "", standings.metric)
-        trials = [t for t in standings.trials.values() if t.counts and key in t.values]
-        for trial in trials:
-            color, _ = _look(trial, best)
-            value: Any = trial.values[key]
-            shown = value if isinstance(value, int | float) and _numeric(domain) else str(value)
-            axes.plot(shown, trial.value(standings.metric), marker=_marker(trial), color=color,
-                      markersize=9 if trial is best else 6, linestyle="none")  # fmt: skip
+        for trial in standings.trials.values():
+            if key in trial.values and trial.reports:
+                color, _ = _look(trial, best)
+                x = _on_axis(domain, trial.values[key])
+                size = 9 if trial is best else 6
+                _mark(axes, scale, x, trial, standings.metric, color, size)
         if isinstance(domain, LogUniform):
             axes.set_xscale("log")
             axes.xaxis.set_minor_formatter(NullFormatter())
         if _numeric(domain):
             _span(axes, domain)
-        _limit(axes, standings)
+        else:
+            names = [str(value) for value in domain.extremes()]
+            axes.set_xticks(range(len(names)), names)
+            axes.set_xlim(-0.5, len(names) - 0.5)
+        scale.limit(axes)
+    _note(figure, scale.note(standings))
     return figure
 
 
@@ -112,8 +118,9 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(max(7.0, 1.8 * (len(space) + 1)), 5.0)
     axes = _axes(figure, 111, "Parallel coordinates", "", "")
     names = [*space, standings.metric]
-    trials = [t for t in standings.trials.values() if t.counts]
-    results = np.array([t.value(standings.metric) for t in trials])
+    scale = Scale.of(standings)
+    trials = [t for t in standings.trials.values() if math.isfinite(scale.shown(t, standings))]
+    results = np.array([scale.shown(t, standings) for t in trials])
     low, high = (results.min(), results.max()) if len(results) else (0.0, 1.0)
     best = standings.best()
     for trial, result in zip(trials, results, strict=True):
@@ -134,6 +141,7 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_yticks([])
     axes.set_ylim(-0.12, 1.12)
+    _note(figure, scale.note(standings))
     return figure
 
 
@@ -179,22 +187,38 @@ def _legend(axes: Axes) -> None:
     axes.legend(handles=handles, frameon=False, labelcolor=_INK)
 
 
-def _limit(axes: Axes, standings: Standings) -> None:
-    """Cuts off what is far worse than the better half, which would flatten all the rest."""
-    sign = 1.0 if standings.mode == "min" else -1.0
-    values = sorted(
-        sign * report.value(standings.metric)
-        for trial in standings.trials.values()
-        for report in trial.reports
-        if math.isfinite(report.value(standings.metric))
-    )
-    if len(values) < 4:
-        return
-    best, middle = values[0], values[len(values) // 2]
-    worst = best + _OUTLIER * (middle - best)
-    if middle > best and values[-1] > worst:
-        margin = 0.05 * (worst - best)
-        axes.set_ylim(*sorted((sign * (best - margin), sign * worst)))
+def _mark(
+    axes: Axes, scale: Scale, x: Any, trial: Trial, metric: str, color: str, size: int
+) -> None:
+    """A trial's newest value: where it is, or as an arrow or a cross at the edge of the axis."""
+    value = trial.value(metric)
+    is_inside = math.isfinite(value) and not scale.is_beyond(value)
+    arrow = ("^" if scale.sign > 0 else "v") if math.isfinite(value) and trial.counts else "x"
+    marker = _marker(trial) if is_inside else arrow
+    kind: dict[str, Any] = {
+        "marker": marker,
+        "color": color,
+        "markersize": size,
+        "linestyle": "none",
+    }
+    if is_inside:
+        axes.plot(x, value, **kind)
+    else:
+        edge = 1.0 if scale.sign > 0 else 0.0
+        across = axes.get_xaxis_transform()
+        axes.plot([x], [edge], transform=across, clip_on=False, zorder=4, **kind)
+
+
+def _note(figure: Figure, text: str) -> None:
+    if text:
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=_QUIET)
+
+
+def _on_axis(domain: Domain, value: Any) -> Any:
+    """A value of a key as a number; a choice of words by its place."""
+    if _numeric(domain):
+        return value
+    return [str(choice) for choice in domain.extremes()].index(str(value))
 
 
 def _span(axes: Axes, domain: Domain) -> None:
@@ -237,7 +261,7 @@ def _axes(figure: Figure, place: Any, title: str, x_label: str, y_label: str) ->
     axes.set_ylabel(y_label, color=_QUIET)
     axes.grid(axis="y", color=_GRID, linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_QUIET, length=0)
+    axes.tick_params(which="both", colors=_QUIET, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)

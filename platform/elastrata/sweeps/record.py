@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import flatten
 from elastrata.sweeps.past import Past
 from elastrata.sweeps.report import Report, State, Trial
+from elastrata.tracking.facts import recipe_params
+from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata_pipelines.storage import Storage
 
@@ -41,7 +42,7 @@ class SweepRecord:
             trial: with all that is known of it.
             recipe: its own; None where its values make none.
         """
-        params = flatten(recipe.model_dump(mode="json")) if recipe else {}
+        params = recipe_params(recipe.model_dump(mode="json")) if recipe else {}
         searched = {f"searched.{key}": value for key, value in trial.values.items()}
         part = self.whole.child(trial.id, params, {"trial": trial.id, **searched})
         self._parts[trial.id] = part
@@ -67,10 +68,22 @@ class SweepRecord:
         part.end(_STATUS[trial.state])
 
     def crown(
-        self, trial: Trial, value: float, checkpoint: tuple[str, int] | None, model: str
+        self,
+        trial: Trial,
+        value: float,
+        checkpoint: tuple[str, int] | None,
+        model: str,
+        export: LoadableModel | None,
     ) -> None:
-        """Marks the best trial, and registers its checkpoint, a URI and a step, as a version of
-        that model."""
+        """Marks the best trial, and registers its state as a version of a model.
+
+        Args:
+            trial: the best one.
+            value: its metric.
+            checkpoint: its newest one, a URI and a step.
+            model: the name of the registered model.
+            export: what is made of that checkpoint; None: the checkpoint itself is registered.
+        """
         values: Mapping[str, Any] = {f"best.{key}": v for key, v in trial.values.items()}
         self.whole.tag({"best_trial": trial.id, "best_value": value, **values})
         last = trial.last
@@ -84,4 +97,7 @@ class SweepRecord:
             self.whole.tag({"best_checkpoint": checkpoint[0]})
             metrics = dict(last.metrics) if last else {}
             self._parts[trial.id].record_checkpoint(*checkpoint, metrics)
-            self._parts[trial.id].register_checkpoint(checkpoint[0], model)
+            if export:
+                self._parts[trial.id].register_export(export, model)
+            else:
+                self._parts[trial.id].register_checkpoint(checkpoint[0], model)

@@ -9,10 +9,18 @@ from typing import Any
 
 from rich.console import Console
 
+_WIDER_THAN_ANY_TABLE = 10_000
+
 
 def open_console(*, as_json: bool) -> Console:
-    """Where a command writes for people: standard output, or standard error beside `--json`."""
-    return Console(stderr=as_json, highlight=False, soft_wrap=True)
+    """Where a command writes for people: standard output, or standard error beside `--json`.
+
+    In a file or a pipe a table is as wide as it must be: Rich would cut it at 80 columns.
+    """
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDER_THAN_ANY_TABLE)
+    return console
 
 
 def print_json_line(result: Mapping[str, Any]) -> None:

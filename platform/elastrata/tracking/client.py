@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elastrata.tracking.uri import check_reachable, shown, sqlite_path
+from elastrata.tracking.uri import artifact_location, check_reachable, shown, sqlite_path
 from elastrata_pipelines.errors import UserError
 
 
@@ -63,3 +63,34 @@ def check_store(uri: str) -> None:
         raise UserError(
             f"tracking.uri: {shown(uri)}: no MLflow answers there ({reason})"
         ) from error
+
+
+def experiment_of(client: Any, name: str, uri: str) -> str:
+    """The id of an experiment; made where it is missing.
+
+    Raises:
+        UserError: it is deleted.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
+    if found.lifecycle_stage != "active":
+        raise UserError(
+            f"tracking.experiment: '{name}': deleted in {shown(uri)}; restore it or name another"
+        )
+    return str(found.experiment_id)
+
+
+def find_run(client: Any, run_id: str | None) -> Any:
+    """A run; None where the store does not know it."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run.info.lifecycle_stage == "active" else None

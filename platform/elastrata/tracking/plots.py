@@ -25,6 +25,7 @@ _LEAST_PERCENT = 0.001
 """Workers that differ by less are drawn as if by this much: logarithms know no zero."""
 _TICKS_APART = 1.4
 """Ticks on a logarithmic axis are at least this factor apart, so that their labels are."""
+_NAMED = ("o", "s", "D")
 _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
@@ -165,26 +166,33 @@ def layout_cloud(
 
     Args:
         layouts: GiB, tokens per second and pipeline stages of each.
-        named: GiB, tokens per second and name of those that are named.
+        named: GiB, tokens per second and name of at most three that are named, in order.
         memory: GiB of a device.
         path: PNG file to write.
     """
     from matplotlib import colormaps
 
     figure, axes = _canvas("Layouts that fit", "GiB on the fullest device", "tokens/s")
+    clouds = []
     stages = sorted({stage for _, _, stage in layouts})
     for number, stage in enumerate(stages):
         xs = [x for x, _, own in layouts if own == stage]
         ys = [y for _, y, own in layouts if own == stage]
         color = colormaps["viridis"](0.1 + 0.8 * number / max(1, len(stages) - 1))
-        axes.scatter(xs, ys, s=9, color=color, linewidths=0,
-                     label=f"{stage} stage{'s' * (stage > 1)}")  # fmt: skip
-    axes.axvline(memory, color=_HELD_OUT, linewidth=1.5)
-    for number, (x, y, name) in enumerate(named):
-        axes.annotate(f"{number + 1}. {name}", (x, y), xytext=(8, 4 - 12 * number),
-                      textcoords="offset points", color=_INK, fontsize=8)  # fmt: skip
+        clouds.append(axes.scatter(xs, ys, s=9, color=color, linewidths=0,
+                                   label=f"{stage} stage{'s' * (stage > 1)}"))  # fmt: skip
+    device = axes.axvline(memory, color=_HELD_OUT, linewidth=1.5, label="a device's memory")
+    # Named below: those worth a name lie close together, and so would what is written beside them.
+    handles = [
+        axes.scatter(x, y, s=70, marker=marker, facecolors="none", edgecolors=_INK, linewidths=1.3,
+                     zorder=4, label=f"{number}. {name}")
+        for number, ((x, y, name), marker) in enumerate(zip(named, _NAMED, strict=False), start=1)
+    ]  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(handles=[*clouds, device], frameon=False, labelcolor=_INK, loc="center left",
+                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    figure.legend(handles=handles, frameon=False, labelcolor=_INK, loc="outside lower left",
+                  fontsize=9)  # fmt: skip
     _save(figure, path)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from typing_extensions import override
 
+from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker
 
 
@@ -13,7 +14,7 @@ class SilentTracker(Tracker):
     """Takes everything and does nothing."""
 
     def __init__(self) -> None:
-        self.uri = self.run_id = self.experiment_id = ""
+        self.uri = self.run_id = self.run_name = self.experiment_id = ""
 
     @override
     def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
@@ -25,6 +26,14 @@ class SilentTracker(Tracker):
 
     @override
     def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    @override
+    def record_output(self, uri: str, step: int) -> None:
+        pass
+
+    @override
+    def register_export(self, model: LoadableModel, name: str) -> None:
         pass
 
     @override

@@ -17,9 +17,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from elastrata.recipe.config import Config
-from elastrata.tracking.client import alone, quiet_client
+from elastrata.tracking.client import alone, experiment_of, find_run, quiet_client
+from elastrata.tracking.entities import DataInput, data_inputs
+from elastrata.tracking.models import LoadableModel, Models
 from elastrata.tracking.outbox import Outbox
-from elastrata.tracking.uri import artifact_location, check_reachable, shown, tracking_uri
+from elastrata.tracking.uri import check_reachable, shown, tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -57,16 +59,20 @@ class Tracker:
         *,
         uri: str,
         run_id: str,
+        run_name: str,
         experiment_id: str,
+        inputs: Sequence[DataInput] = (),
         outbox: Outbox | None = None,
     ) -> None:
         self.uri = uri
         self.run_id = run_id
+        self.run_name = run_name
         self.experiment_id = experiment_id
         self._client = client
         self._outbox = outbox or Outbox(f"MLflow at {shown(uri)}", _is_hopeless)
         self._last_steps: dict[str, int] | None = None
-        self._models: dict[str, str] = {}
+        self._inputs = inputs
+        self._models = Models(client, uri=uri, experiment_id=experiment_id)
 
     def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
         """Logs metrics by optimizer step. A step that was logged before is not logged again.
@@ -86,71 +92,44 @@ class Tracker:
     def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
         """Records a checkpoint that lies at `uri` as an external model of the run, once."""
         self.tag({"checkpoint.latest": uri, "checkpoint.latest_step": step})
-        params = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
+        kept = dict(metrics)
+        self._outbox.put(
+            lambda: self._models.record_checkpoint(self.run_id, self.run_name, uri, step, kept)
+        )
 
-        def record() -> None:
-            if recorded := self._recorded_models(uri):
-                self._models[uri] = recorded[0]
-                return
-            model = self._client.create_logged_model(
-                experiment_id=self.experiment_id,
-                name=f"step-{step}",
-                source_run_id=self.run_id,
-                tags={"uri": uri, "mlflow.model.isExternal": "true"},
-                params=params,
-                model_type="checkpoint",
-            )
-            self._client.finalize_logged_model(model.model_id, "READY")
-            self._models[uri] = model.model_id
-
-        self._outbox.put(record)
+    def record_output(self, uri: str, step: int) -> None:
+        """Makes a recorded checkpoint what the run has led to."""
+        self._outbox.put(lambda: self._models.log_output(self.run_id, uri, step))
 
     def register_checkpoint(self, uri: str, name: str) -> None:
         """Makes a recorded checkpoint the newest version of a model in MLflow's registry, once, and
-        gives it the alias `best`."""
+        gives it the alias `best`. Only what can read checkpoints can load it."""
 
         def register() -> None:
-            _ensure_registered(self._client, name)
-            versions = self._client.search_model_versions(f"name = '{name}'")
-            version = next((v for v in versions if v.tags.get("uri") == uri), None)
-            if version is None:
-                recorded = self._recorded_models(uri)
-                if not recorded:
-                    return  # the store has refused its record
-                model_id = self._models[uri] = recorded[0]
-                # A server takes no path of another machine, a database no id of a model.
-                is_server = self.uri.startswith(("http:", "https:"))
-                version = self._client.create_model_version(
-                    name,
-                    source=f"models:/{model_id}" if is_server else uri,
-                    run_id=self.run_id,
-                    model_id=model_id,
-                    tags={"uri": uri, "model_id": model_id},
-                    await_creation_for=0,
-                )
-            self._client.set_registered_model_alias(name, "best", version.version)
+            for model_id in self._models.recorded(self.run_id, uri)[:1]:
+                self._models.register(self.run_id, model_id, uri, name, "best")
+
+        self._outbox.put(register)
+
+    def register_export(self, model: LoadableModel, name: str) -> None:
+        """Keeps an export, makes it the newest version of a model in MLflow's registry, once, and
+        gives it the alias `best`: MLflow loads it as `models:/NAME@best`. Its folder must stay
+        until the record is finished."""
+
+        def register() -> None:
+            model_id = self._models.log_export(self.run_id, self.run_name, model)
+            self._models.register(self.run_id, model_id, model.checkpoint, name, "best")
 
         self._outbox.put(register)
 
     def forget_checkpoint(self, uri: str) -> None:
         """Takes the record of a checkpoint that was deleted off the run."""
-
-        def forget() -> None:
-            for model_id in self._recorded_models(uri):
-                self._client.delete_logged_model(model_id)
-
-        self._outbox.put(forget)
+        self._outbox.put(lambda: self._models.forget(self.run_id, uri))
 
     def keep_checkpoints(self, uris: Collection[str]) -> None:
         """Takes the records of all checkpoints but these off the run."""
         kept = set(uris)
-
-        def forget() -> None:
-            for model in self._search_models():
-                if model.tags.get("uri") not in kept:
-                    self._client.delete_logged_model(model.model_id)
-
-        self._outbox.put(forget)
+        self._outbox.put(lambda: self._models.keep(self.run_id, kept))
 
     def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
         """Adds a file of that name to the run's artifacts."""
@@ -171,6 +150,7 @@ class Tracker:
             self._client,
             uri=self.uri,
             run_id="",  # known when it is begun, which is before anything else is written
+            run_name=f"{self.run_name}-{name}",
             experiment_id=self.experiment_id,
             outbox=self._outbox,
         )
@@ -185,6 +165,7 @@ class Tracker:
             child.run_id = run.info.run_id
             _log_params(self._client, run, params)
             _set_tags(self._client, child.run_id, tags)
+            _log_inputs(self._client, child.run_id, self._inputs)
 
         self._outbox.put(begin)
         return child
@@ -220,17 +201,6 @@ class Tracker:
             self._client.log_batch(self.run_id, metrics=chunk)
             self._last_steps |= {metric.key: metric.step for metric in chunk}
 
-    def _recorded_models(self, uri: str) -> list[str]:
-        if uri in self._models:
-            return [self._models.pop(uri)]
-        return [m.model_id for m in self._search_models() if m.tags.get("uri") == uri]
-
-    def _search_models(self) -> list[Any]:
-        found: list[Any] = self._client.search_logged_models(
-            [self.experiment_id], filter_string=f"source_run_id = '{self.run_id}'"
-        )
-        return found
-
 
 def open_tracker(
     config: TrackingConfig,
@@ -240,6 +210,7 @@ def open_tracker(
     run_id: str | None,
     params: Mapping[str, object],
     tags: Mapping[str, object],
+    inputs: Sequence[DataInput] = (),
 ) -> Tracker:
     """Starts the record of a run, or goes on with it.
 
@@ -254,6 +225,7 @@ def open_tracker(
             tagged `continues_run`.
         params: the recipe as dotted paths.
         tags: facts about this start: commit, versions, fingerprint of the data.
+        inputs: the data sets that it reads, and all parts of it.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment is deleted.
@@ -263,60 +235,33 @@ def open_tracker(
     client = quiet_client(uri)
     try:
         with alone(uri):
-            experiment_id = _experiment(client, config.experiment, uri)
-        run = _find_run(client, run_id)
+            experiment_id = experiment_of(client, config.experiment, uri)
+        run = find_run(client, run_id)
         if run is None:
             run = client.create_run(experiment_id, run_name=run_name, tags=_first_tags(run_id))
         else:
             client.update_run(run.info.run_id, status="RUNNING")
         _log_params(client, run, params)
         _set_tags(client, run.info.run_id, tags)
+        _log_inputs(client, run.info.run_id, inputs)
     except UserError:
         raise
     except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
         reason = str(error).strip().splitlines()[0][:300]
         raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {reason}") from error
-    return Tracker(client, uri=uri, run_id=run.info.run_id, experiment_id=run.info.experiment_id)
-
-
-def _ensure_registered(client: Any, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
-def _experiment(client: Any, name: str, uri: str) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
-    if found.lifecycle_stage != "active":
-        raise UserError(
-            f"tracking.experiment: '{name}': deleted in {shown(uri)}; restore it or name another"
-        )
-    return str(found.experiment_id)
+    return Tracker(
+        client,
+        uri=uri,
+        run_id=run.info.run_id,
+        run_name=run_name,
+        experiment_id=run.info.experiment_id,
+        inputs=inputs,
+    )
 
 
 def _first_tags(earlier_run_id: str | None) -> dict[str, str]:
     user = {"mlflow.user": getpass.getuser()}
     return user | ({"continues_run": earlier_run_id} if earlier_run_id else {})
-
-
-def _find_run(client: Any, run_id: str | None) -> Any:
-    from mlflow.exceptions import MlflowException
-
-    if run_id is None:
-        return None
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
-    return run if run.info.lifecycle_stage == "active" else None
 
 
 def _log_params(client: Any, run: Any, params: Mapping[str, object]) -> None:
@@ -329,6 +274,11 @@ def _log_params(client: Any, run: Any, params: Mapping[str, object]) -> None:
         client.log_batch(run_id, params=chunk)
     changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}
     _set_tags(client, run_id, {f"resumed.{name}": value for name, value in changed.items()})
+
+
+def _log_inputs(client: Any, run_id: str, inputs: Sequence[DataInput]) -> None:
+    if inputs:
+        client.log_inputs(run_id, data_inputs(dict.fromkeys(inputs)))
 
 
 def _last_steps(client: Any, run_id: str) -> dict[str, int]:

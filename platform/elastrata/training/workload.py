@@ -68,6 +68,16 @@ class Loss:
         return Loss({term: total.detach() for term, total in self.terms.items()}, self.metrics)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedAs:
+    """What transformers knows an exported model as."""
+
+    loader: str = "AutoModel"
+    """The class whose `from_pretrained` loads all of it."""
+    task: str = "feature-extraction"
+    """The pipeline that uses it."""
+
+
 class Workload(Config):
     """A model family with its objective."""
 
@@ -82,6 +92,11 @@ class Workload(Config):
             UserError: there is none.
         """
         return workload_class(name)
+
+    @property
+    def exported_as(self) -> ExportedAs:
+        """What transformers knows its exports as; by default a model without a head."""
+        return ExportedAs()
 
     @abstractmethod
     def problems(self, manifest: Manifest) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastrata.planner.transformer import Transformer
 from elastrata.training.device import Abilities
-from elastrata.training.workload import Batch, Loss, Workload
+from elastrata.training.workload import Batch, ExportedAs, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -205,6 +205,12 @@ class Bert(Workload):
         """
         return cost.training_flops(self.shape(vocabulary), lengths, int(weights["mlm"]))
 
+    @property
+    def exported_as(self) -> ExportedAs:
+        """What transformers knows its exports as: with both heads, or with the one it has."""
+        loader = "BertForPreTraining" if self.next_sentence else "AutoModelForMaskedLM"
+        return ExportedAs(loader=loader, task="fill-mask")
+
     def export(
         self,
         state: Mapping[str, Tensor],
@@ -213,7 +219,7 @@ class Bert(Workload):
         tokenizer: Path | None,
         path: Path,
     ) -> None:
-        """Writes a folder that transformers' `AutoModelForMaskedLM.from_pretrained` loads."""
+        """Writes a folder that transformers loads."""
         # Imported here: training does without safetensors.
         from elastrata_workloads.bert.export import export
 

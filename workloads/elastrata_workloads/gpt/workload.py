@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastrata.planner.transformer import Transformer
 from elastrata.training.device import Abilities
-from elastrata.training.workload import Batch, Loss, Workload
+from elastrata.training.workload import Batch, ExportedAs, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -208,6 +208,11 @@ class Gpt(Workload):
         Documents packed into one sample attend to themselves only: give their lengths instead.
         """
         return cost.training_flops(self.shape(vocabulary.size), lengths, int(weights["lm"]))
+
+    @property
+    def exported_as(self) -> ExportedAs:
+        """What transformers knows its exports as: a language model."""
+        return ExportedAs(loader="AutoModelForCausalLM", task="text-generation")
 
     def export(
         self,

@@ -1,0 +1,56 @@
+"""MLflow's own values, made of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+_DIGEST_CHARACTERS = 36  # MLflow's own limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInput:
+    """A data set that a run reads."""
+
+    url: str
+    """Absolute path or URL."""
+    fingerprint: str
+    samples: int
+    tokens: int
+    purpose: Literal["training", "evaluation"]
+
+
+def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
+    """What `log_inputs` takes: each with its fingerprint as digest, cut, and whole in its
+    profile."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    return [
+        DatasetInput(
+            dataset=Dataset(
+                name="/".join(data.url.rstrip("/").split("/")[-2:]),
+                digest=data.fingerprint[:_DIGEST_CHARACTERS],
+                source_type=urlsplit(data.url).scheme or "local",
+                source=json.dumps({"uri": data.url}),
+                profile=json.dumps(
+                    {
+                        "fingerprint": data.fingerprint,
+                        "num_rows": data.samples,
+                        "num_tokens": data.tokens,
+                    }
+                ),
+            ),
+            tags=[InputTag("mlflow.data.context", data.purpose)],
+        )
+        for data in inputs
+    ]
+
+
+def model_output(model_id: str, step: int) -> Any:
+    """What `log_outputs` takes."""
+    from mlflow.entities import LoggedModelOutput
+
+    return LoggedModelOutput(model_id=model_id, step=step)

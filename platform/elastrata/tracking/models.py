@@ -1,0 +1,178 @@
+"""The models on record: checkpoints, which stay where they are, and exports, which MLflow loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastrata.tracking.entities import model_output
+from elastrata.tracking.mlmodel import MODEL
+
+_NOT_IN_NAMES = re.compile(r"[/:.%\"']")
+"""MLflow takes none of these in the name of a logged model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadableModel:
+    """An export, to be kept by MLflow. Its folders must stay until they are."""
+
+    path: Path
+    """Its folder, which transformers loads."""
+    mlmodel: Path
+    """The folder of what `write_mlmodel` wrote to go beside it."""
+    task: str
+    """The pipeline that uses it."""
+    checkpoint: str
+    """The URI of the checkpoint it was made of."""
+    step: int
+    metrics: Mapping[str, float]
+
+
+class Models:
+    """Those of one experiment. Its methods raise what MLflow raises, and may be called again.
+
+    Args:
+        client: MLflow's.
+        uri: of the store.
+        experiment_id: of the experiment.
+    """
+
+    def __init__(self, client: Any, *, uri: str, experiment_id: str) -> None:
+        self._client = client
+        # A server takes no path of another machine, a database no id of a model.
+        self._is_server = uri.startswith(("http:", "https:"))
+        self._experiment_id = experiment_id
+        self._recorded: dict[str, str] = {}
+
+    def record_checkpoint(
+        self, run_id: str, run_name: str, uri: str, step: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Records a checkpoint that lies at `uri` as an external model of the run, once."""
+        if recorded := self.recorded(run_id, uri):
+            self._recorded[uri] = recorded[0]
+            return
+        tags = {"uri": uri, "mlflow.model.isExternal": "true"}
+        model_id = self._create(run_id, f"{run_name}-step-{step}", tags, step, metrics)
+        self._client.finalize_logged_model(model_id, "READY")
+        self._recorded[uri] = model_id
+
+    def log_export(self, run_id: str, run_name: str, model: LoadableModel) -> str:
+        """Keeps an export as a model of the run, an output of it, once; returns its id."""
+        found = [
+            known
+            for known in self._search(run_id)
+            if known.tags.get("checkpoint") == model.checkpoint
+        ]
+        if found and found[0].status == "READY":
+            return str(found[0].model_id)
+        name, tags = f"{run_name}-{model.task}", {"checkpoint": model.checkpoint}
+        model_id = (
+            found[0].model_id
+            if found
+            else self._create(run_id, name, tags, model.step, model.metrics)
+        )
+        self._client.log_model_artifacts(model_id, str(model.mlmodel))
+        self._client.log_model_artifacts(model_id, str(model.path), MODEL)
+        self._client.finalize_logged_model(model_id, "READY")
+        if run_id:
+            self._log_output(run_id, model_id, model.step)
+        return str(model_id)
+
+    def log_output(self, run_id: str, uri: str, step: int) -> None:
+        """Makes a recorded checkpoint an output of the run."""
+        for model_id in self.recorded(run_id, uri)[:1]:
+            self._recorded[uri] = model_id
+            self._log_output(run_id, model_id, step)
+
+    def register(self, run_id: str, model_id: str, uri: str, name: str, alias: str | None) -> str:
+        """Makes a logged model the newest version of a registered one, once; returns its number.
+
+        Args:
+            run_id: of its run.
+            model_id: its own.
+            uri: of its checkpoint.
+            name: of the registered model; made where it is missing.
+            alias: moved to that version; None: none is.
+        """
+        _ensure_registered(self._client, name)
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        version = next((v for v in versions if v.tags.get("model_id") == model_id), None)
+        if version is None:
+            version = self._client.create_model_version(
+                name,
+                source=self._source(model_id),
+                run_id=run_id or None,
+                model_id=model_id,
+                tags={"uri": uri, "model_id": model_id},
+                await_creation_for=0,
+            )
+        if alias:
+            self._client.set_registered_model_alias(name, alias, version.version)
+        return str(version.version)
+
+    def forget(self, run_id: str, uri: str) -> None:
+        """Takes the record of a checkpoint that was deleted off the run."""
+        for model_id in self.recorded(run_id, uri):
+            self._client.delete_logged_model(model_id)
+
+    def keep(self, run_id: str, uris: Collection[str]) -> None:
+        """Takes the records of all checkpoints but these off the run."""
+        for model in self._search(run_id):
+            if "uri" in model.tags and model.tags["uri"] not in uris:
+                self._client.delete_logged_model(model.model_id)
+
+    def recorded(self, run_id: str, uri: str) -> list[str]:
+        """The ids of the record of a checkpoint; empty where the store has refused it."""
+        if uri in self._recorded:
+            return [self._recorded.pop(uri)]
+        return [m.model_id for m in self._search(run_id) if m.tags.get("uri") == uri]
+
+    def _log_output(self, run_id: str, model_id: str, step: int) -> None:
+        known = self._client.get_run(run_id).outputs
+        if not known or model_id not in {one.model_id for one in known.model_outputs}:
+            self._client.log_outputs(run_id, [model_output(model_id, step)])
+
+    def _source(self, model_id: str) -> str:
+        if self._is_server:
+            return f"models:/{model_id}"
+        model = self._client.get_logged_model(model_id)
+        return str(model.tags.get("uri") or model.artifact_location)
+
+    def _create(
+        self,
+        run_id: str,
+        name: str,
+        tags: Mapping[str, str],
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> str:
+        model = self._client.create_logged_model(
+            experiment_id=self._experiment_id,
+            name=_NOT_IN_NAMES.sub("-", name),
+            source_run_id=run_id or None,
+            tags=dict(tags),
+            params={"step": str(step), **{key: f"{value:.6g}" for key, value in metrics.items()}},
+            model_type="checkpoint" if "uri" in tags else "export",
+        )
+        return str(model.model_id)
+
+    def _search(self, run_id: str) -> list[Any]:
+        if not run_id:
+            return []
+        found: list[Any] = self._client.search_logged_models(
+            [self._experiment_id], filter_string=f"source_run_id = '{run_id}'"
+        )
+        return found
+
+
+def _ensure_registered(client: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise

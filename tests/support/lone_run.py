@@ -1,0 +1,42 @@
+"""A finished run, trained in this process, in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastrata.bench.lone_group import lone_group
+from elastrata.recipe.recipe import Recipe
+from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata_pipelines.storage import Storage
+from support.synthetic import tiny_recipe, write_data_set
+
+STEPS, EVERY = 4, 2
+
+
+def lone_run(folder: Path, name: str = "run", **changes: Any) -> Path:
+    """Trains a tiny model; returns the run's folder, `folder/runs/NAME`.
+
+    The run has evaluations and checkpoints after steps 2 and 4. Its data set, `folder/data`, which
+    is made where it is missing, has no tokenizer.
+    """
+    data = folder / "data"
+    if not data.exists():
+        write_data_set(data, samples=300)
+        write_data_set(data / "held_out", samples=40, seed=1)
+    kept = {"every": EVERY, "keep_last": 9}
+    evaluation = {"every": EVERY, "samples": 32}
+    values = tiny_recipe(
+        data, folder / "runs", steps=STEPS, checkpoint=kept, evaluation=evaluation, name=name
+    )
+    run = folder / "runs" / name
+    threads = torch.get_num_threads()
+    with lone_group(torch.device("cpu")):
+        trial = LoneTrial(Recipe.model_validate({**values, **changes}), Storage(str(run)))
+        while trial.report().state == "running":
+            pass
+        trial.close()
+    torch.set_num_threads(threads)
+    return run
