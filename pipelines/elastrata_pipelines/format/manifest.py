@@ -55,7 +55,8 @@ class Manifest:
     vocabulary: Vocabulary
     tokenizer_fingerprint: str
     sources: tuple[dict[str, Any], ...]
-    """Per source: name, weight, documents, documents_skipped, bytes_read, samples, tokens."""
+    """Per source: name, weight, documents, documents_skipped (by reason; once only a number),
+    bytes_read, samples, tokens."""
     files: tuple[FileEntry, ...]
     """Shards in order, then lengths and tokenizer files."""
     preparation: str = ""

@@ -14,6 +14,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
+from elastrata_pipelines.preparation.skipped import barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
@@ -76,13 +77,14 @@ class Corpus:
         """Trains the configured tokenizer on text chosen by hash.
 
         Raises:
-            UserError: the corpus cannot be read, or has no text.
+            UserError: the corpus cannot be read, or one of its sources has no text.
         """
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
-        chosen: list[tuple[int, str]] = []
-        for result in self._process(work, "read text for the tokenizer"):
-            chosen += result.chosen
+        results = self._process(work, "read text for the tokenizer")
+        if barren := list(barren_sources(self.config, results)):
+            raise UserError(*barren)
+        chosen = [piece for result in results for piece in result.chosen]
         texts: list[str] = []
         size = 0
         for _, text in sorted(chosen):
@@ -117,6 +119,7 @@ class Corpus:
             frame=frame,
             pair_frame=pair_frame,
             token_dtype=token_dtype(tokenizer),
+            unknown_id=tokenizer.unknown_id,
             runs=runs,
         )
         tokenized = self._process(work, "tokenize")

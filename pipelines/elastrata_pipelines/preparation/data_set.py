@@ -17,8 +17,9 @@ from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
 from elastrata_pipelines.preparation.pipeline import run_in_parallel
 from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
+from elastrata_pipelines.preparation.skipped import barren_sources, total
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
-from elastrata_pipelines.preparation.work import HELD_OUT, Tokenized
+from elastrata_pipelines.preparation.work import HELD_OUT, TRAINING, Tokenized
 from elastrata_pipelines.storage import Storage
 
 
@@ -35,8 +36,10 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
     """Decides where each sample of one part (for training, or held out) is stored.
 
     Raises:
-        UserError: no sample is left.
+        UserError: no sample is left, or none of one of the sources.
     """
+    if barren := list(barren_sources(config, tokenized)):
+        raise UserError(*barren)
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
     if not runs:
@@ -62,12 +65,14 @@ def _source_entry(
     config: PrepareConfig, number: int, tokenized: Sequence[Tokenized], part: int
 ) -> dict[str, Any]:
     source = config.all_sources[number]
+    own_part = HELD_OUT if number >= len(config.sources) else TRAINING
+    skipped = total(portion.skipped for portion in tokenized) if part == own_part else {}
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     return {
         "name": source.name,
         "weight": 1.0 if part == HELD_OUT else source.weight,
         "documents": sum(portion.documents[part] for portion in tokenized),
-        "documents_skipped": sum(portion.skipped for portion in tokenized),
+        "documents_skipped": skipped,
         "bytes_read": sum(portion.bytes for portion in tokenized),
         "samples": sum(len(run.ids) for run in runs),
         "tokens": sum(int(run.lengths.sum()) for run in runs),
