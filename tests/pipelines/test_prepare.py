@@ -205,8 +205,9 @@ def test_preparing_again(tmp_path: Path) -> None:
     assert stages == ["already prepared"]
 
     other = config.model_copy(update={"seq_len": 64})
-    with pytest.raises(UserError, match="made with another configuration or from other files"):
+    with pytest.raises(UserError, match="made with another configuration or from other") as caught:
         prepare(other, str(tmp_path / "out"))
+    assert caught.value.problems[1:] == (f"{tmp_path / 'out'}: seq_len: 32, now 64",)
     assert Manifest.read(Storage(str(tmp_path / "out"))) == first
     replaced = prepare(other, str(tmp_path / "out"), overwrite=True)
     assert replaced.seq_len == 64

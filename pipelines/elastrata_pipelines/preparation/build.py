@@ -30,16 +30,16 @@ def prepare(
     corpus = Corpus.find(config, report)
     load = config.tokenizer.load
     tokenizer = load_tokenizer(load) if load is not None else None
-    fingerprint = corpus.fingerprint(tokenizer)
+    fingerprint, provenance = corpus.fingerprint(tokenizer), corpus.provenance(tokenizer)
     target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
-    if found := target.prepared(fingerprint, overwrite=overwrite):
+    if found := target.prepared(fingerprint, provenance, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
     with target.building() as runs:
         tokenizer = tokenizer or corpus.train_tokenizer()
         tokenized = corpus.tokenize(tokenizer, runs)
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
-        writer = DataSetWriter(config, tokenizer, fingerprint, runs, report)
+        writer = DataSetWriter(config, tokenizer, fingerprint, provenance, runs, report)
         target.clear()
         for held_out in layouts[1:]:
             writer.write(target.storage.sub(HELD_OUT), held_out)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
+from elastrata_pipelines.preparation.provenance import FilesOfSource, Provenance
 from elastrata_pipelines.preparation.skipped import barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
@@ -34,6 +35,8 @@ Progress = Callable[[str, int, int, str], None]
 
 _MAX_PROBLEMS = 100
 _TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
+
+_PAIRS = "partners"  # how pairs are made: data sets with pairs of another kind are made again
 
 Result = TypeVar("Result", Tokenized, TrainingText)
 
@@ -65,13 +68,29 @@ class Corpus:
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
+        files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
+        values = [self._configuration(tokenizer), files]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def provenance(self, tokenizer: TokenizerFiles | None) -> Provenance:
+        """What the fingerprint is made of, for people."""
+        files = {}
+        for number, source in enumerate(self.config.all_sources):
+            mine = [(f.name, f.bytes, f.stamp) for f in self.files if f.source == number]
+            digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+            size = sum(size for _, size, _ in mine)
+            files[str(source.name)] = FilesOfSource(files=len(mine), bytes=size, sha256=digest)
+        return Provenance(configuration=self._configuration(tokenizer), files=files)
+
+    def _configuration(self, tokenizer: TokenizerFiles | None) -> dict[str, Any]:
         config = self.config.model_dump(mode="json")
         for source in (*config["sources"], *_listed(config["held_out"])):
             del source["paths"]
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
-        files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
-        return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
+        if self.config.pairs:
+            config["pairs"] = _PAIRS
+        return config
 
     def train_tokenizer(self) -> TokenizerFiles:
         """Trains the configured tokenizer on text chosen by hash.

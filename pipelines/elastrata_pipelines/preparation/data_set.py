@@ -16,6 +16,7 @@ from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
 from elastrata_pipelines.preparation.pipeline import run_in_parallel
+from elastrata_pipelines.preparation.provenance import Provenance
 from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
 from elastrata_pipelines.preparation.skipped import barren_sources, total
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
@@ -28,6 +29,8 @@ class Layout:
     """All that the manifest says, but for the files."""
 
     plan: Plan
+    unknown_tokens: dict[str, int]
+    """By the names of the sources."""
     sources: tuple[dict[str, Any], ...]
     """Per source: name, documents, bytes of text, samples, tokens, weight, skipped documents."""
 
@@ -58,7 +61,11 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
         _source_entry(config, number, [t for t in tokenized if t.source == number], part)
         for number in range(len(config.all_sources))
     )
-    return Layout(plan, tuple(entry for entry in sources if entry["documents"]))
+    unknown = {
+        str(source.name): sum(t.unknown[part] for t in tokenized if t.source == number)
+        for number, source in enumerate(config.all_sources)
+    }
+    return Layout(plan, unknown, tuple(entry for entry in sources if entry["documents"]))
 
 
 def _source_entry(
@@ -87,6 +94,7 @@ class DataSetWriter:
     tokenizer: TokenizerFiles
     fingerprint: str
     """Of the configuration and the source files."""
+    provenance: Provenance
     runs: Storage
     report: Progress
 
@@ -118,6 +126,8 @@ class DataSetWriter:
             files=(*shards, *(write_file(storage, path, data) for path, data in others.items())),
             preparation=self.fingerprint,
         )
+        unknown = layout.unknown_tokens if self.tokenizer.unknown_id is not None else None
+        self.provenance.model_copy(update={"unknown_tokens": unknown}).write(storage)
         manifest.write(storage)
         return manifest
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.manifest import LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
 from elastrata_pipelines.storage import Storage
 
 BUILDING, SHARDS, HELD_OUT = ".building", "shards", "held_out"
-_OURS = (MANIFEST, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+_OURS = (MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Target:
 
     storage: Storage
 
-    def prepared(self, fingerprint: str, *, overwrite: bool) -> Manifest | None:
+    def prepared(self, fingerprint: str, asked: Provenance, *, overwrite: bool) -> Manifest | None:
         """The data set that is there already, if it is the one to be made.
 
         Raises:
@@ -42,9 +43,17 @@ class Target:
         if manifest.preparation != fingerprint:
             raise UserError(
                 f"{where}: holds a data set made with another configuration or from other files; "
-                "choose another folder, or replace it with --overwrite"
+                "choose another folder, or replace it with --overwrite",
+                *(f"{where}: {line}" for line in self._differences(asked)),
             )
         return manifest
+
+    def _differences(self, asked: Provenance) -> list[str]:
+        """In what the data set that is there differs from the one to be made."""
+        there = Provenance.read(self.storage)
+        if there is None:
+            return ["an earlier version made it, which did not keep its configuration"]
+        return there.differences(asked)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,6 +122,9 @@ def _from_recipe(arguments: list[str], out: str | None) -> dict[str, PrepareConf
 
 def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
     """The JSON of the command."""
+    from elastrata_pipelines.source_accounts import source_accounts
+    from elastrata_pipelines.storage import Storage
+
     is_local = "://" not in target
     return {
         "path": str(Path(target).resolve()) if is_local else target,
@@ -131,15 +135,27 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
         "vocabulary": manifest.vocabulary.size,
         "fingerprint": manifest.fingerprint,
         "seconds": round(seconds, 3),
+        "sources": [asdict(account) for account in source_accounts(Storage(target), manifest)],
     }
 
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
+    from elastrata_pipelines.preparation.skipped import in_words
+
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
         f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in "
-        f"{result['shards']:,} shards\n"
-        f"  data     {result['path']}\n"
-        f"  next     elastrata inspect {result['path']}",
+        f"{result['shards']:,} shards",
+        markup=False,
+    )
+    for source in result["sources"]:
+        if source["skipped"]:
+            console.print(
+                f"  skipped  of {source['name']}: {in_words(source['skipped'])}",
+                style="yellow",
+                markup=False,
+            )
+    console.print(
+        f"  data     {result['path']}\n  next     elastrata inspect {result['path']}",
         markup=False,
     )
