@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from support.command import run, run_json
@@ -36,3 +38,18 @@ def test_options_and_a_recipe_make_the_same_data_set(tmp_path: Path) -> None:
     refused = run("prepare", "mine.yaml", "data.prepare.seq_len=16", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--overwrite" in refused.stderr
+
+
+def test_a_mistaken_path_is_told_before_anything_heavy_starts(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from elastrata.cli import run
+print(run(["prepare", "--text", "{tmp_path}/nope", "--out", "{tmp_path}/out"]))
+print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["2", "[]"]
+    assert done.stderr == f"{tmp_path}/nope: no such file or folder, or nothing in it\n"
+    assert not (tmp_path / "out").exists()

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus, Progress
 from elastrata_pipelines.preparation.data_set import DataSetWriter, lay_out
+from elastrata_pipelines.preparation.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from elastrata_pipelines.preparation.target import HELD_OUT, Target
-from elastrata_pipelines.preparation.tokenizer import load_tokenizer
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
 
 
 def prepare(
-    config: PrepareConfig, out: str, *, overwrite: bool = False, progress: Progress | None = None
+    config: PrepareConfig,
+    out: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    session: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Manifest:
-    """Makes a data set of `config.sources` in the folder or URL `out`, with Ray, which must run.
+    """Makes a data set of `config.sources` in the folder or URL `out`, with Ray.
+
+    Paths, tokenizer and `out` are looked at first; Ray must run, or is started by `session`, for
+    what comes then.
 
     Equal configuration and files give equal bytes, whatever the parallelism. The data set is
     complete when this returns; until then there is no manifest in `out`. A data set that is there
-    already and was made from the same configuration and files is returned as it is.
+    already and was made from the same configuration and files is returned as it is. Where it is
+    interrupted, a tokenizer that it has trained stays in `out` for the next time.
 
     The driver holds some 60 bytes per sample; every worker a portion of the text (2 to 64 MiB) or
     one shard.
@@ -35,8 +48,8 @@ def prepare(
     if found := target.prepared(fingerprint, provenance, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
-    with target.building() as runs:
-        tokenizer = tokenizer or corpus.train_tokenizer()
+    with target.building() as runs, session():
+        tokenizer = tokenizer or _trained_tokenizer(corpus, target.storage, fingerprint)
         tokenized = corpus.tokenize(tokenizer, runs)
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
         writer = DataSetWriter(config, tokenizer, fingerprint, provenance, runs, report)
@@ -44,3 +57,13 @@ def prepare(
         for held_out in layouts[1:]:
             writer.write(target.storage.sub(HELD_OUT), held_out)
         return writer.write(target.storage, layouts[0])
+
+
+def _trained_tokenizer(corpus: Corpus, storage: Storage, fingerprint: str) -> TokenizerFiles:
+    """The tokenizer that an interrupted preparation left, else a new one, which is kept."""
+    if kept := kept_tokenizer(storage, fingerprint):
+        corpus.report("take the tokenizer trained before", 1, 1, "tokenizers")
+        return kept
+    tokenizer = corpus.train_tokenizer()
+    keep_tokenizer(storage, fingerprint, tokenizer)
+    return tokenizer

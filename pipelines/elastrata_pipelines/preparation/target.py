@@ -9,11 +9,12 @@ from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.manifest import LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
 from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
 from elastrata_pipelines.storage import Storage
 
 BUILDING, SHARDS, HELD_OUT = ".building", "shards", "held_out"
-_OURS = (MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+_OURS = (KEPT_TOKENIZER, MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Target:
     def building(self) -> Iterator[Storage]:
         """A place for runs while the block lasts; a failed block leaves no half data set.
 
+        A block that is interrupted leaves a tokenizer that is kept, one that ends or that finds a
+        mistake does not.
+
         Raises:
             UserError: the folder cannot be written.
         """
@@ -70,7 +74,10 @@ class Target:
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
             yield self.storage.sub(BUILDING)
-        except BaseException:
+            self.storage.delete(KEPT_TOKENIZER)
+        except BaseException as error:
+            if isinstance(error, UserError):
+                self.storage.delete(KEPT_TOKENIZER)
             if not self.storage.exists(MANIFEST):
                 self.clear()
                 self._remove_folder(was_there)
@@ -79,8 +86,8 @@ class Target:
             self.storage.delete(BUILDING)
 
     def clear(self) -> None:
-        """Deletes what a preparation has written, the manifest first, the runs not."""
-        for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING})):
+        """Deletes what a preparation has written, the manifest first, what it works with not."""
+        for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING, KEPT_TOKENIZER})):
             self.storage.delete(name)
 
     def _remove_folder(self, was_there: bool) -> None:

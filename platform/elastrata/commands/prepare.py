@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,22 +69,44 @@ def prepare(
         )
     else:
         plans = _from_recipe(arguments or [], out)
-    from elastrata.api import prepare as prepare_data
+    from elastrata.launch.ray_session import ray_session
     from elastrata.terminal.stage_progress import StageProgress
+    from elastrata_pipelines.preparation import prepare as prepare_data
 
     console = open_console(as_json=json)
     results = []
     for target, config in plans.items():
         started = time.monotonic()
-        console.print(f"preparing {target}: starting Ray", markup=False)
-        with StageProgress(console) as progress:
+        console.print(f"preparing {target}", markup=False)
+        with _told_what_is_kept(console, target), StageProgress(console) as progress:
             manifest = prepare_data(
-                config, target, overwrite=overwrite, address=address, progress=progress
+                config,
+                target,
+                overwrite=overwrite,
+                progress=progress,
+                session=lambda: ray_session(address),
             )
         results.append(_result(manifest, target, time.monotonic() - started))
         _summarize(console, results[-1])
     if json:
         print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
+
+
+@contextmanager
+def _told_what_is_kept(console: Console, target: str) -> Iterator[None]:
+    """Says of an interrupted preparation what the next one need not do again."""
+    from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
+    from elastrata_pipelines.storage import Storage
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if Storage(target).exists(KEPT_TOKENIZER):
+            console.print(
+                f"the trained tokenizer is kept in {target}: the same command goes on from there",
+                markup=False,
+            )
+        raise
 
 
 def _from_options(*, out: str | None, **values: Any) -> dict[str, PrepareConfig]:
