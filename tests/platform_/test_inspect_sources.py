@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from elastrata.cli import run
+from elastrata.terminal.console import open_console
+from elastrata.terminal.data_report import show_excerpts, show_sources
+from elastrata_pipelines.excerpts import Excerpt
 from elastrata_pipelines.preparation import PrepareConfig, prepare
-from elastrata_pipelines.source_accounts import source_accounts
+from elastrata_pipelines.source_accounts import SourceAccount, source_accounts
 from elastrata_pipelines.storage import Storage
 from support.synthetic import write_data_set
 
@@ -107,3 +110,17 @@ def test_a_data_set_whose_tokenizer_is_gone(
     write_data_set(tmp_path, samples=100)
     assert run(["inspect", str(tmp_path), "--show", "2"]) == 2
     assert "tokenizer.json: missing; prepare the data set again" in capsys.readouterr().err
+
+
+def test_text_and_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console = open_console(as_json=False)
+    parts = ["one\ntwo \x1b[2J [bold]three[/bold]"]
+    show_excerpts(console, [Excerpt(sample_id=1, tokens=5, parts=parts, is_next=None)])
+    account = SourceAccount(
+        name="[red]x", weight=1, documents=1, held_out=0, skipped={}, samples=1, tokens=5, share=1,
+        unknown_share=None,
+    )  # fmt: skip
+    show_sources(console, [account])
+    printed = capsys.readouterr().out
+    assert "| one\\ntwo \\x1b[2J [bold]three[/bold]\n" in printed
+    assert "[red]x" in printed

@@ -47,6 +47,7 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
     """What each source gave, and below what was skipped of it and why."""
     if not accounts:
         return
+    from rich.markup import escape
     from rich.table import Table
 
     from elastrata_pipelines.preparation.skipped import in_words
@@ -58,7 +59,7 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
     for account in accounts:
         unknown = account.unknown_share
         table.add_row(
-            account.name,
+            escape(account.name),
             f"{account.weight:g}",
             f"{account.documents:,}",
             f"{account.held_out:,}",
@@ -85,9 +86,15 @@ def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
         console.print(f"\nsample {excerpt.sample_id:016x}, {excerpt.tokens} tokens", end="")
         console.print(kind[excerpt.is_next])
         for part in excerpt.parts:
-            console.print(f"| {part}", markup=False, highlight=False)
+            console.print(f"| {_printable(part)}", markup=False, highlight=False)
         if excerpt.seen is not None:
-            console.print(f"seen: {excerpt.seen}", style="cyan", markup=False, highlight=False)
+            seen = _printable(excerpt.seen)
+            console.print(f"seen: {seen}", style="cyan", markup=False, highlight=False)
+
+
+def _printable(text: str) -> str:
+    """A text in one line, without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
