@@ -57,7 +57,7 @@ def prepare(
     address: str | None = None,
     progress: Callable[[str, int, int, str], None] | None = None,
 ) -> Manifest:
-    """Turns text into a data set and returns its manifest.
+    """Turns text into a data set and returns its manifest. Ray is started when all is checked.
 
     Args:
         config: which text, which tokenizer, how it becomes samples.
@@ -69,8 +69,13 @@ def prepare(
     Raises:
         UserError: text or configuration cannot work; one line for each reason.
     """
-    with ray_session(address):
-        return prepare_on_ray(config, out, overwrite=overwrite, progress=progress)
+    return prepare_on_ray(
+        config,
+        out,
+        overwrite=overwrite,
+        progress=progress,
+        session=lambda: ray_session(address),
+    )
 
 
 def sweep(

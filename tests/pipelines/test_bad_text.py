@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.preparation import PrepareConfig, SourceConfig, prepare
+from elastrata_pipelines.preparation.sources import find_files
+from elastrata_pipelines.preparation.training import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -131,12 +133,35 @@ def test_a_document_over_the_limit_is_never_read_whole(tmp_path: Path) -> None:
 def test_nothing_left_after_filtering(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "few words")
     assert problems(tmp_path, config(tmp_path / "a.txt", min_tokens=25)) == [
-        "sources: nothing is left: 1 documents, no sample of at least min_tokens (25) tokens"
+        "sources.0: source-0: nothing is left of it: 1 documents, no sample of at least min_tokens "
+        "(25) tokens"
     ]
     write(tmp_path / "a.txt", "\n \n\t\n")
     assert problems(tmp_path, config(tmp_path / "a.txt")) == [
-        "sources: no text to train a tokenizer on"
+        "sources.0: source-0: nothing is left of it: 0 documents"
     ]
+
+
+def test_a_source_that_gives_nothing_is_named_with_what_was_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "good.txt", TEXT)
+    write(tmp_path / "bad.jsonl", 'no json\n{"body": 1}\n{"body": 2}\n')
+    wanted = config(tmp_path / "good.txt", bad_documents="skip").model_dump()
+    wanted["sources"] += ({"paths": [str(tmp_path / "bad.jsonl")], "name": "bad"},)
+    line = "sources.1: bad: nothing is left of it: 0 documents, skipped 2 no text field, 1 not JSON"
+    assert problems(tmp_path, PrepareConfig.model_validate(wanted)) == [line]
+    trained = train_tokenizer([TEXT], config("").tokenizer, seq_len=32)
+    write(tmp_path / "tokenizer.json", trained.tokenizer_json)
+    loaded = {**wanted, "tokenizer": {"load": str(tmp_path / "tokenizer.json")}}
+    assert problems(tmp_path, PrepareConfig.model_validate(loaded)) == [line]
+
+
+def test_an_empty_file_beside_others_is_left_out(tmp_path: Path) -> None:
+    files = [write(tmp_path / "empty.txt", ""), write(tmp_path / "a.txt", TEXT)]
+    both, one = (
+        find_files(0, SourceConfig.model_validate({"paths": list(map(str, paths))}))
+        for paths in (files, files[1:])
+    )
+    assert both == one
 
 
 def test_nothing_held_out(tmp_path: Path) -> None:
@@ -177,4 +202,5 @@ def test_bad_documents_can_be_skipped(tmp_path: Path) -> None:
     wanted = config(tmp_path, bad_documents="skip")
     manifest = prepare(wanted, str(tmp_path / "out"))
     (source,) = manifest.sources
-    assert (source.documents, source.documents_skipped) == (2, 2)
+    assert source.documents == 2
+    assert source.documents_skipped == {"not JSON": 1, "not UTF-8": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.inspection import verify
 from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER, kept_tokenizer
 from elastrata_pipelines.storage import Storage
 from support.corpus import whole_config, write_corpus
 from support.texts import plain_text
@@ -205,12 +207,60 @@ def test_preparing_again(tmp_path: Path) -> None:
     assert stages == ["already prepared"]
 
     other = config.model_copy(update={"seq_len": 64})
-    with pytest.raises(UserError, match="made with another configuration or from other files"):
+    with pytest.raises(UserError, match="made with another configuration or from other") as caught:
         prepare(other, str(tmp_path / "out"))
+    assert caught.value.problems[1:] == (f"{tmp_path / 'out'}: seq_len: 32, now 64",)
     assert Manifest.read(Storage(str(tmp_path / "out"))) == first
     replaced = prepare(other, str(tmp_path / "out"), overwrite=True)
     assert replaced.seq_len == 64
     assert verify(Storage(str(tmp_path / "out"))) == []
+
+
+def test_an_interrupted_preparation_keeps_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+    source = {"paths": [str(tmp_path / "a.txt")], "documents": "line"}
+    config = PrepareConfig.model_validate({
+        "sources": [source], "tokenizer": WORDPIECE, "seq_len": 32,
+    })  # fmt: skip
+    out, whole = str(tmp_path / "out"), str(tmp_path / "whole")
+
+    def interrupt(stage: str, *_: object) -> None:
+        if stage == "tokenize":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, out, progress=interrupt)
+    assert Storage(out).names() == [KEPT_TOKENIZER]
+    kept = Storage(out).read(KEPT_TOKENIZER)
+
+    stages: list[str] = []
+    first = prepare(config, out, progress=lambda stage, *_: stages.append(stage))
+    assert stages[0] == "take the tokenizer trained before"
+    assert not {"read text for the tokenizer", "train the tokenizer"} & set(stages)
+    assert first == prepare(config, whole)
+    assert Storage(out).names() == Storage(whole).names()
+
+    for damaged in (kept[:-20], kept.replace(b"version", b"venison", 1), b"[]"):
+        Storage(whole).write(damaged, KEPT_TOKENIZER)
+        assert kept_tokenizer(Storage(whole), first.preparation) is None
+    Storage(whole).write(kept, KEPT_TOKENIZER)
+    assert kept_tokenizer(Storage(whole), first.preparation)
+    assert kept_tokenizer(Storage(whole), "0" * 64) is None
+
+
+def test_mistakes_are_found_before_the_session_begins(tmp_path: Path) -> None:
+    def session() -> AbstractContextManager[None]:
+        raise AssertionError("not yet")
+
+    source = {"paths": [str(tmp_path / "missing.txt")]}
+    values = {"sources": [source], "tokenizer": WORDPIECE, "seq_len": 32}
+    with pytest.raises(UserError, match=r"missing.txt: no such file or folder"):
+        prepare(PrepareConfig.model_validate(values), str(tmp_path / "out"), session=session)
+    (tmp_path / "missing.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "other").write_text("")
+    with pytest.raises(UserError, match="holds other files"):
+        prepare(PrepareConfig.model_validate(values), str(tmp_path / "out"), session=session)
 
 
 def test_a_failed_overwrite_leaves_the_data_set(tmp_path: Path) -> None:

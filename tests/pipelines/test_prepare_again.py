@@ -64,8 +64,8 @@ def test_other_parallelism_in_another_folder_gives_the_same_bytes(
     process.communicate()
     assert process.returncode == 0
     assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
-    manifests = [(out / "manifest.json").read_bytes() for out in (prepared, tmp_path / "out")]
-    assert manifests[0] == manifests[1]
+    for name in ("manifest.json", "preparation.json"):
+        assert (prepared / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "write shards"])
@@ -84,7 +84,9 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     prepare(PrepareConfig.model_validate(config), str(tmp_path / "out"))
     assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
     found = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert found == ["held_out", "lengths.npy", "manifest.json", "shards", "tokenizer"]
+    assert found == [
+        "held_out", "lengths.npy", "manifest.json", "preparation.json", "shards", "tokenizer",
+    ]  # fmt: skip
 
 
 def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: str) -> None:
@@ -101,6 +103,7 @@ def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket
         "held_out",
         "lengths.npy",
         "manifest.json",
+        "preparation.json",
         "shards",
         "tokenizer",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,18 @@ def test_an_option_that_cannot_be_is_one_line(
     told = capsys.readouterr().err.strip().splitlines()
     assert len(told) == 1
     assert line in told[0]
+
+
+def test_a_mistaken_path_is_told_before_anything_heavy_starts(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from elastrata.cli import run
+print(run(["prepare", "--text", "{tmp_path}/nope", "--out", "{tmp_path}/out"]))
+print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["2", "[]"]
+    assert done.stderr == f"{tmp_path}/nope: no such file or folder, or nothing in it\n"
+    assert not (tmp_path / "out").exists()

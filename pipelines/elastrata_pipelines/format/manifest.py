@@ -65,7 +65,8 @@ class SourceEntry(Record):
     name: str
     weight: Annotated[float, Field(gt=0, le=1000)]
     documents: Count
-    documents_skipped: Count
+    documents_skipped: Count | dict[str, Count]
+    """By reason; version 1 of the format has their number alone."""
     bytes_read: Count
     samples: Count
     tokens: Count

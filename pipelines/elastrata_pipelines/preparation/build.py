@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from elastrata_pipelines.format import HELD_OUT, Manifest
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus, Progress
 from elastrata_pipelines.preparation.data_set import DataSetWriter, lay_out
+from elastrata_pipelines.preparation.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from elastrata_pipelines.preparation.target import Target
-from elastrata_pipelines.preparation.tokenizer import load_tokenizer
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
 
 
 def prepare(
-    config: PrepareConfig, out: str, *, overwrite: bool = False, progress: Progress | None = None
+    config: PrepareConfig,
+    out: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    session: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Manifest:
-    """Makes a data set of `config.sources` in the folder or URL `out`, with Ray, which must run.
+    """Makes a data set of `config.sources` in the folder or URL `out`, with Ray.
+
+    Paths, tokenizer and `out` are looked at first; Ray must run, or is started by `session`, for
+    what comes then.
 
     Equal configuration and files give equal bytes, whatever the parallelism. The data set is
     complete when this returns; until then there is no manifest in `out`. A data set that is there
-    already and was made from the same configuration and files is returned as it is.
+    already and was made from the same configuration and files is returned as it is. Where it is
+    interrupted, a tokenizer that it has trained stays in `out` for the next time.
 
     The driver holds some 60 bytes per sample; every worker a portion of the text (2 to 64 MiB) or
     one shard.
@@ -30,18 +43,28 @@ def prepare(
     corpus = Corpus.find(config, report)
     load = config.tokenizer.load
     tokenizer = load_tokenizer(load) if load is not None else None
-    fingerprint = corpus.fingerprint(tokenizer)
+    fingerprint, provenance = corpus.fingerprint(tokenizer), corpus.provenance(tokenizer)
     target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
     wanted = config.held_out is not None
-    if found := target.prepared(fingerprint, held_out=wanted, overwrite=overwrite):
+    if found := target.prepared(fingerprint, provenance, held_out=wanted, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
-    with target.building() as runs:
-        tokenizer = tokenizer or corpus.train_tokenizer()
+    with target.building() as runs, session():
+        tokenizer = tokenizer or _trained_tokenizer(corpus, target.storage, fingerprint)
         tokenized = corpus.tokenize(tokenizer, runs)
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
-        writer = DataSetWriter(config, tokenizer, fingerprint, runs, report)
+        writer = DataSetWriter(config, tokenizer, fingerprint, provenance, runs, report)
         target.clear()
         parts = [writer.write(target.storage.sub(HELD_OUT), part) for part in layouts[1:]]
         held_out = parts[0].fingerprint if parts else None
         return writer.write(target.storage, layouts[0], held_out=held_out)
+
+
+def _trained_tokenizer(corpus: Corpus, storage: Storage, fingerprint: str) -> TokenizerFiles:
+    """The tokenizer that an interrupted preparation left, else a new one, which is kept."""
+    if kept := kept_tokenizer(storage, fingerprint):
+        corpus.report("take the tokenizer trained before", 1, 1, "tokenizers")
+        return kept
+    tokenizer = corpus.train_tokenizer()
+    keep_tokenizer(storage, fingerprint, tokenizer)
+    return tokenizer

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
+from elastrata_pipelines.preparation.provenance import FilesOfSource, Provenance
+from elastrata_pipelines.preparation.skipped import barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
@@ -34,6 +36,8 @@ Progress = Callable[[str, int, int, str], None]
 
 _MAX_PROBLEMS = 100
 _TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
+
+_PAIRS = "partners"  # how pairs are made: data sets with pairs of another kind are made again
 
 Result = TypeVar("Result", Tokenized, TrainingText)
 
@@ -65,25 +69,42 @@ class Corpus:
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
+        files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
+        values = [self._configuration(tokenizer), files]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def provenance(self, tokenizer: TokenizerFiles | None) -> Provenance:
+        """What the fingerprint is made of, for people."""
+        files = {}
+        for number, source in enumerate(self.config.all_sources):
+            mine = [(f.name, f.bytes, f.stamp) for f in self.files if f.source == number]
+            digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+            size = sum(size for _, size, _ in mine)
+            files[str(source.name)] = FilesOfSource(files=len(mine), bytes=size, sha256=digest)
+        return Provenance(configuration=self._configuration(tokenizer), files=files)
+
+    def _configuration(self, tokenizer: TokenizerFiles | None) -> dict[str, Any]:
         config = self.config.model_dump(mode="json")
         for source in (*config["sources"], *_listed(config["held_out"])):
             del source["paths"]
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
-        files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
-        return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
+        if self.config.pairs:
+            config["pairs"] = _PAIRS
+        return config
 
     def train_tokenizer(self) -> TokenizerFiles:
         """Trains the configured tokenizer on text chosen by hash.
 
         Raises:
-            UserError: the corpus cannot be read, or has no text.
+            UserError: the corpus cannot be read, or one of its sources has no text.
         """
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
-        chosen: list[tuple[int, str]] = []
-        for result in self._process(work, "read text for the tokenizer"):
-            chosen += result.chosen
+        results = self._process(work, "read text for the tokenizer")
+        if barren := list(barren_sources(self.config, results)):
+            raise UserError(*barren)
+        chosen = [piece for result in results for piece in result.chosen]
         texts: list[str] = []
         size = 0
         for _, text in sorted(chosen):
@@ -118,6 +139,7 @@ class Corpus:
             frame=frame,
             pair_frame=pair_frame,
             token_dtype=token_dtype(tokenizer),
+            unknown_id=tokenizer.unknown_id,
             runs=runs,
         )
         tokenized = self._process(work, "tokenize")

@@ -15,9 +15,11 @@ from elastrata_pipelines.format.manifest import LENGTHS, TOKENIZER_DIR
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
 from elastrata_pipelines.preparation.pipeline import run_in_parallel
+from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
 from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
+from elastrata_pipelines.preparation.skipped import barren_sources, total
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
-from elastrata_pipelines.preparation.work import HELD_OUT, Tokenized
+from elastrata_pipelines.preparation.work import HELD_OUT, TRAINING, Tokenized
 from elastrata_pipelines.storage import Storage
 
 
@@ -26,6 +28,8 @@ class Layout:
     """All that the manifest says, but for the files."""
 
     plan: Plan
+    unknown_tokens: dict[str, int]
+    """By the names of the sources."""
     sources: tuple[SourceEntry, ...]
 
 
@@ -33,8 +37,10 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
     """Decides where each sample of one part (for training, or held out) is stored.
 
     Raises:
-        UserError: no sample is left.
+        UserError: no sample is left, or none of one of the sources.
     """
+    if barren := list(barren_sources(config, tokenized)):
+        raise UserError(*barren)
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
     if not runs:
@@ -53,20 +59,26 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
         _source_entry(config, number, [t for t in tokenized if t.source == number], part)
         for number in range(len(config.all_sources))
     )
-    return Layout(plan, tuple(entry for entry in sources if entry.documents))
+    unknown = {
+        str(source.name): sum(t.unknown[part] for t in tokenized if t.source == number)
+        for number, source in enumerate(config.all_sources)
+    }
+    return Layout(plan, unknown, tuple(entry for entry in sources if entry.documents))
 
 
 def _source_entry(
     config: PrepareConfig, number: int, tokenized: Sequence[Tokenized], part: int
 ) -> SourceEntry:
     source = config.all_sources[number]
+    own_part = HELD_OUT if number >= len(config.sources) else TRAINING
+    skipped = total(portion.skipped for portion in tokenized) if part == own_part else {}
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     assert source.name is not None
     return SourceEntry(
         name=source.name,
         weight=1.0 if part == HELD_OUT else source.weight,
         documents=sum(portion.documents[part] for portion in tokenized),
-        documents_skipped=sum(portion.skipped for portion in tokenized),
+        documents_skipped=skipped,
         bytes_read=sum(portion.bytes for portion in tokenized),
         samples=sum(len(run.ids) for run in runs),
         tokens=sum(int(run.lengths.sum()) for run in runs),
@@ -81,6 +93,7 @@ class DataSetWriter:
     tokenizer: TokenizerFiles
     fingerprint: str
     """Of the configuration and the source files."""
+    provenance: Provenance
     runs: Storage
     report: Progress
 
@@ -98,7 +111,9 @@ class DataSetWriter:
             f"{TOKENIZER_DIR}/{name}": text.encode()
             for name, text in self.tokenizer.contents.items()
         }
-        others = {LENGTHS: _npy(lengths), **tokenizer_files}
+        unknown = layout.unknown_tokens if self.tokenizer.unknown_id is not None else None
+        provenance = self.provenance.model_copy(update={"unknown_tokens": unknown})
+        others = {LENGTHS: _npy(lengths), PROVENANCE: provenance.to_json(), **tokenizer_files}
         manifest = Manifest(
             samples=len(lengths),
             tokens=int(lengths.sum(dtype=np.int64)),

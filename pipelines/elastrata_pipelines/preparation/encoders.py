@@ -20,6 +20,8 @@ _BATCH_CHARACTERS = 2**20
 _SAMPLE_TEXTS = 48
 _SAMPLE_CHARACTERS = 2**10
 _CACHED_WORDS = 2**19
+_MUCH_SPACE = 100_000
+_WIDE = re.compile(rf"\s{{{_MUCH_SPACE}}}")
 
 # GPT-2's pattern, as tokenizers' ByteLevel has it, in the equivalent form that never backtracks
 _GPT2_PATTERN = (
@@ -158,7 +160,10 @@ class CheckedEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[Tokens, Ints, str]:
         """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
         chosen = self._choose(texts)
-        parts = [chosen(batch) for batch in _batches(texts)]
+        parts = [
+            (self._exact if any(map(_is_wide, batch)) else chosen)(batch)
+            for batch in _batches(texts)
+        ]
         tokens = np.concatenate([np.empty(0, np.uint32), *(part.tokens for part in parts)])
         lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
         return tokens, lengths, chosen.name
@@ -169,6 +174,12 @@ class CheckedEncoder:
         step = max(1, len(texts) // _SAMPLE_TEXTS)
         sample = [text[:_SAMPLE_CHARACTERS] for text in texts[::step]]
         return self._fast if self._fast(sample) == self._exact(sample) else self._exact
+
+
+def _is_wide(text: str) -> bool:
+    """Whether a text has more white space in one place than the stack of tiktoken's regular
+    expressions is deep; it panics at about a million characters."""
+    return len(text) > _MUCH_SPACE and _WIDE.search(text) is not None
 
 
 def _batches(texts: Sequence[str]) -> list[list[str]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from elastrata_pipelines.hashing import combine, key, mix, uniform
-from elastrata_pipelines.preparation.samples import Samples, Tokens, pair_extra
+from elastrata_pipelines.preparation.samples import Ints, Samples, Tokens, pair_extra
 
 _SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')\]])\s+|\n+""")
-_CUT, _RANDOM, _OTHER, _FIRST = 1, 2, 3, 4
+_CUT, _RANDOM = 1, 2
+_LEAST_SHARE = 8  # the second part may always have an eighth of the room
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,15 @@ def make_pairs(
 ) -> Samples:
     """Pairs out of documents, each a list of tokenised sentences.
 
-    Consecutive sentences are gathered until they fill a sample and cut in two at a random place.
-    In half of the pairs the second part is then replaced by sentences of another document, and
-    used again as the first of the next pair. All choices are hashes of (document, pair number).
+    Consecutive sentences are gathered until they fill a sample and cut in two at a random place, a
+    seam. Seams of different documents with second parts of like sizes are partners; by the toss of
+    a coin, both keep their second parts or exchange them. All lengths are settled before the toss,
+    so that they tell nothing of it, and next to no text is lost or used twice by it. All choices
+    are hashes of (document, pair number).
 
     Args:
-        documents: per document its sentences' ids; documents without sentences yield nothing.
+        documents: per document its sentences' ids; one of a single sentence is cut in its middle,
+            one of a single token yields nothing.
         ids: identity of each document.
         frame: the tokenizer's frame of a pair.
         seq_len: no pair has more tokens.
@@ -59,19 +63,19 @@ def make_pairs(
         dtype: type of the tokens.
     """
     room = seq_len - frame.num_tokens
+    seams = [
+        seam
+        for document, (sentences, identity) in enumerate(zip(documents, ids, strict=True))
+        for seam in _seams(sentences, document, identity, room)
+    ]
     out_ids: list[int] = []
     framed: list[tuple[Tokens, bytes]] = []
-    numbered = [(place, identity) for place, identity in enumerate(ids) if documents[place]]
-    filled = [documents[place] for place, _ in numbered]
-    for place, (sentences, (_, identity)) in enumerate(zip(filled, numbered, strict=True)):
-        begin = number = 0
-        while begin < len(sentences):
-            sample_id = int(combine(identity, number))
-            first, second, is_next, begin = _pair(filled, place, begin, sample_id, room)
-            number += 1
-            if len(second) and len(first) + len(second) >= min_tokens:
-                out_ids.append(sample_id)
-                framed.append(_framed(first, second, is_next, frame, dtype))
+    for number, partner in _partners(seams):
+        seam = seams[number]
+        first, second, is_next = _pair(seam, seams[partner], room)
+        if len(first) + len(second) >= min_tokens:
+            out_ids.append(seam.sample_id)
+            framed.append(_framed(first, second, is_next, frame, dtype))
     return Samples(
         ids=np.array(out_ids, dtype=np.uint64),
         lengths=np.array([len(tokens) for tokens, _ in framed], dtype=np.int64),
@@ -90,62 +94,80 @@ def _framed(
     return tokens, pair_extra(start, is_next)
 
 
+@dataclass(frozen=True)
+class _Seam:
+    """A place between two sentences of a document, and the text on both sides."""
+
+    sample_id: int
+    document: int
+    first: Tokens
+    following: Tokens
+    """To the end of the document."""
+    room: int
+    """For the second part."""
+
+    @property
+    def shape(self) -> tuple[bool, int, int]:
+        """By which partners are found: second parts that end with their documents meet their like,
+        or the end of the text would tell them apart."""
+        size = len(self.following)
+        return size < self.room, min(size, self.room), self.sample_id
+
+
+def _seams(sentences: Sequence[Tokens], document: int, identity: int, room: int) -> Iterator[_Seam]:
+    tokens = np.concatenate([np.empty(0, np.uint32), *sentences])
+    if len(tokens) < 2:
+        return
+    bounds = _bounds(sentences)
+    last = len(bounds) - 2
+    begin = number = 0
+    while begin <= last:
+        begin = min(begin, last - 1)  # a sentence left alone takes the one before it
+        filled = int(np.searchsorted(bounds, bounds[begin] + room))
+        end = min(max(begin + 2, filled), last + 1)
+        sample_id = int(combine(identity, number))
+        middle = begin + 1 + int(_draw(sample_id, _CUT) * (end - begin - 1))
+        first, following = tokens[bounds[begin] : bounds[middle]], tokens[bounds[middle] :]
+        second_room = max(room - len(first), room // _LEAST_SHARE, 1)
+        yield _Seam(sample_id, document, first, following, second_room)
+        begin, number = end, number + 1
+
+
+def _bounds(sentences: Sequence[Tokens]) -> Ints:
+    """Where each sentence begins, and the end of the last; a single sentence counts as two."""
+    lengths = [len(sentence) for sentence in sentences]
+    if len(lengths) == 1:
+        lengths = [lengths[0] // 2, lengths[0] - lengths[0] // 2]
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _partners(seams: Sequence[_Seam]) -> Iterator[tuple[int, int]]:
+    """Each seam with its partner, of another document where there is one, in order of seams.
+
+    The last of an odd number takes a partner's partner; a seam alone has none and is left out.
+    """
+    partners: dict[int, int] = {}
+    waiting: list[int] = []  # all of one document
+    for number in sorted(range(len(seams)), key=lambda number: seams[number].shape):
+        if waiting and seams[waiting[-1]].document != seams[number].document:
+            other = waiting.pop()
+            partners |= {number: other, other: number}
+        else:
+            waiting.append(number)
+    for one, other in zip(waiting[::2], waiting[1::2], strict=False):
+        partners |= {one: other, other: one}
+    if len(waiting) % 2 and partners:
+        partners[waiting[-1]] = max(partners)
+    yield from sorted(partners.items())
+
+
 def _draw(sample_id: int, purpose: int) -> float:
     return float(uniform(mix(combine(sample_id, key(purpose)))))
 
 
-def _pair(
-    documents: Sequence[Sequence[Tokens]], place: int, begin: int, sample_id: int, room: int
-) -> tuple[Tokens, Tokens, bool, int]:
-    """First part, second part, whether that is the next one, and the sentence to go on with."""
-    sentences = documents[place]
-    end, total = begin, 0
-    while end < len(sentences) and (total < room or end - begin < 2):
-        total += len(sentences[end])
-        end += 1
-    middle = begin + 1 + int(_draw(sample_id, _CUT) * max(0, end - begin - 1))
-    first = np.concatenate(sentences[begin:middle])
-    is_next = middle < end and _draw(sample_id, _RANDOM) < 0.5
-    if is_next:
-        second = np.concatenate(sentences[middle:end])
-    else:
-        second = _other_text(documents, place, begin, middle, sample_id, room)
-        end = middle
-    first, second = _fit(first, second, room)
-    return first, second, is_next, end
-
-
-def _other_text(
-    documents: Sequence[Sequence[Tokens]],
-    place: int,
-    begin: int,
-    middle: int,
-    sample_id: int,
-    room: int,
-) -> Tokens:
-    """Sentences from a random place of another document; of this one where there is no other."""
-    other = int(_draw(sample_id, _OTHER) * (len(documents) - 1))
-    if len(documents) > 1:
-        sentences = documents[other + (other >= place)]
-    else:
-        sentences = [*documents[place][:begin], *documents[place][middle + 1 :]]
-    start = int(_draw(sample_id, _FIRST) * len(sentences))
-    wanted, taken = max(1, room // 2), list[Tokens]()
-    while start < len(sentences) and sum(map(len, taken)) < wanted:
-        taken.append(sentences[start])
-        start += 1
-    return np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
-
-
-def _fit(first: Tokens, second: Tokens, room: int) -> tuple[Tokens, Tokens]:
-    """Shortens the longer part, the first at its front, the second at its end: they still meet."""
-    over = max(0, len(first) + len(second) - room)
-    longer = abs(len(first) - len(second))
-    from_longer = min(over, longer)
-    rest = over - from_longer
-    cut_first, cut_second = rest // 2, rest - rest // 2
-    if len(first) > len(second):
-        cut_first += from_longer
-    else:
-        cut_second += from_longer
-    return first[cut_first:], second[: len(second) - cut_second]
+def _pair(seam: _Seam, partner: _Seam, room: int) -> tuple[Tokens, Tokens, bool]:
+    """First part, second part, and whether that is the next one."""
+    size = min(seam.room, len(seam.following), len(partner.following))
+    is_next = _draw(min(seam.sample_id, partner.sample_id), _RANDOM) < 0.5
+    second = (seam if is_next else partner).following[:size]
+    return seam.first[max(0, len(seam.first) + size - room) :], second, is_next

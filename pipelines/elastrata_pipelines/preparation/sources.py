@@ -44,10 +44,11 @@ class SourceFile:
 def find_files(number: int, config: SourceConfig) -> tuple[list[SourceFile], list[str]]:
     """The files of a source in order, and one line for each path that gives none.
 
-    Empty files are left out where a folder or glob found them.
+    Empty files are left out, as long as others remain.
     """
     files: dict[str, _Found] = {}
     problems: list[str] = []
+    empty: list[str] = []
     for path in config.paths:
         try:
             found = list(_expand(path))
@@ -56,13 +57,14 @@ def find_files(number: int, config: SourceConfig) -> tuple[list[SourceFile], lis
             continue
         if not found:
             problems.append(f"{path}: no such file or folder, or nothing in it")
-        named = [entry for entry in found if entry.bytes or entry.url == _local(path)]
-        for entry in named:
-            if not entry.bytes:
-                problems.append(f"{entry.url}: the file is empty")
-            files.setdefault(entry.url, entry)
-        if found and not named:
-            problems.append(f"{path}: all {len(found)} files in it are empty")
+        filled = [entry for entry in found if entry.bytes]
+        files |= {entry.url: files.get(entry.url, entry) for entry in filled}
+        if found and not filled:
+            is_itself = found[0].url == _local(path)
+            what = "the file is empty" if is_itself else f"all {len(found)} files in it are empty"
+            (empty if is_itself else problems).append(f"{path}: {what}")
+    if not files:
+        problems += empty
     return _finish(number, config, list(files.values())), problems
 
 

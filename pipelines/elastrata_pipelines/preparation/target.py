@@ -10,10 +10,12 @@ from pathlib import Path
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import AGAIN, LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
+from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
 from elastrata_pipelines.storage import Storage
 
 BUILDING, SHARDS = ".building", "shards"
-_OURS = (MANIFEST, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+_OURS = (KEPT_TOKENIZER, MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
 _AGAIN = f"bring it back, or {AGAIN}"
 
 
@@ -23,11 +25,14 @@ class Target:
 
     storage: Storage
 
-    def prepared(self, fingerprint: str, *, held_out: bool, overwrite: bool) -> Manifest | None:
+    def prepared(
+        self, fingerprint: str, asked: Provenance, *, held_out: bool, overwrite: bool
+    ) -> Manifest | None:
         """The data set that is there already, if it is the one to be made.
 
         Args:
             fingerprint: of the configuration and the files that it is made from.
+            asked: the same, to tell differences by.
             held_out: whether data is to be held out of it.
             overwrite: whether it is made again whatever is there.
 
@@ -51,7 +56,8 @@ class Target:
         if manifest.preparation != fingerprint:
             raise UserError(
                 f"{where}: holds a data set made with another configuration or from other files; "
-                "choose another folder, or replace it with --overwrite"
+                "choose another folder, or replace it with --overwrite",
+                *(f"{where}: {line}" for line in self._differences(asked)),
             )
         self._check_whole(manifest, held_out=held_out)
         return manifest
@@ -66,9 +72,19 @@ class Target:
         if problems := [problem for part in parts for problem in file_problems(*part)]:
             raise UserError(*(f"{problem}; {_AGAIN}" for problem in problems))
 
+    def _differences(self, asked: Provenance) -> list[str]:
+        """In what the data set that is there differs from the one to be made."""
+        there = Provenance.read(self.storage)
+        if there is None:
+            return ["an earlier version made it, which did not keep its configuration"]
+        return there.differences(asked)
+
     @contextlib.contextmanager
     def building(self) -> Iterator[Storage]:
         """A place for runs while the block lasts; a failed block leaves no half data set.
+
+        A block that is interrupted leaves a tokenizer that is kept, one that ends or that finds a
+        mistake does not.
 
         Raises:
             UserError: the folder cannot be written.
@@ -81,7 +97,10 @@ class Target:
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
             yield self.storage.sub(BUILDING)
-        except BaseException:
+            self.storage.delete(KEPT_TOKENIZER)
+        except BaseException as error:
+            if isinstance(error, UserError):
+                self.storage.delete(KEPT_TOKENIZER)
             if not self.storage.exists(MANIFEST):
                 self.clear()
                 self._remove_folder(was_there)
@@ -90,8 +109,8 @@ class Target:
             self.storage.delete(BUILDING)
 
     def clear(self) -> None:
-        """Deletes what a preparation has written, the manifest first, the runs not."""
-        for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING})):
+        """Deletes what a preparation has written, the manifest first, what it works with not."""
+        for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING, KEPT_TOKENIZER})):
             self.storage.delete(name)
 
     def _remove_folder(self, was_there: bool) -> None:

@@ -66,6 +66,13 @@ class TokenizerFiles:
         found = None if content is None else self._parsed.token_to_id(content)
         return None if found is None else int(found)
 
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of what the tokenizer does not know; None where it knows all text."""
+        found = self.token_id("unk_token")
+        others = {self.token_id(role) for role in _ROLES if role != "unk_token"}
+        return None if found in others else found
+
     def frame(self) -> Frame:
         """The ids around a text, by the tokenizer's own post-processor.
 

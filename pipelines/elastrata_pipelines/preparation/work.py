@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -28,6 +28,7 @@ from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_s
 from elastrata_pipelines.preparation.portions import Portion, read_portions
 from elastrata_pipelines.preparation.runs import Run, write_run
 from elastrata_pipelines.preparation.samples import Samples, concatenate
+from elastrata_pipelines.preparation.skipped import count_reasons
 from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import Storage
 
@@ -66,7 +67,15 @@ class Tokenized:
     """The samples for training and held out; None where there are none."""
     encoder: str = ""
     problems: tuple[str, ...] = ()
-    skipped: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Documents left out, by reason."""
+    unknown: tuple[int, int] = (0, 0)
+    """Unknown tokens in the samples for training and held out."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it gives no sample."""
+        return not any(self.runs)
 
 
 @dataclass(frozen=True)
@@ -74,10 +83,18 @@ class TrainingText:
     """Text of a portion to train a tokenizer on."""
 
     place: tuple[int, int]
+    source: int
     bytes: int
+    documents: tuple[int, int]
     chosen: tuple[tuple[int, str], ...]
     """Hash and text of each chosen piece."""
     problems: tuple[str, ...] = ()
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no document."""
+        return not any(self.documents)
 
 
 @dataclass(frozen=True)
@@ -102,8 +119,9 @@ class ReadWork:
 
 def _split(
     config: PrepareConfig, numbered: NumberedPortion
-) -> tuple[tuple[list[Document], list[Document]], tuple[str, ...], int]:
-    """Documents for training and held out, problems that end the preparation, documents skipped."""
+) -> tuple[tuple[list[Document], list[Document]], tuple[str, ...], dict[str, int]]:
+    """Documents for training and held out, problems that end the preparation, and documents
+    skipped by reason."""
     source = config.all_sources[numbered.source]
     read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
     split: tuple[list[Document], list[Document]] = ([], [])
@@ -113,8 +131,8 @@ def _split(
         )
         split[HELD_OUT if held_out else TRAINING].append(document)
     if config.bad_documents == "skip":
-        return split, read.fatal, len(read.problems)
-    return split, (*read.fatal, *read.problems), 0
+        return split, read.fatal, count_reasons(read.problems)
+    return split, (*read.fatal, *read.problems), {}
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ class ChooseTrainingText:
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
         """The chosen pieces of the portion's documents, held-out ones left alone."""
-        (documents, _), problems, _ = _split(self.config, numbered)
+        (documents, held_out), problems, skipped = _split(self.config, numbered)
         chosen = []
         if numbered.source < len(self.config.sources):
             for document in documents:
@@ -134,7 +152,15 @@ class ChooseTrainingText:
                     hashed = combine(combine(document.id, number), _TEXT_SALT)
                     if uniform(hashed) < self.share:
                         chosen.append((int(hashed), text))
-        return TrainingText(numbered.place, numbered.portion.bytes, tuple(chosen), problems)
+        return TrainingText(
+            place=numbered.place,
+            source=numbered.source,
+            bytes=numbered.portion.bytes,
+            documents=(len(documents), len(held_out)),
+            chosen=tuple(chosen),
+            problems=problems,
+            skipped=skipped,
+        )
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -155,6 +181,7 @@ class TokenizeWork:
     frame: Frame
     pair_frame: PairFrame | None
     token_dtype: str
+    unknown_id: int | None
     runs: Storage
     """Where the runs are written."""
 
@@ -163,12 +190,13 @@ class TokenizeWork:
         split, problems, skipped = _split(self.config, numbered)
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
-        names = [""]
+        names, unknown = [""], [0, 0]
         for part, documents in enumerate(split):
             weight = 1.0 if part == HELD_OUT else self.config.all_sources[numbered.source].weight
             run, name = None, ""
             if documents and not problems:
                 samples, name = self._samples(documents, weight, encoder)
+                unknown[part] = int(np.count_nonzero(samples.tokens == self.unknown_id))
                 path = "{}-{}-{}".format(*numbered.place, part)
                 run = (
                     write_run(self.runs, path, samples, self.config.seed) if len(samples) else None
@@ -184,6 +212,7 @@ class TokenizeWork:
             encoder=max(names),
             problems=problems,
             skipped=skipped,
+            unknown=(unknown[TRAINING], unknown[HELD_OUT]),
         )
 
     def _samples(

@@ -11,7 +11,14 @@ import typer
 
 from elastrata.commands.options import Json, Overrides, Phase, Workers, numbers_of_workers, part_of
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata.terminal.data_report import SCHEMES, show_balance, show_lengths, show_manifest
+from elastrata.terminal.data_report import (
+    SCHEMES,
+    show_balance,
+    show_excerpts,
+    show_lengths,
+    show_manifest,
+    show_sources,
+)
 from elastrata.terminal.model_report import model_result, show_model
 from elastrata_pipelines.errors import UserError
 
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 
     from elastrata.recipe.recipe import Recipe
     from elastrata_pipelines.deal import WorkModel
+    from elastrata_pipelines.excerpts import Excerpt
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Inspection
     from elastrata_pipelines.storage import Storage
@@ -55,6 +63,12 @@ Plot = Annotated[
     Path | None,
     typer.Option(metavar="FILE.png", help="Draw max/mean over several numbers of workers."),
 ]
+Show = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Print so many samples as text; with a recipe, as its model sees them."
+    ),
+]
 Verify = Annotated[bool, typer.Option("--verify", help="Read everything, check every checksum.")]
 
 
@@ -68,12 +82,14 @@ def inspect(
     ranks_per_node: RanksPerNode = 8,
     phase: Phase = 0,
     plot: Plot = None,
+    show: Show = 0,
     verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Show a data set, and the padding and imbalance that any number of workers would see. Of a
     recipe, show its model's parameters too, by optimizer and weight decay."""
     from elastrata_pipelines.format import Manifest
+    from elastrata_pipelines.source_accounts import source_accounts
     from elastrata_pipelines.storage import Storage
 
     numbers = numbers_of_workers(workers)
@@ -90,17 +106,25 @@ def inspect(
     manifest = Manifest.read(storage)
     if verify:
         _verify(console, storage)
+    accounts = source_accounts(storage, manifest)
+    shown = _excerpts(storage, manifest, subject.model, show) if show else []
     show_manifest(console, storage.uri(), manifest)
+    show_sources(console, accounts)
     show_lengths(console, manifest.length_histogram)
     found = []
     for number in numbers:
         found.append(_inspect(storage, manifest, subject, number, ranks_per_node))
         show_balance(console, found[-1])
+    show_excerpts(console, shown)
     if plot:
         _draw(console, found, plot)
     if json:
+        told = {
+            "sources": [asdict(account) for account in accounts],
+            "excerpts": [asdict(excerpt) for excerpt in shown],
+        }
         whole = {"model": model} if model else {}
-        print_json_line({**_result(found, manifest, verify), **whole})
+        print_json_line({**_result(found, manifest, verify), **told, **whole})
 
 
 def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str, Any]:
@@ -198,6 +222,20 @@ def _work(model: Recipe | None, manifest: Manifest) -> WorkModel:
         # A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens.
         return WorkModel(linear=6 * _BERT_BASE_WIDTH, quadratic=1)
     return model.workload.work(manifest.vocabulary)
+
+
+def _excerpts(
+    storage: Storage, manifest: Manifest, model: Recipe | None, count: int
+) -> list[Excerpt]:
+    """Some samples as text, with what the recipe's model sees of them."""
+    from elastrata_pipelines.excerpts import excerpts, some_rows
+
+    rows = some_rows(storage, manifest, count)
+    if model is None:
+        return excerpts(storage, rows)
+    from elastrata.launch.model_inputs import inputs_of
+
+    return excerpts(storage, rows, inputs_of(model, rows, manifest))
 
 
 def _verify(console: Console, storage: Storage) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json as json_text
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,22 +76,44 @@ def prepare(
         plans = _from_options([*text, *(arguments or [])], out, given)
     else:
         plans = _from_recipe(arguments or [], out, given)
-    from elastrata.api import prepare as prepare_data
+    from elastrata.launch.ray_session import ray_session
     from elastrata.terminal.stage_progress import StageProgress
+    from elastrata_pipelines.preparation import prepare as prepare_data
 
     console = open_console(as_json=json)
     results = []
     for target, config in plans.items():
         started = time.monotonic()
-        console.print(f"preparing {target}: starting Ray", markup=False)
-        with StageProgress(console) as progress:
+        console.print(f"preparing {target}", markup=False)
+        with _told_what_is_kept(console, target), StageProgress(console) as progress:
             manifest = prepare_data(
-                config, target, overwrite=overwrite, address=address, progress=progress
+                config,
+                target,
+                overwrite=overwrite,
+                progress=progress,
+                session=lambda: ray_session(address),
             )
         results.append(_result(manifest, target, time.monotonic() - started))
         _summarize(console, results[-1])
     if json:
         print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
+
+
+@contextmanager
+def _told_what_is_kept(console: Console, target: str) -> Iterator[None]:
+    """Says of an interrupted preparation what the next one need not do again."""
+    from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
+    from elastrata_pipelines.storage import Storage
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if Storage(target).exists(KEPT_TOKENIZER):
+            console.print(
+                f"the trained tokenizer is kept in {target}: the same command goes on from there",
+                markup=False,
+            )
+        raise
 
 
 def _given(
@@ -182,6 +207,9 @@ def _overrides(given: dict[str, Any], phases: int) -> list[str]:
 
 def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
     """The JSON of the command."""
+    from elastrata_pipelines.source_accounts import source_accounts
+    from elastrata_pipelines.storage import Storage
+
     is_local = "://" not in target
     return {
         "path": str(Path(target).resolve()) if is_local else target,
@@ -192,15 +220,27 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
         "vocabulary": manifest.vocabulary.size,
         "fingerprint": manifest.fingerprint,
         "seconds": round(seconds, 3),
+        "sources": [asdict(account) for account in source_accounts(Storage(target), manifest)],
     }
 
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
+    from elastrata_pipelines.preparation.skipped import in_words
+
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
         f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in "
-        f"{result['shards']:,} shards\n"
-        f"  data     {result['path']}\n"
-        f"  next     elastrata inspect {result['path']}",
+        f"{result['shards']:,} shards",
+        markup=False,
+    )
+    for source in result["sources"]:
+        if source["skipped"]:
+            console.print(
+                f"  skipped  of {source['name']}: {in_words(source['skipped'])}",
+                style="yellow",
+                markup=False,
+            )
+    console.print(
+        f"  data     {result['path']}\n  next     elastrata inspect {result['path']}",
         markup=False,
     )

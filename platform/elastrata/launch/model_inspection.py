@@ -48,8 +48,7 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
 def num_parameters(workload: Workload, data: TrainingData) -> int:
     """How many numbers a model has that trains on that data; shared ones count once."""
     seq_len = max(phase.batches.manifest.seq_len for phase in data.phases)
-    with torch.device("meta"):
-        model = workload.build_model(data.vocabulary, seq_len)
+    model = outline_model(lambda: workload.build_model(data.vocabulary, seq_len))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

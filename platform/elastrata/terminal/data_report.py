@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from elastrata_pipelines.excerpts import Excerpt
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Inspection
+    from elastrata_pipelines.source_accounts import SourceAccount
 
 _HISTOGRAM_LINES, _BAR_CHARACTERS = 16, 40
 SCHEMES = {
@@ -38,6 +41,60 @@ def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
     }
     for name, value in rows.items():
         console.print(f"{name:<12} {value}", markup=False)
+
+
+def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
+    """What each source gave, and below what was skipped of it and why."""
+    if not accounts:
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    from elastrata_pipelines.preparation.skipped import in_words
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("source")
+    for heading in ("weight", "documents", "held out", "samples", "tokens", "share", "unknown"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for account in accounts:
+        unknown = account.unknown_share
+        table.add_row(
+            escape(account.name),
+            f"{account.weight:g}",
+            f"{account.documents:,}",
+            f"{account.held_out:,}",
+            f"{account.samples:,}",
+            f"{account.tokens:,}",
+            f"{account.share:.1%}",
+            "-" if unknown is None else f"{unknown:.2%}",
+        )
+    console.print()
+    console.print(table)
+    for account in accounts:
+        if account.skipped:
+            console.print(
+                f"skipped of {account.name}: {in_words(account.skipped)}",
+                style="yellow",
+                markup=False,
+            )
+
+
+def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
+    """Samples as text, a line for each document, or half of a pair, in them."""
+    for excerpt in excerpts:
+        kind = {None: "", True: ", the second part follows", False: ", the second part is random"}
+        console.print(f"\nsample {excerpt.sample_id:016x}, {excerpt.tokens} tokens", end="")
+        console.print(kind[excerpt.is_next])
+        for part in excerpt.parts:
+            console.print(f"| {_printable(part)}", markup=False, highlight=False)
+        if excerpt.seen is not None:
+            seen = _printable(excerpt.seen)
+            console.print(f"seen: {seen}", style="cyan", markup=False, highlight=False)
+
+
+def _printable(text: str) -> str:
+    """A text in one line, without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
