@@ -49,3 +49,10 @@ def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
     warming = min(steps, warmup.steps) if warmup else 0
     grown = sum(batch_size_at(step, full=full, warmup=warmup) for step in range(warming))
     return grown + (steps - warming) * full
+
+
+def steps_for(samples: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
+    """The fewest steps that have so many samples; at least 1, and one more than the warm-up has."""
+    warming = warmup.steps if warmup else 0
+    grown = samples_in(warming, full=full, warmup=warmup)
+    return warming + max(1, -(-(samples - grown) // full))

@@ -74,7 +74,7 @@ def _masks(
         return {}
     shapes = layer_shapes(recipe.workload)
     matrices = {name: state[name] for name in (f"{layer}{WEIGHT}" for layer in shapes)}
-    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
     masks = Masks(matrices, shapes, phases, seed=recipe.seed)
     masks.restore(commit.step, partial(load, checkpoints, commit))
     return {layer_of(name): mask for name, mask in masks.shards.items()}

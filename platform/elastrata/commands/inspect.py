@@ -142,6 +142,7 @@ def _subject(
     phase: int,
 ) -> _Subject:
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
 
     if not _is_recipe(data):
         if overrides:
@@ -155,7 +156,7 @@ def _subject(
         )
     if recipe:
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
-    run = load_recipe(data, overrides)
+    run = in_steps(load_recipe(data, overrides))
     part = part_of(run, phase)
     most = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(

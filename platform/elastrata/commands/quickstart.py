@@ -66,6 +66,7 @@ def quickstart(
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
+    from elastrata.recipe.length import in_steps
     from elastrata.terminal.progress import Progress
     from elastrata.terminal.stage_progress import StageProgress
 
@@ -77,14 +78,16 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
         f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
         f"{manifest.stripes:,} stripes"
     )
-    workers = recipe.workers.max
+    recipe = in_steps(recipe)
     console.print(
-        f"3/5  train: {recipe.steps} steps of {recipe.batch_size} samples, {workers} workers"
+        f"3/5  train: {recipe.steps_in_all} steps of {recipe.batch_size} samples, "
+        f"{recipe.workers.max} workers"
     )
-    return train(
-        recipe,
-        show=Progress(recipe.steps, lambda line: console.print(f"     {line}", markup=False)),
-    )
+
+    def show(line: str) -> None:
+        console.print(f"     {line}", markup=False)
+
+    return train(recipe, show=Progress(recipe.steps_in_all, show))
 
 
 def _export(result: TrainResult, out: Path) -> Path:

@@ -29,13 +29,14 @@ def train(
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
     from elastrata.terminal.progress import Progress
     from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
     renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    chosen = load_recipe(recipe, [*(overrides or []), *renamed])
+    chosen = in_steps(load_recipe(recipe, [*(overrides or []), *renamed]))
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     progress = Progress(
         chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)
@@ -57,7 +58,7 @@ def train(
 
 def _phase_lines(recipe: Recipe) -> dict[int, str]:
     """By the first step of each phase a line about it."""
-    first = accumulate((phase.steps for phase in recipe.phases), initial=1)
+    first = accumulate((phase.num_steps for phase in recipe.phases), initial=1)
     return {
         step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
         for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)

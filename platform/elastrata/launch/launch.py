@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import commits
+from elastrata.launch.cluster_share import gpus_per_worker, with_workers
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import (
@@ -18,9 +19,11 @@ from elastrata.launch.preflight import (
     check_storage,
     cluster_problems,
     mask_problems,
+    repetition,
     training_data,
 )
 from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.runs import history
@@ -92,7 +95,10 @@ def train(
         raise UserError(*problems)
     if problems := mask_problems(recipe):
         raise UserError(*problems)
+    recipe = in_steps(recipe)
     data = training_data(recipe)
+    if line := repetition(recipe, data):
+        show(Warned(text=line))
     root = Storage(recipe.storage)
     check_storage(root)
     run = root.sub(name)
@@ -109,11 +115,13 @@ def train(
         phases.passed("ownership")
         with ray_session(address):
             phases.passed("ray")
-            gpus = _gpus_per_worker(recipe)
-            if problems := cluster_problems(recipe, gpus, _cluster_resources()):
+            resources = _cluster_resources()
+            gpus = gpus_per_worker(recipe, resources)
+            if problems := cluster_problems(recipe, gpus, resources):
                 if not launches_nodes():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
+            recipe = with_workers(recipe, gpus, resources)
             mailbox = open_mailbox()
             tracker = _open_record(recipe, name, run, identity, data, record)
             phases.passed("record")
@@ -168,18 +176,6 @@ def _import_ahead() -> None:
 def _cluster_resources() -> dict[str, float]:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return resources
-
-
-def _gpus_per_worker(recipe: Recipe) -> float:
-    if recipe.workers.gpus == "auto":
-        resources = _cluster_resources()
-        if cluster_problems(recipe, 0.0, resources) and launches_nodes():
-            raise UserError(
-                "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
-                "expected a number, 0 for CPUs"
-            )
-        return 1.0 if resources.get("GPU", 0) >= 1 else 0.0
-    return recipe.workers.gpus
 
 
 def _open_record(

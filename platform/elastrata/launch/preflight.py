@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -15,6 +15,7 @@ from elastrata.training.evaluate import EVALUATION_SEED
 from elastrata.training.sparsity.config import GivenConfig
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.mask_file import read_masks
+from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -80,7 +81,7 @@ def training_data(recipe: Recipe) -> TrainingData:
     phases = (
         Phase(
             batches=train,
-            steps=part.steps,
+            steps=part.num_steps,
             batch_size=part.batch_size,
             warmup=part.batch_size_warmup,
         )
@@ -88,6 +89,30 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
     return TrainingData(
         phases=one_after_another(phases), held_out=tuple(held_out for _, held_out in found)
+    )
+
+
+MOST_EPOCHS = 40
+"""A data set that is gone through more often than that is learned by heart."""
+
+
+def repetition(recipe: Recipe, data: TrainingData) -> str | None:
+    """A line about the data set that the run goes through most often, where that is too often."""
+    samples, sizes = dict[str, int](), dict[str, int]()
+    for phase in data.phases:
+        url, taken = (
+            phase.batches.url,
+            samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup),
+        )
+        samples[url] = samples.get(url, 0) + taken
+        sizes[url] = phase.batches.manifest.samples
+    url = max(samples, key=lambda url: samples[url] / sizes[url])
+    epochs = samples[url] / sizes[url]
+    if epochs <= MOST_EPOCHS:
+        return None
+    return (
+        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
+        f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
     )
 
 
@@ -177,7 +202,7 @@ def check_storage(storage: Storage) -> None:
 
 
 def cluster_problems(
-    recipe: Recipe, gpus_per_worker: float, resources: dict[str, float]
+    recipe: Recipe, gpus_per_worker: float, resources: Mapping[str, float]
 ) -> list[str]:
     """One line for each resource that `workers.min` needs more of than the cluster has."""
     workers = recipe.workers

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from elastrata.recipe.config import Config
 from elastrata.recipe.data import DataConfig
+from elastrata.recipe.rivals import without_rivals
 from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.schedule import ScheduleConfig
 from elastrata.training.sparsity.config import SparsityConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
+from elastrata_pipelines.errors import UserError
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""The keys that say how long a phase is: one of them."""
+NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]}"
 
 
 class PhaseKeys(Config):
     """What may change while a run goes on, as it is planned from the start."""
 
     data: DataConfig
-    steps: PositiveInt
-    """Optimizer steps."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; or give `epochs`, or `tokens`."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Length in passes over the data set, in place of `steps`, which are counted when the run
+    begins."""
+    tokens: PositiveInt | None = None
+    """Length in tokens, likewise: as many steps as have them by the mean length of a sample."""
     batch_size: PositiveInt
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
@@ -33,6 +44,26 @@ class PhaseKeys(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     sparsity: SparsityConfig = None
     """Weights that are held at zero. Default: none."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps.
+
+        Raises:
+            UserError: they depend on a data set that is not prepared yet.
+        """
+        if self.steps is None:
+            raise UserError(
+                f"{self.length}: how many steps that is depends on {self.data.path}, which is not "
+                "prepared yet; make it with `elastrata prepare`, or give steps"
+            )
+        return self.steps
+
+    @property
+    def length(self) -> str:
+        """The key that says how long it is, and its value."""
+        given = ((key, getattr(self, key)) for key in LENGTHS)
+        return next((f"{key}: {value}" for key, value in given if value is not None), "steps: None")
 
 
 class Phase(PhaseKeys):
@@ -58,7 +89,7 @@ def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Sections are merged, anything else is replaced, as where recipes extend one another."""
-    merged = dict(base)
+    merged = without_rivals(base, values)
     for key, value in values.items():
         below = merged.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):

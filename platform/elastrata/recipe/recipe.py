@@ -46,8 +46,9 @@ class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
     min: PositiveInt = 1
-    max: PositiveInt = 1
-    """The run starts at up to this many and goes on with fewer, down to `min`."""
+    max: PositiveInt | Literal["auto"] = 1
+    """The run starts at up to this many and goes on with fewer, down to `min`. auto: one for every
+    GPU that the cluster has when the run starts; without any, one for every two CPUs."""
     cpus: Annotated[float, Field(gt=0)] = 0.5
     """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
     gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
@@ -69,9 +70,14 @@ class WorkersConfig(Config):
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:
-        if self.min > self.max:
+        if self.max != "auto" and self.min > self.max:
             raise ValueError(f"min ({self.min}) is larger than max ({self.max})")
         return self
+
+    @property
+    def most(self) -> int:
+        """Most workers; where `max` is auto, as many as there are at least."""
+        return self.min if self.max == "auto" else self.max
 
 
 class Recipe(PhaseKeys):
@@ -136,7 +142,7 @@ class Recipe(PhaseKeys):
     @property
     def steps_in_all(self) -> int:
         """Optimizer steps of the whole run."""
-        return sum(part.steps for part in self.parts)
+        return sum(part.num_steps for part in self.parts)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0. Every phase has its own
@@ -147,9 +153,9 @@ class Recipe(PhaseKeys):
         """
         before = 0
         for part in self.parts:
-            if step < before + part.steps:
+            if step < before + part.num_steps:
                 return learning_rate(
-                    part.schedule, peak=part.optimizer.lr, step=step - before, steps=part.steps
+                    part.schedule, peak=part.optimizer.lr, step=step - before, steps=part.num_steps
                 )
-            before += part.steps
+            before += part.num_steps
         raise ValueError(f"step {step} of {before}")

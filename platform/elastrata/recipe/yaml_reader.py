@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from elastrata.recipe.rivals import rivals_of, without_rivals
 from elastrata_pipelines.errors import UserError, nearest
 
 ENTRY_POINTS = "elastrata.workloads"
@@ -212,6 +213,8 @@ def _merge(
     origin: str,
 ) -> None:
     """Sections are merged, anything else is replaced."""
+    for key in into.keys() - without_rivals(into, values).keys():
+        del into[key]
     for key, value in values.items():
         path = (*prefix, key)
         text.origins[".".join(path)] = origin
@@ -259,5 +262,8 @@ def _set(at: Any, path: Sequence[str], value: Any) -> None:
         else:
             raise LookupError(f"{'.'.join(path[:depth])} is a value, not a section with keys")
         if is_last:
+            if isinstance(at, dict) and value is not None:
+                for rival in rivals_of(key):
+                    at.pop(rival, None)
             at[key] = value
         at = at[key]

@@ -34,7 +34,7 @@ class TrialJob:
         workers = recipe.workers
         if workers.threads is None:
             workers = workers.model_copy(update={"threads": self.threads})
-        if workers.max > 1:
+        if workers.most > 1:
             workers = workers.model_copy(update={"spares": False})  # a trial is short
         changed = {"name": trial, "storage": self.folder.uri(), "workers": workers}
         return recipe.model_copy(update=changed)

@@ -11,6 +11,7 @@ import ray
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import check_storage, training_data
 from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run
@@ -128,7 +129,7 @@ def _trial_tokens(recipe: Recipe) -> int:
     Raises:
         UserError: a data set cannot work, or has nothing held out to compare trials by.
     """
-    data = training_data(recipe)
+    data = training_data(in_steps(recipe))
     if None in data.held_out:
         raise UserError(
             f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "

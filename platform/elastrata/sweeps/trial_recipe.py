@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from elastrata.recipe.file import load_recipe
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -47,7 +48,7 @@ class BaseRecipe:
             raise UserError(*lines) from None
         if problems := [line for _, line in cross_field_problems(recipe)]:
             raise UserError(*problems)
-        return recipe
+        return in_steps(recipe)
 
 
 def at_home(base: BaseRecipe) -> BaseRecipe:
