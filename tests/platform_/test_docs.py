@@ -14,7 +14,7 @@ import yaml
 from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli import app, run
 from elastrata.launch.doctor import Finding
-from elastrata.launch.launch import TrainResult
+from elastrata.launch.result import TrainResult
 from elastrata.recipe.file import load_recipe
 from elastrata.sweeps.file import load_sweep
 from support.documented import documented_keys

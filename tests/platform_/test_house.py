@@ -68,9 +68,12 @@ def test_the_public_list() -> None:
         "TrainResult",
         "UserError",
         "Workload",
+        "generate",
+        "inspect",
         "load_recipe",
         "load_sweep",
         "prepare",
+        "status",
         "sweep",
         "train",
     ]

@@ -46,7 +46,7 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     checkpoints = run.sub("checkpoints")
-    commit = _chosen(checkpoints, checkpoint)
+    commit = chosen_commit(checkpoints, checkpoint)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
@@ -88,7 +88,12 @@ def _manifest(data_set: DataSet) -> Manifest:
     return manifest
 
 
-def _chosen(checkpoints: Storage, wanted: str) -> Commit:
+def chosen_commit(checkpoints: Storage, wanted: str) -> Commit:
+    """The commit that is named: `newest`, `best`, or by its step.
+
+    Raises:
+        UserError: there is none of that name.
+    """
     found = commits(checkpoints)
     if not found:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")

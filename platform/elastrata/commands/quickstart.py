@@ -16,8 +16,8 @@ from elastrata.terminal.console import open_console, print_json_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.launch.launch import TrainResult
     from elastrata.launch.quickstart import Filled
+    from elastrata.launch.result import TrainResult
     from elastrata.recipe.recipe import Recipe
 
 
@@ -84,10 +84,8 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
         f"{recipe.workers.max} workers"
     )
 
-    def show(line: str) -> None:
-        console.print(f"     {line}", markup=False)
-
-    return train(recipe, show=Progress(recipe.steps_in_all, show))
+    with Progress(recipe.steps_in_all, console, indent="     ") as progress:
+        return train(recipe, show=progress)
 
 
 def _export(result: TrainResult, out: Path) -> Path:

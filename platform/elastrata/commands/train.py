@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from elastrata.commands.options import Address, Json, Overrides, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
-
-if TYPE_CHECKING:
-    from elastrata.recipe.recipe import Recipe
 
 
 def train(
@@ -30,7 +26,7 @@ def train(
     from elastrata.api import train as train_recipe
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
-    from elastrata.terminal.progress import Progress
+    from elastrata.terminal.progress import Progress, phase_lines
     from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
@@ -38,10 +34,8 @@ def train(
     renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
     chosen = in_steps(load_recipe(recipe, [*(overrides or []), *renamed]))
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
-    progress = Progress(
-        chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)
-    )
-    result = train_recipe(chosen, address=address, show=progress)
+    with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
+        result = train_recipe(chosen, address=address, show=progress)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     lines = [
         f"done: {result.steps} steps, {result.samples_seen:,} samples, "
@@ -54,12 +48,3 @@ def train(
     console.print("\n".join(lines), markup=False)
     if json:
         print_json_line(asdict(result))
-
-
-def _phase_lines(recipe: Recipe) -> dict[int, str]:
-    """By the first step of each phase a line about it."""
-    first = accumulate((phase.num_steps for phase in recipe.phases), initial=1)
-    return {
-        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
-        for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)
-    }

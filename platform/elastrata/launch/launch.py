@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -23,6 +22,7 @@ from elastrata.launch.preflight import (
     training_data,
 )
 from elastrata.launch.ray_session import ray_session
+from elastrata.launch.result import TrainResult
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -36,7 +36,7 @@ from elastrata.runs.folder import (
 )
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
-from elastrata.runs.time_to_target import TimeToTarget, time_to_target
+from elastrata.runs.time_to_target import time_to_target
 from elastrata.runs.unwritten import restore_history
 from elastrata.tracking.facts import start_tags
 from elastrata.tracking.observer import catch_up
@@ -48,23 +48,6 @@ from elastrata.workers.events import Committed, Event, Launched, Warned
 from elastrata.workers.mailbox import open_mailbox
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """A finished run. The field names are the keys of `elastrata train --json`."""
-
-    run_dir: str
-    mlflow_run_id: str
-    steps: int
-    samples_seen: int
-    tokens_seen: int
-    final_loss: float
-    world_sizes: list[int]
-    """World size of every group of workers that took part, in order."""
-    status: str
-    target: TimeToTarget | None
-    """Whether the recipe's target was reached, and when; None where it has none."""
 
 
 def train(

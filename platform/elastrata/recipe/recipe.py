@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from html import escape
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BeforeValidator,
     Field,
@@ -126,6 +128,17 @@ class Recipe(PhaseKeys):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
+
+    def __str__(self) -> str:
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        workload = {"name": self.workload.name, **values["workload"]}
+        return yaml.safe_dump({**values, "workload": workload}, sort_keys=False).rstrip()
+
+    def __repr__(self) -> str:
+        return f"Recipe, what it does not leave at its default:\n{self}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     @property
     def parts(self) -> tuple[PhaseKeys, ...]:
