@@ -40,7 +40,12 @@ DOORS = {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli", "elastrata.commands"},
-    "matplotlib": {"elastrata.sweeps.plots", "elastrata.sweeps.result", "elastrata.tracking.plots"},
+    "matplotlib": {
+        "elastrata.launch.result",
+        "elastrata.sweeps.plots",
+        "elastrata.sweeps.result",
+        "elastrata.tracking.plots",
+    },
 }
 """The modules (with those below them) that may import a library or a part of it."""
 

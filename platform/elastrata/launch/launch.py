@@ -17,8 +17,8 @@ from elastrata.launch.preflight import (
     TrainingData,
     check_storage,
     cluster_problems,
+    doubts,
     mask_problems,
-    repetition,
     training_data,
 )
 from elastrata.launch.ray_session import ray_session
@@ -80,7 +80,7 @@ def train(
         raise UserError(*problems)
     recipe = in_steps(recipe)
     data = training_data(recipe)
-    if line := repetition(recipe, data):
+    for line in doubts(recipe, data):
         show(Warned(text=line))
     root = Storage(recipe.storage)
     check_storage(root)

@@ -92,6 +92,18 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
 
 
+def doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+    """A line for each thing that can be trained, and that nobody would want to."""
+    manifests = {phase.batches.url: phase.batches.manifest for phase in data.phases}
+    lines = [
+        f"data.path: {url}: {line}"
+        for url, manifest in manifests.items()
+        for line in recipe.workload.advice(manifest)
+    ]
+    repeated = repetition(recipe, data)
+    return [*lines, repeated] if repeated else lines
+
+
 MOST_EPOCHS = 40
 """A data set that is gone through more often than that is learned by heart."""
 

@@ -80,6 +80,11 @@ class Workload(Config):
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why this workload cannot train on that data set; empty if it can."""
 
+    def advice(self, manifest: Manifest) -> list[str]:
+        """One line per thing about that data set which fits this workload badly, though it can
+        train on it; none by default."""
+        return []
+
     def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
         """One line for each of its keys that asks for what a machine lacks, with what is used
         instead; none by default. `dtype` is what the model is computed in."""
