@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
-from elastrata.commands.options import Json
+from elastrata.commands.options import Json, RunName
 from elastrata.terminal.console import open_console, print_json_line
 
 
 def export(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder or URL of a run, such as runs/bert-tiny.")
-    ],
+    run: RunName,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
     checkpoint: Annotated[
         str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
@@ -23,8 +21,9 @@ def export(
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
     from elastrata.checkpoints.export import export as export_run
+    from elastrata.runs.names import named_run
 
-    path = export_run(run, out, checkpoint=checkpoint)
+    path = export_run(named_run(run).url, out, checkpoint=checkpoint)
     console = open_console(as_json=json)
     console.print(
         f"model    {path}\n"

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.commands.options import Address, Json, Overrides, RecipeName
+from elastrata.commands.options import Address, Json, OptionalRecipe, Overrides
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.recipe.recipe import Recipe
 
 
 def train(
-    recipe: RecipeName,
+    recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     name: Annotated[
         str | None, typer.Option(help="The run's name. The same name continues the same run.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run to go on with, in the place of RECIPE and --name."),
     ] = None,
     address: Address = None,
     json: Json = False,
@@ -24,15 +32,14 @@ def train(
     """Train a recipe, or continue its run where it stopped."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
     from elastrata.terminal.progress import Progress, phase_lines
     from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    chosen = in_steps(load_recipe(recipe, [*(overrides or []), *renamed]))
+    arguments = [*([recipe] if recipe else []), *(overrides or [])]
+    chosen = in_steps(_resumed(resume, arguments, name) if resume else _named(arguments, name))
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
         result = train_recipe(chosen, address=address, show=progress)
@@ -48,3 +55,26 @@ def train(
     console.print("\n".join(lines), markup=False)
     if json:
         print_json_line(asdict(result))
+
+
+def _named(arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.recipe.file import load_recipe
+
+    if not arguments:
+        raise UserError("expected a recipe, such as bert/tiny, or --resume RUN")
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    return load_recipe(arguments[0], [*arguments[1:], *renamed])
+
+
+def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.recipe.resumed import resumed_recipe
+    from elastrata.runs.names import named_run
+
+    if name is not None:
+        raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+    if arguments and "=" not in arguments[0]:
+        raise UserError(
+            f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
+            "changes are KEY=VALUE"
+        )
+    return resumed_recipe(named_run(run), arguments)

@@ -9,6 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
+STATE_STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "silent": "bold red",
+}
+"""How the states of a run are shown."""
+
 
 def open_console(*, as_json: bool) -> Console:
     """Where a command writes for people: standard output, or standard error beside `--json`."""
