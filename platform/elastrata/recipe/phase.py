@@ -25,6 +25,7 @@ class PhaseKeys(Config):
     """What may change while a run goes on, as it is planned from the start."""
 
     data: DataConfig
+    """What it trains on."""
     steps: PositiveInt | None = None
     """Optimizer steps; or give `epochs`, or `tokens`."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -41,7 +42,9 @@ class PhaseKeys(Config):
     its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
     measure."""
     optimizer: OptimizerConfig
+    """How weights are updated."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves."""
     sparsity: SparsityConfig = None
     """Weights that are held at zero. Default: none."""
 

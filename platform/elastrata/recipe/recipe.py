@@ -48,6 +48,7 @@ class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
     min: PositiveInt = 1
+    """Fewest workers that the run goes on with; it waits for them."""
     max: PositiveInt | Literal["auto"] = 1
     """The run starts at up to this many and goes on with fewer, down to `min`. auto: one for every
     GPU that the cluster has when the run starts; without any, one for every two CPUs."""
@@ -89,14 +90,17 @@ class Recipe(PhaseKeys):
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
+    """The model and its objective; `name` chooses one of those installed."""
     phases: tuple[Phase, ...] = ()
     """The parts of the run, one after the other, where it has several: each says how it differs
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run
     through."""
     seed: int = 0
+    """Of the first weights, of the order of samples, and of all that is drawn for each of them."""
     target: TargetConfig | None = None
     """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
+    """How gradients are kept in bounds."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
     note it in the history, and go on."""
@@ -110,10 +114,15 @@ class Recipe(PhaseKeys):
     compile: bool = False
     """Compiles every block with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the model is divided over workers."""
     workers: WorkersConfig = WorkersConfig()
+    """How many there are, and what each takes."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """When the model is evaluated, and on what."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the state is saved, and how much of it is kept."""
     tracking: TrackingConfig = TrackingConfig()
+    """Where the run is recorded."""
     storage: str = "runs"
     """Folder or URL under which every run has a folder of its own name."""
 
