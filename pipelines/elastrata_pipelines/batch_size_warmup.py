@@ -55,6 +55,13 @@ def samples_in(steps: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
     return warming * warmup.start + sizes * warmup.multiple + (steps - warming) * full
 
 
+def steps_for(samples: int, *, full: int, warmup: BatchSizeWarmup | None) -> int:
+    """The fewest steps that have so many samples; at least 1, and one more than the warm-up has."""
+    warming = warmup.steps if warmup else 0
+    grown = samples_in(warming, full=full, warmup=warmup)
+    return warming + max(1, -(-(samples - grown) // full))
+
+
 def _num_sizes(full: int, warmup: BatchSizeWarmup) -> int:
     return -(-(full - warmup.start) // warmup.multiple)
 

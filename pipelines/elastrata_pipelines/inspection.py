@@ -24,6 +24,10 @@ from elastrata_pipelines.format import (
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.storage import Storage
 
+SAMPLES_OF_A_WORKER = 16
+"""In a batch that nobody has said the size of."""
+BERT_BASE_WORK = WorkModel(linear=6 * 768, quadratic=1)
+"""A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens."""
 _GOOD_IMBALANCE = 1.01
 _ADVICE_STEPS = 4
 _ADVICE_DOUBLINGS = 6

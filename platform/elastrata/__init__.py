@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastrata.api import prepare, sweep, train
-    from elastrata.launch.launch import TrainResult
+    from elastrata.api import generate, inspect, prepare, status, sweep, train
+    from elastrata.launch.result import TrainResult
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.recipe import Recipe
     from elastrata.sweeps.file import load_sweep
@@ -28,9 +28,12 @@ __all__ = [
     "TrainResult",
     "UserError",
     "Workload",
+    "generate",
+    "inspect",
     "load_recipe",
     "load_sweep",
     "prepare",
+    "status",
     "sweep",
     "train",
 ]
@@ -40,12 +43,15 @@ _HOMES = {
     "Recipe": "elastrata.recipe.recipe",
     "SweepConfig": "elastrata.sweeps.sweep",
     "SweepResult": "elastrata.sweeps.result",
-    "TrainResult": "elastrata.launch.launch",
+    "TrainResult": "elastrata.launch.result",
     "UserError": "elastrata_pipelines.errors",
     "Workload": "elastrata.training.workload",
+    "generate": "elastrata.api",
+    "inspect": "elastrata.api",
     "load_recipe": "elastrata.recipe.file",
     "load_sweep": "elastrata.sweeps.file",
     "prepare": "elastrata.api",
+    "status": "elastrata.api",
     "sweep": "elastrata.api",
     "train": "elastrata.api",
 }

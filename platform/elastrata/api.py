@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from elastrata.launch.launch import TrainResult
 from elastrata.launch.launch import train as train_on_ray
 from elastrata.launch.ray_session import ray_session
+from elastrata.launch.result import TrainResult
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.standings import Standings
@@ -16,6 +18,12 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig
 from elastrata_pipelines.preparation import prepare as prepare_on_ray
+from elastrata_pipelines.storage import Storage
+
+if TYPE_CHECKING:
+    from elastrata.inference.continuation import Continuation
+    from elastrata.runs.status import Status
+    from elastrata_pipelines.inspection import Inspection
 
 
 def run_name(recipe: Recipe) -> str:
@@ -33,20 +41,30 @@ def train(
     recipe: Recipe,
     *,
     address: str | None = None,
-    show: Callable[[Event], None] = lambda event: None,
+    show: Callable[[Event], None] | None = None,
 ) -> TrainResult:
     """Trains a recipe to its last step or its target, or continues its run where it stopped.
 
     Args:
         recipe: what to train, with a name.
         address: the Ray cluster to join; default: the session that is open, else one of its own.
-        show: called with every event of the run, from a thread of its own.
+        show: called with every event of the run, from a thread of its own; default: shows them, in
+            a line that moves where there is a terminal or a notebook.
 
     Raises:
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
         TrainingError: training did not come to its end; says why.
     """
-    return train_on_ray(recipe, name=run_name(recipe), address=address, show=show)
+    from rich.console import Console
+
+    from elastrata.terminal.progress import Progress, phase_lines
+
+    name = run_name(recipe)
+    if show is not None:
+        return train_on_ray(recipe, name=name, address=address, show=show)
+    recipe = in_steps(recipe)
+    with Progress(recipe.steps_in_all, Console(), phase_lines(recipe)) as progress:
+        return train_on_ray(recipe, name=name, address=address, show=progress)
 
 
 def prepare(
@@ -64,18 +82,98 @@ def prepare(
         out: folder or URL of the data set.
         overwrite: whether to replace a data set that is there.
         address: the Ray cluster to join; default: the session that is open, else one of its own.
-        progress: called with stage, amount done, amount in all and their unit.
+        progress: called with stage, amount done, amount in all and their unit; default: shows them.
 
     Raises:
         UserError: text or configuration cannot work; one line for each reason.
     """
-    return prepare_on_ray(
-        config,
-        out,
-        overwrite=overwrite,
-        progress=progress,
-        session=lambda: ray_session(address),
+    from rich.console import Console
+
+    from elastrata.terminal.stage_progress import StageProgress
+
+    def run(report: Callable[[str, int, int, str], None]) -> Manifest:
+        return prepare_on_ray(
+            config,
+            out,
+            overwrite=overwrite,
+            progress=report,
+            session=lambda: ray_session(address),
+        )
+
+    if progress is not None:
+        return run(progress)
+    with StageProgress(Console()) as shown:
+        return run(shown)
+
+
+def status(run: str) -> Status:
+    """How a run stands, wherever it trains.
+
+    Args:
+        run: its folder or URL.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    from elastrata.runs.status import status
+
+    return status(Storage(run))
+
+
+def inspect(data: str, *, workers: int = 8, batch_size: int | None = None) -> Inspection:
+    """A data set as training would see it: lengths, padding, balance.
+
+    Args:
+        data: its folder or URL.
+        workers: that a batch would be dealt to.
+        batch_size: samples of a step; default: 16 for every worker.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    from elastrata_pipelines.inspection import BERT_BASE_WORK, SAMPLES_OF_A_WORKER, inspect
+
+    storage = Storage(data)
+    manifest = Manifest.read(storage)
+    return inspect(
+        storage,
+        workers=workers,
+        batch_size=batch_size or min(SAMPLES_OF_A_WORKER * workers, manifest.samples),
+        tokens_per_micro_batch=max(8192, manifest.seq_len),
+        work=BERT_BASE_WORK,
     )
+
+
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    checkpoint: str = "newest",
+) -> Continuation:
+    """Continues a text with a trained GPT.
+
+    Args:
+        model: folder or URL of a run, or an exported folder.
+        prompt: the text.
+        tokens: most that are added.
+        temperature: below 1 likelier tokens become likelier; 0: always the likeliest.
+        top_k: chooses among so many of the likeliest; None: among all.
+        seed: the same one gives the same text.
+        checkpoint: of a run: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Raises:
+        UserError: there is no such model, or it predicts no next tokens.
+    """
+    from elastrata.inference.continuation import Sampling, continuation
+    from elastrata.inference.language_model import load_language_model
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
+    loaded = load_language_model(model, checkpoint=checkpoint)
+    return continuation(loaded, prompt, tokens=tokens, sampling=sampling)
 
 
 def sweep(

@@ -23,6 +23,7 @@ from elastrata.commands.inspect import inspect
 from elastrata.commands.plan import plan
 from elastrata.commands.prepare import prepare
 from elastrata.commands.quickstart import quickstart
+from elastrata.commands.runs import runs
 from elastrata.commands.schema import schema
 from elastrata.commands.simulate import simulate
 from elastrata.commands.status import status
@@ -45,6 +46,7 @@ _COMMANDS = (
     train,
     sweep,
     submit,
+    runs,
     status,
     stop,
     audit,

@@ -44,7 +44,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "line"),
     [
         (["tran"], "No such command 'tran'. Did you mean 'train'? Try 'elastrata --help'."),
-        (["train"], "Missing argument 'RECIPE'. Try 'elastrata --help'."),
+        (["train"], "expected a recipe, such as bert/tiny, or --resume RUN"),
         (["train", "bert/tiny", "--nome", "x"], "No such option: --nome"),
         (["train", "bert/tinny"], "bert/tinny: no such recipe (did you mean 'bert/tiny'?)"),
         (["train", "bert/tiny", "sed=1"], "command line: sed: 1: unknown key (did you mean 'seed"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import yaml
@@ -14,9 +17,14 @@ import yaml
 from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli import app, run
 from elastrata.launch.doctor import Finding
-from elastrata.launch.launch import TrainResult
+from elastrata.launch.result import TrainResult
+from elastrata.planner.cluster import _KEYS as CLUSTER_KEYS
 from elastrata.recipe.file import load_recipe
+from elastrata.recipe.json_schema import recipe_schema
+from elastrata.recipe.key_reference import key_reference, recipe_keys
+from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
 from elastrata.sweeps.file import load_sweep
+from elastrata.sweeps.json_schema import sweep_schema
 from support.documented import documented_keys
 from support.synthetic import write_data_set
 
@@ -129,3 +137,39 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
     assert run(["train", "mine.yaml", "steps=0"]) == 2
     shown = re.findall(r"```\n(mine.yaml.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted(shown[0].splitlines())
+
+
+def test_the_reference_of_keys_is_current_and_describes_each() -> None:
+    schema = recipe_schema()
+    assert (ROOT / "docs" / "keys.md").read_text() == key_reference(schema), (
+        "elastrata schema --keys --out docs/keys.md"
+    )
+    keys = recipe_keys(schema)
+    assert len({key.path for key in keys}) > 150
+    assert [key.path for key in keys if not key.description] == []
+
+
+def _yaml_blocks() -> Iterator[Any]:
+    for path in DOCUMENTS:
+        for number, block in enumerate(
+            re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)
+        ):
+            value = parse_yaml(block, path.name)
+            if value is not None:  # a comment alone
+                yield pytest.param(value, id=f"{path.name}-{number}")
+
+
+@pytest.mark.parametrize("value", _yaml_blocks())
+def test_every_yaml_in_the_docs_is_what_the_schema_says(value: dict[str, Any]) -> None:
+    if "space" in value:
+        jsonschema.validate(value, sweep_schema())
+    elif "device" in value:
+        assert value.keys() <= CLUSTER_KEYS.keys()
+    else:  # a whole recipe, or a part of one, such as a variant says
+        whole = value if {"workload", "extends"} & value.keys() else {"extends": "x", **value}
+        jsonschema.validate(whole, recipe_schema())
+
+
+@pytest.mark.parametrize("name", sorted(available_recipes()))
+def test_every_recipe_that_ships_is_what_the_schema_says(name: str) -> None:
+    jsonschema.validate(parse_yaml(available_recipes()[name].read_text(), name), recipe_schema())

@@ -41,6 +41,7 @@ DOORS = {
     },
     "typer": {"elastrata.cli", "elastrata.commands"},
     "matplotlib": {
+        "elastrata.launch.result",
         "elastrata.sweeps.plots",
         "elastrata.sweeps.result",
         "elastrata.sweeps.scale",
@@ -73,9 +74,12 @@ def test_the_public_list() -> None:
         "TrainResult",
         "UserError",
         "Workload",
+        "generate",
+        "inspect",
         "load_recipe",
         "load_sweep",
         "prepare",
+        "status",
         "sweep",
         "train",
     ]

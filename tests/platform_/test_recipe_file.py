@@ -100,7 +100,7 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         "bad.yaml: data.prepare.tokenizer.train: 'wordpece': expected 'wordpiece', 'bpe' or null "
         "(did you mean 'wordpiece'?)",
         "bad.yaml: data.prepare.seq_len: 4: expected a whole number at least 8",
-        "bad.yaml: steps: 0: expected a whole number above 0",
+        "bad.yaml: steps: 0: expected a whole number above 0 or null",
         "bad.yaml: lr: 0.0003: unknown key (did you mean 'optimizer.lr'?)",
         "bad.yaml: batch_size: true: expected a whole number above 0",
         "bad.yaml: optimizer.lr: -1: expected a number above 0",
@@ -131,7 +131,7 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("workload={}", "command line: workload: needs a name, such as 'bert'"),
         ("workload=3", "command line: workload: 3: expected a section with name"),
         ("optimizer=3", "command line: optimizer: 3: expected a section with name, lr, betas, eps"),
-        ("steps=", "command line: steps: null: expected a whole number above 0"),
+        ("steps=", "command line: steps: missing: expected steps, epochs or tokens"),
         ("steps=[1", "command line: steps: [1: not valid YAML"),
         ("name=a/b", "command line: name: 'a/b': expected letters, digits"),
         ("schedule.warmup_steps=10", "command line: schedule.warmup_steps: 10: expected fewer"),
@@ -315,7 +315,7 @@ def test_a_missing_or_unreadable_recipe(folder: Path) -> None:
     assert problems("latin.yaml") == ["latin.yaml: not UTF-8 text"]
     assert problems("bert/tinny")[0].startswith("bert/tinny: no such recipe (did you mean 'bert/")
     (folder / "empty.yaml").write_text("")
-    assert "empty.yaml: steps: missing: expected a whole number above 0" in problems("empty.yaml")
+    assert "empty.yaml: steps: missing: expected steps, epochs or tokens" in problems("empty.yaml")
 
 
 @pytest.mark.parametrize(

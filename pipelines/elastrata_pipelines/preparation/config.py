@@ -7,10 +7,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from elastrata_pipelines.plain_text import refuse_unprintable
 from elastrata_pipelines.secrets import refuse_secrets
+
+_PATHS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    ]
+}
+"""One path needs no list around it."""
 
 
 class _Part(BaseModel):
@@ -35,7 +43,11 @@ class _Part(BaseModel):
 class SourceConfig(_Part):
     """Text of one origin, with its share in the data set."""
 
-    paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    paths: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(min_length=1),
+        WithJsonSchema(_PATHS_SCHEMA),
+    ]
     """Files, folders (every file below them that is not hidden) or globs; local or URLs such as
     `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
     name: str | None = None

@@ -105,7 +105,7 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
     torch.set_num_threads(recipe.workers.threads or len(os.sched_getaffinity(0)))
     device, workload = current_device(), recipe.workload
     endless = recipe.model_copy(
-        update={"steps": max(recipe.steps, len(samples.steps)), "phases": ()}
+        update={"steps": max(recipe.steps or 0, len(samples.steps)), "phases": ()}
     )
     with lone_group(device):
         divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)

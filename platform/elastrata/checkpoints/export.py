@@ -75,7 +75,7 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     checkpoints = run.sub("checkpoints")
-    commit = _chosen(checkpoints, checkpoint)
+    commit = chosen_commit(checkpoints, checkpoint)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
@@ -169,7 +169,7 @@ def _masks(
         return {}
     shapes = layer_shapes(recipe.workload)
     matrices = {name: state[name] for name in (f"{layer}{WEIGHT}" for layer in shapes)}
-    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
     masks = Masks(matrices, shapes, phases, seed=recipe.seed)
     masks.restore(commit.step, partial(load, checkpoints, commit))
     return {layer_of(name): mask for name, mask in masks.shards.items()}
@@ -183,7 +183,12 @@ def _manifest(data_set: DataSet) -> Manifest:
     return manifest
 
 
-def _chosen(checkpoints: Storage, wanted: str) -> Commit:
+def chosen_commit(checkpoints: Storage, wanted: str) -> Commit:
+    """The commit that is named: `newest`, `best`, or by its step.
+
+    Raises:
+        UserError: there is none of that name.
+    """
     found = commits(checkpoints)
     if not found:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")

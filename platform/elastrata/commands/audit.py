@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.commands.options import Json
+from elastrata.commands.options import Json, RunName
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ _PROBLEM_LINES = 10
 
 
 def audit(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder or URL of a run, such as runs/bert-tiny.")
-    ],
+    run: RunName,
     other: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Another run, to compare it with.")
     ] = None,
@@ -37,10 +35,10 @@ def audit(
     """Prove that a run saw every sample once in each epoch, and the same ones as another run."""
     from elastrata.runs.audit import audit as audit_run
     from elastrata.runs.comparison import compare
-    from elastrata_pipelines.storage import Storage
+    from elastrata.runs.names import named_run
 
     console = open_console(as_json=json)
-    found = [audit_run(Storage(url)) for url in (run, other) if url is not None]
+    found = [audit_run(named_run(url)) for url in (run, other) if url is not None]
     compared = (
         compare(found[0].steps, found[1].steps, tolerance=tolerance) if len(found) == 2 else None
     )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from elastrata.bench.input import InputFigures
     from elastrata.recipe.recipe import Recipe
 
+_MANY_STEPS = 1_000_000
+
 bench = typer.Typer(name="bench", help="Measure the parts of a recipe's training, one at a time.")
 
 LengthsOption = Annotated[
@@ -174,12 +176,14 @@ def reduce(
 
 
 def _phase_alone(recipe: Recipe, phase: int) -> Recipe:
-    """A recipe that has no other phases."""
+    """A recipe that has no other phases, and a number of steps: what is measured is a few of them,
+    however many the data would make."""
     from elastrata.recipe.phase import PhaseKeys
 
     part = part_of(recipe, phase)
     keys = {key: getattr(part, key) for key in PhaseKeys.model_fields}
-    return recipe.model_copy(update={**keys, "phases": ()})
+    length = {"steps": part.steps or _MANY_STEPS, "epochs": None, "tokens": None}
+    return recipe.model_copy(update={**keys, **length, "phases": ()})
 
 
 def _read(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.commands.options import Json
+from elastrata.commands.options import Json, RunName
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder or URL of a run, such as runs/bert-tiny.")
-    ],
+    run: RunName,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
     checkpoint: Annotated[
         str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
@@ -34,10 +32,12 @@ def export(
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
     from elastrata.checkpoints.export import export_model
+    from elastrata.runs.names import named_run
     from elastrata.tracking.registry import check_model_name
 
     if register is not None:
         check_model_name(register)
+    run = named_run(run).url
     model = export_model(run, out, checkpoint=checkpoint)
     loader = model.recipe.workload.exported_as.loader
     registered = None if register is None else _register(run, model, register, checkpoint)

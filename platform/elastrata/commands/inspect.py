@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from elastrata_pipelines.inspection import Inspection
     from elastrata_pipelines.storage import Storage
 
-_BERT_BASE_WIDTH = 768
-_SAMPLES_EACH = 16
 
 Data = Annotated[
     str,
@@ -166,6 +164,7 @@ def _subject(
     phase: int,
 ) -> _Subject:
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
 
     if not _is_recipe(data):
         if overrides:
@@ -179,7 +178,7 @@ def _subject(
         )
     if recipe:
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
-    run = load_recipe(data, overrides)
+    run = in_steps(load_recipe(data, overrides))
     part = part_of(run, phase)
     most = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(
@@ -202,12 +201,13 @@ def _is_recipe(name: str) -> bool:
 def _inspect(
     storage: Storage, manifest: Manifest, subject: _Subject, workers: int, ranks_per_node: int
 ) -> Inspection:
+    from elastrata_pipelines.inspection import SAMPLES_OF_A_WORKER
     from elastrata_pipelines.inspection import inspect as inspect_data
 
     return inspect_data(
         storage,
         workers=workers,
-        batch_size=subject.batch_size or min(_SAMPLES_EACH * workers, manifest.samples),
+        batch_size=subject.batch_size or min(SAMPLES_OF_A_WORKER * workers, manifest.samples),
         tokens_per_micro_batch=subject.tokens_per_micro_batch or max(8192, manifest.seq_len),
         work=_work(subject.model, manifest),
         ranks_per_node=ranks_per_node,
@@ -216,11 +216,10 @@ def _inspect(
 
 
 def _work(model: Recipe | None, manifest: Manifest) -> WorkModel:
-    from elastrata_pipelines.deal import WorkModel
+    from elastrata_pipelines.inspection import BERT_BASE_WORK
 
     if model is None:
-        # A block of width h costs 24 h^2 FLOPs per token and 4 h per pair of tokens.
-        return WorkModel(linear=6 * _BERT_BASE_WIDTH, quadratic=1)
+        return BERT_BASE_WORK
     return model.workload.work(manifest.vocabulary)
 
 

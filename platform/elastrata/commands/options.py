@@ -20,6 +20,13 @@ Json = Annotated[
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe's file, or a name such as bert/tiny.")
 ]
+OptionalRecipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="A recipe's file, or a name such as bert/tiny."),
+]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run: its folder or URL, or its name in ./runs.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=3e-4."),

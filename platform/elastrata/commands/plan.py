@@ -50,9 +50,10 @@ def plan(
     from elastrata.planner.cluster import read_cluster
     from elastrata.planner.plan import plan as make_plan
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
 
     console = open_console(as_json=json)
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = in_steps(load_recipe(recipe, overrides or []))
     where = read_cluster(cluster)
     if price is not None:
         where = replace(where, price=price)

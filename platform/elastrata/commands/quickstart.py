@@ -6,7 +6,7 @@ import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,9 +16,18 @@ from elastrata.terminal.console import open_console, print_json_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.launch.launch import TrainResult
-    from elastrata.launch.quickstart import Filled
+    from elastrata.launch.result import TrainResult
     from elastrata.recipe.recipe import Recipe
+
+
+_NEXT = {
+    "bert": "elastrata prepare --text YOUR_TEXT --out data/mine\n"
+    "            elastrata train bert/tiny data.path=data/mine --name first",
+    "gpt": "elastrata prepare --text YOUR_TEXT --tokenizer bpe --packing best_fit "
+    "--seq-len 256 --out data/mine-gpt\n"
+    "            elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt",
+}
+"""What to do after it, by workload."""
 
 
 def quickstart(
@@ -29,12 +38,15 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for everything it writes.")] = Path(
         "quickstart"
     ),
+    model: Annotated[
+        Literal["bert", "gpt"], typer.Option(help="What is trained: a BERT or a GPT.")
+    ] = "bert",
     json: Json = False,
 ) -> None:
-    """Train a small BERT on Python's own library: text to shards to model, in minutes."""
+    """Train a small BERT or GPT on Python's own library: text to shards to model, in minutes."""
     from elastrata.launch.quickstart import (
         collect_corpus,
-        fill_masks,
+        folder_of,
         last_evaluation,
         quickstart_recipe,
     )
@@ -48,24 +60,46 @@ def quickstart(
     console.print(
         f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
     )
-    recipe = quickstart_recipe(out, corpus, tuple(overrides or ()))
+    recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
     with ray_session():
         result = _prepare_and_train(console, recipe)
     run = Storage(result.run_dir)
     evaluation = last_evaluation(run)
     console.print("4/5  export: the model as a folder for transformers")
-    model = _export(result, out / "model")
+    exported = _export(result, out / folder_of("model", model))
+    shown = _fill(console, exported) if model == "bert" else _write(console, exported)
+    _summarize(console, recipe, result, evaluation, exported, time.monotonic() - started)
+    if json:
+        print_json_line(_result(result, evaluation, exported, shown))
+
+
+def _fill(console: Console, model: Path) -> dict[str, Any]:
+    from elastrata.launch.quickstart import fill_masks
+
     console.print("5/5  fill: what it would put in the place of masked words")
     filled = fill_masks(model)
     for guess in filled:
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
-    _summarize(console, recipe, result, evaluation, model, time.monotonic() - started)
-    if json:
-        print_json_line(_result(result, evaluation, model, filled))
+    return {"filled": [asdict(guess) for guess in filled]}
+
+
+def _write(console: Console, model: Path) -> dict[str, Any]:
+    from elastrata.launch.quickstart import write_on
+
+    console.print("5/5  write: what it would put after the beginning of a line")
+    written = write_on(model)
+    for one in written:
+        console.print(f"     {one.prompt}[{_one_line(one.text)}]", markup=False)
+    return {"written": [asdict(one) for one in written]}
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
 
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
+    from elastrata.recipe.length import in_steps
     from elastrata.terminal.progress import Progress
     from elastrata.terminal.stage_progress import StageProgress
 
@@ -77,14 +111,14 @@ def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
         f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
         f"{manifest.stripes:,} stripes"
     )
-    workers = recipe.workers.max
+    recipe = in_steps(recipe)
     console.print(
-        f"3/5  train: {recipe.steps} steps of {recipe.batch_size} samples, {workers} workers"
+        f"3/5  train: {recipe.steps_in_all} steps of {recipe.batch_size} samples, "
+        f"{recipe.workers.max} workers"
     )
-    return train(
-        recipe,
-        show=Progress(recipe.steps, lambda line: console.print(f"     {line}", markup=False)),
-    )
+
+    with Progress(recipe.steps_in_all, console, indent="     ") as progress:
+        return train(recipe, show=progress)
 
 
 def _export(result: TrainResult, out: Path) -> Path:
@@ -96,14 +130,14 @@ def _export(result: TrainResult, out: Path) -> Path:
 
 
 def _result(
-    result: TrainResult, evaluation: dict[str, float], model: Path, filled: list[Filled]
+    result: TrainResult, evaluation: dict[str, float], model: Path, shown: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         **asdict(result),
         "evaluation": evaluation,
         "plots": f"{result.run_dir}/plots",
         "model": str(model),
-        "filled": [asdict(guess) for guess in filled],
+        **shown,
     }
 
 
@@ -129,7 +163,6 @@ def _summarize(
         f"  pictures  {result.run_dir}/plots\n"
         f"  run       {result.run_dir}  (checkpoints, history, recipe)\n"
         f"  record    mlflow ui --backend-store-uri {uri}\n"
-        "  next      elastrata prepare --text YOUR_TEXT --out datasets/mine\n"
-        "            elastrata train bert/mini data.path=datasets/mine",
+        f"  next      {_NEXT[recipe.workload.name]}",
         markup=False,
     )

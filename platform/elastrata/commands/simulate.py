@@ -61,13 +61,14 @@ def simulate(
     from elastrata.launch.data_outline import data_outline
     from elastrata.planner.cluster import read_cluster
     from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
     from elastrata.simulation import simulate as simulation
     from elastrata.simulation.pace import step_seconds as paced
     from elastrata.simulation.recovery import RecoverySeconds, read_recovery
     from elastrata.simulation.trace import Rates, drawn_events, read_trace
 
     console = open_console(as_json=json)
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = in_steps(load_recipe(recipe, overrides or []))
     where = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
     given = read_trace(trace) if trace else None

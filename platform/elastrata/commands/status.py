@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from elastrata.commands.options import Json
-from elastrata.terminal.console import open_console, print_json_line
+from elastrata.commands.options import Json, RunName
+from elastrata.terminal.console import STATE_STYLES, open_console, print_json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from elastrata.runs.status import Status
 
-_STYLES = {
-    "running": "cyan",
-    "finished": "green",
-    "stopped": "yellow",
-    "failed": "bold red",
-    "silent": "bold red",
-}
-
 
 def status(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder or URL of a run, such as runs/bert-tiny.")
-    ],
+    run: RunName,
     json: Json = False,
 ) -> None:
     """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
+    from elastrata.runs.names import named_run
     from elastrata.runs.status import status as look_at
-    from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
-    found = look_at(Storage(run))
+    found = look_at(named_run(run))
     _show_state(console, found)
     _show_faults(console, found)
     _show_recoveries(console, found)
@@ -50,7 +38,7 @@ def _show_state(console: Console, found: Status) -> None:
     newest = found.checkpoint
     rows: dict[str, str | Text] = {
         "run": found.run,
-        "state": Text(found.text, style=_STYLES[found.state]),
+        "state": Text(found.text, style=STATE_STYLES[found.state]),
         "progress": f"step {found.steps:,} of {found.steps_in_all:,} ({found.progress:.1%}), "
         f"{found.samples_seen:,} samples, {found.tokens_seen:,} tokens"
         + (f", loss {found.loss:.4f}" if found.loss is not None else ""),

@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.commands.options import Address, Json, Overrides, RecipeName
+from elastrata.commands.options import Address, Json, OptionalRecipe, Overrides
 from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 
 def train(
-    recipe: RecipeName,
+    recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     name: Annotated[
         str | None, typer.Option(help="The run's name. The same name continues the same run.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run to go on with, in the place of RECIPE and --name."),
     ] = None,
     address: Address = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
-    from elastrata.recipe.file import load_recipe
-
-    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
-    train_and_tell(load_recipe(recipe, [*(overrides or []), *renamed]), address, json)
+    arguments = [*([recipe] if recipe else []), *(overrides or [])]
+    chosen = _resumed(resume, arguments, name) if resume else _named(arguments, name)
+    train_and_tell(chosen, address, json)
 
 
 def train_and_tell(chosen: Recipe, address: str | None, json: bool) -> None:
     """Trains a recipe and shows how it goes, and what came of it."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.terminal.progress import Progress
+    from elastrata.recipe.length import in_steps
+    from elastrata.terminal.progress import Progress, phase_lines
     from elastrata.tracking.uri import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
+    chosen = in_steps(chosen)
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
-    progress = Progress(
-        chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)
-    )
-    result = train_recipe(chosen, address=address, show=progress)
+    with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
+        result = train_recipe(chosen, address=address, show=progress)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     lines = [
         f"done: {result.steps} steps, {result.samples_seen:,} samples, "
@@ -60,10 +63,24 @@ def train_and_tell(chosen: Recipe, address: str | None, json: bool) -> None:
         print_json_line(asdict(result))
 
 
-def _phase_lines(recipe: Recipe) -> dict[int, str]:
-    """By the first step of each phase a line about it."""
-    first = accumulate((phase.steps for phase in recipe.phases), initial=1)
-    return {
-        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
-        for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)
-    }
+def _named(arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.recipe.file import load_recipe
+
+    if not arguments:
+        raise UserError("expected a recipe, such as bert/tiny, or --resume RUN")
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    return load_recipe(arguments[0], [*arguments[1:], *renamed])
+
+
+def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.recipe.resumed import resumed_recipe
+    from elastrata.runs.names import named_run
+
+    if name is not None:
+        raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+    if arguments and "=" not in arguments[0]:
+        raise UserError(
+            f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
+            "changes are KEY=VALUE"
+        )
+    return resumed_recipe(named_run(run), arguments)

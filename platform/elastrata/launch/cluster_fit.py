@@ -62,13 +62,14 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterOutline) -> Iterator[Fi
         found=f"{workers.min}, and there is room for {room} at most",
         advice="" if workers.min <= room else _advice("min", room),
     )
+    most = room if workers.max == "auto" else workers.max
     yield Finding(
         name="workers.max",
-        status="ok" if workers.max <= room else "warning",
+        status="ok" if most <= room else "warning",
         found=f"{workers.max}, and there is room for {room} at most",
-        advice="" if workers.max <= room else _advice("max", room),
+        advice="" if most <= room else _advice("max", room),
     )
-    count = min(workers.max, room)
+    count = min(most, room)
     left = cluster.amount("CPU") - count * workers.cpus
     is_enough = left >= _READERS_CPUS
     yield Finding(

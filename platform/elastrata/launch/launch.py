@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 import ray
 
 from elastrata.checkpoints.commit import commits
+from elastrata.launch.cluster_share import gpus_per_worker, with_workers
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.model_inspection import num_parameters
@@ -18,12 +18,15 @@ from elastrata.launch.preflight import (
     TrainingData,
     check_storage,
     cluster_problems,
+    doubts,
     mask_problems,
     training_data,
 )
 from elastrata.launch.ray_processes import clear_away
 from elastrata.launch.ray_session import ray_session
+from elastrata.launch.result import TrainResult
 from elastrata.recipe.file import to_yaml
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.runs import history
@@ -36,7 +39,7 @@ from elastrata.runs.folder import (
 )
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
-from elastrata.runs.time_to_target import TimeToTarget, time_to_target
+from elastrata.runs.time_to_target import time_to_target
 from elastrata.runs.unwritten import restore_history
 from elastrata.tracking.facts import recipe_params, start_tags
 from elastrata.tracking.observer import catch_up
@@ -48,23 +51,6 @@ from elastrata.workers.events import Committed, Event, Launched, Warned
 from elastrata.workers.mailbox import open_mailbox
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """A finished run. The field names are the keys of `elastrata train --json`."""
-
-    run_dir: str
-    mlflow_run_id: str
-    steps: int
-    samples_seen: int
-    tokens_seen: int
-    final_loss: float
-    world_sizes: list[int]
-    """World size of every group of workers that took part, in order."""
-    status: str
-    target: TimeToTarget | None
-    """Whether the recipe's target was reached, and when; None where it has none."""
 
 
 def train(
@@ -95,7 +81,10 @@ def train(
         raise UserError(*problems)
     if problems := mask_problems(recipe):
         raise UserError(*problems)
+    recipe = in_steps(recipe)
     data = training_data(recipe)
+    for line in doubts(recipe, data):
+        show(Warned(text=line))
     root = Storage(recipe.storage)
     check_storage(root)
     run = root.sub(name)
@@ -112,11 +101,13 @@ def train(
         phases.passed("ownership")
         with ray_session(address):
             phases.passed("ray")
-            gpus = _gpus_per_worker(recipe)
-            if problems := cluster_problems(recipe, gpus, _cluster_resources()):
+            resources = _cluster_resources()
+            gpus = gpus_per_worker(recipe, resources)
+            if problems := cluster_problems(recipe, gpus, resources):
                 if not launches_nodes():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
+            recipe = with_workers(recipe, gpus, resources)
             mailbox = open_mailbox()
             tracker = _open_record(recipe, name, run, identity, data, record)
             phases.passed("record")
@@ -172,18 +163,6 @@ def _import_ahead() -> None:
 def _cluster_resources() -> dict[str, float]:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return resources
-
-
-def _gpus_per_worker(recipe: Recipe) -> float:
-    if recipe.workers.gpus == "auto":
-        resources = _cluster_resources()
-        if cluster_problems(recipe, 0.0, resources) and launches_nodes():
-            raise UserError(
-                "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
-                "expected a number, 0 for CPUs"
-            )
-        return 1.0 if resources.get("GPU", 0) >= 1 else 0.0
-    return recipe.workers.gpus
 
 
 def _open_record(

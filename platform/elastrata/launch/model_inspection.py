@@ -58,6 +58,8 @@ def _sparsity(recipe: Recipe, outline: DataOutline) -> tuple[SparsityPlan, ...]:
     shapes = layer_shapes(recipe.workload)
     work = recipe.workload.work(outline.vocabulary)
     return tuple(
-        sparsity_plan(part.sparsity, shapes, work=work, seq_len=outline.seq_len, steps=part.steps)
+        sparsity_plan(
+            part.sparsity, shapes, work=work, seq_len=outline.seq_len, steps=part.num_steps
+        )
         for part in recipe.parts
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -16,6 +16,7 @@ from elastrata.training.evaluate import EVALUATION_SEED
 from elastrata.training.sparsity.config import GivenConfig
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.mask_file import read_masks
+from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
@@ -101,7 +102,7 @@ def training_data(recipe: Recipe) -> TrainingData:
     phases = (
         Phase(
             batches=train,
-            steps=part.steps,
+            steps=part.num_steps,
             batch_size=part.batch_size,
             warmup=part.batch_size_warmup,
         )
@@ -109,6 +110,42 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
     return TrainingData(
         phases=one_after_another(phases), held_out=tuple(held_out for _, held_out in found)
+    )
+
+
+def doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+    """A line for each thing that can be trained, and that nobody would want to."""
+    manifests = {phase.batches.url: phase.batches.manifest for phase in data.phases}
+    lines = [
+        f"data.path: {url}: {line}"
+        for url, manifest in manifests.items()
+        for line in recipe.workload.advice(manifest)
+    ]
+    repeated = repetition(recipe, data)
+    return [*lines, repeated] if repeated else lines
+
+
+MOST_EPOCHS = 40
+"""A data set that is gone through more often than that is learned by heart."""
+
+
+def repetition(recipe: Recipe, data: TrainingData) -> str | None:
+    """A line about the data set that the run goes through most often, where that is too often."""
+    samples, sizes = dict[str, int](), dict[str, int]()
+    for phase in data.phases:
+        url, taken = (
+            phase.batches.url,
+            samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup),
+        )
+        samples[url] = samples.get(url, 0) + taken
+        sizes[url] = phase.batches.manifest.samples
+    url = max(samples, key=lambda url: samples[url] / sizes[url])
+    epochs = samples[url] / sizes[url]
+    if epochs <= MOST_EPOCHS:
+        return None
+    return (
+        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
+        f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
     )
 
 
@@ -201,7 +238,7 @@ def check_storage(storage: Storage) -> None:
 
 
 def cluster_problems(
-    recipe: Recipe, gpus_per_worker: float, resources: dict[str, float]
+    recipe: Recipe, gpus_per_worker: float, resources: Mapping[str, float]
 ) -> list[str]:
     """One line for each resource that `workers.min` needs more of than the cluster has."""
     workers = recipe.workers

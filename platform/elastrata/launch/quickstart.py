@@ -1,4 +1,5 @@
-"""The quickstart: from the text of Python's own library to a BERT that fills in masked words."""
+"""The quickstart: from the text of Python's own library to a BERT that fills in masked words, or to
+a GPT that goes on with a line."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
-RECIPE, RUN_NAME = "bert/quickstart", "bert-quickstart"
+Model = Literal["bert", "gpt"]
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_DOCUMENTS = {"bert": "paragraph", "gpt": "file"}
+"""Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len, which
+for a GPT are packed."""
+_BEGINNINGS = ("def __init__(self, ", "import ", "    if not isinstance(", "class ")
+_NEW_TOKENS = 24
 _PROMPTS = (
     "def __init__({mask}, name):",
     "import {mask}",
@@ -42,6 +48,14 @@ class Filled:
     words: tuple[str, ...]
     probability: float
     """Of the first word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The beginning of a line, and what the model writes after it."""
+
+    prompt: str
+    text: str
 
 
 def collect_corpus(folder: Path) -> Corpus:
@@ -80,18 +94,39 @@ def _sources(library: Path) -> Iterator[tuple[Path, bytes]]:
                 yield path, data
 
 
-def quickstart_recipe(out: Path, corpus: Corpus, overrides: tuple[str, ...] = ()) -> Recipe:
-    """The recipe `bert/quickstart` with everything it reads and writes under `out`."""
-    # Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len.
-    source = {"name": "python", "paths": str(corpus.folder), "documents": "paragraph"}
+def quickstart_recipe(
+    out: Path, corpus: Corpus, overrides: tuple[str, ...] = (), model: Model = "bert"
+) -> Recipe:
+    """The recipe `bert/quickstart`, or `gpt/quickstart`, with all it reads and writes in `out`."""
+    source = {"name": "python", "paths": str(corpus.folder), "documents": _DOCUMENTS[model]}
     places = {
-        "name": RUN_NAME,
-        "data.path": str(out / "data"),
+        "name": f"{model}-quickstart",
+        "data.path": str(out / folder_of("data", model)),
         "data.prepare.sources": [source],
         "storage": str(out / "runs"),
     }
     written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
-    return load_recipe(RECIPE, [*written, *overrides])
+    return load_recipe(f"{model}/quickstart", [*written, *overrides])
+
+
+def folder_of(name: str, model: Model) -> str:
+    """The name of the folder where the data or the exported model of a quickstart lies."""
+    return name if model == "bert" else f"{model}-{name}"
+
+
+def write_on(model: Path) -> list[Written]:
+    """What the exported GPT writes after the beginnings of some lines of Python."""
+    from elastrata.inference.continuation import Sampling, continuation
+    from elastrata.inference.language_model import load_language_model
+
+    loaded, sampling = load_language_model(str(model)), Sampling(temperature=0)
+    return [
+        Written(
+            prompt=prompt,
+            text=continuation(loaded, prompt, tokens=_NEW_TOKENS, sampling=sampling).text,
+        )
+        for prompt in _BEGINNINGS
+    ]
 
 
 def fill_masks(model: Path) -> list[Filled]:

@@ -63,7 +63,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         cluster=cluster,
         machine=machine,
         batch_size=part.batch_size,
-        steps=part.steps,
+        steps=part.num_steps,
         prepared=outline.prepared,
         found=found,
     )
@@ -135,7 +135,7 @@ def _search(
         cluster,
         machine,
         batch_size=part.batch_size,
-        steps=part.steps,
+        steps=part.num_steps,
         tensor_sizes=sizes,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from elastrata.recipe.phase import LENGTHS, NO_LENGTH
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -33,7 +34,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(text.values)
     except ValidationError as error:
-        problems = recipe_problems(error, _described(text), text) + problems
+        problems = recipe_problems(error, _described(text), text) + _lengths(text) + problems
         raise UserError(*dict.fromkeys(problems)) from None
     problems += [f"{text.origin(path)}: {line}" for path, line in cross_field_problems(recipe)]
     if problems:
@@ -58,6 +59,15 @@ def stored_recipe(values: Any, file: str) -> Recipe:
     except ValidationError as error:
         text = RecipeText(file=file, name="", values=values)
         raise UserError(*recipe_problems(error, _described(text), text)) from None
+
+
+def _lengths(text: RecipeText) -> list[str]:
+    """A line where nothing says how long the run is, which the model alone could not tell."""
+    parts = text.values.get("phases") or [text.values]
+    sections = [part for part in parts if isinstance(part, dict)]
+    if all(text.values.keys() & LENGTHS or part.keys() & LENGTHS for part in sections):
+        return []
+    return [f"{text.file}: {NO_LENGTH}"]
 
 
 def to_yaml(recipe: Recipe) -> str:

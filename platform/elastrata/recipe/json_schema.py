@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from elastrata.recipe.installed import installed_workloads
+from elastrata.recipe.phase import LENGTHS
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.workload import workload_class
 
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
 _ANY_OF = {"oneOf": "anyOf"}
 _VARIANT = " (variant)"
+_HAS_LENGTH = {"anyOf": [{"required": [key]} for key in (*LENGTHS, "phases")]}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -23,7 +25,8 @@ def recipe_schema() -> dict[str, Any]:
     defs: dict[str, Any] = {}
     recipe = _hoisted(Recipe.model_json_schema(), defs)
     del defs["Workload"]
-    recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "title": "Workload"}
+    described = recipe["properties"]["workload"]["description"]
+    recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "description": described}
     recipe["properties"]["extends"] = {
         "type": "string",
         "description": "A recipe's file or name; this one says only what is different.",
@@ -32,12 +35,12 @@ def recipe_schema() -> dict[str, Any]:
     defs["Recipe"] = recipe
     variants = {f"{name}{_VARIANT}": _relaxed(schema) for name, schema in defs.items()}
     return {
-        "$schema": _DRAFT,
+        "$schema": DRAFT,
         "title": "Elastrata recipe",
         "type": "object",
         "if": {"required": ["extends"]},
         "then": {"$ref": f"{_DEFS}Recipe{_VARIANT}"},
-        "else": {"$ref": f"{_DEFS}Recipe"},
+        "else": {"allOf": [{"$ref": f"{_DEFS}Recipe"}, _HAS_LENGTH]},
         "$defs": {**defs, **variants},
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,14 +14,27 @@ from elastrata.training.optimizer import OptimizerConfig
 from elastrata.training.schedule import ScheduleConfig
 from elastrata.training.sparsity.config import SparsityConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
+from elastrata_pipelines.errors import UserError
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""The keys that say how long a phase is: one of them."""
+NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]}"
 
 
 class PhaseKeys(Config):
     """What may change while a run goes on, as it is planned from the start."""
 
+    either: ClassVar = tuple((key,) for key in LENGTHS)
+
     data: DataConfig
-    steps: Annotated[int, Field(gt=0, le=10**9)]
-    """Optimizer steps."""
+    """What it trains on."""
+    steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
+    """Optimizer steps; or give `epochs`, or `tokens`."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Length in passes over the data set, in place of `steps`, which are counted when the run
+    begins."""
+    tokens: Annotated[int, Field(gt=0, lt=2**62)] | None = None
+    """Length in tokens, likewise: as many steps as have them by the mean length of a sample."""
     batch_size: Annotated[int, Field(gt=0, le=2**24)]
     """Samples per step, over all workers."""
     batch_size_warmup: BatchSizeWarmup | None = None
@@ -31,9 +44,31 @@ class PhaseKeys(Config):
     its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
     measure."""
     optimizer: OptimizerConfig
+    """How weights are updated."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves."""
     sparsity: SparsityConfig = None
     """Weights that are held at zero. Default: none."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps.
+
+        Raises:
+            UserError: they depend on a data set that is not prepared yet.
+        """
+        if self.steps is None:
+            raise UserError(
+                f"{self.length}: how many steps that is depends on {self.data.path}, which is not "
+                "prepared yet; make it with `elastrata prepare`, or give steps"
+            )
+        return self.steps
+
+    @property
+    def length(self) -> str:
+        """The key that says how long it is, and its value."""
+        given = ((key, getattr(self, key)) for key in LENGTHS)
+        return next((f"{key}: {value}" for key, value in given if value is not None), "steps: None")
 
 
 class Phase(PhaseKeys):

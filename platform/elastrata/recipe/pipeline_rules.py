@@ -64,7 +64,7 @@ def _micro_batches(recipe: Recipe) -> Iterator[Problem]:
             f"parallel.micro_batches: {count}: expected a multiple of parallel.pipeline "
             f"({pipeline}), such as {nearest_counts}",
         )
-    groups = recipe.workers.max // parallel.group_size
+    groups = recipe.workers.most // parallel.group_size
     for number, part in enumerate(recipe.parts):
         place = ("phases", str(number)) if recipe.phases else ()
         if part.batch_size < groups * count:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from html import escape
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BeforeValidator,
     Field,
@@ -48,8 +50,10 @@ class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
     min: Workers = 1
-    max: Workers = 1
-    """The run starts at up to this many and goes on with fewer, down to `min`."""
+    """Fewest workers that the run goes on with; it waits for them."""
+    max: Workers | Literal["auto"] = 1
+    """The run starts at up to this many and goes on with fewer, down to `min`. auto: one for every
+    GPU that the cluster has when the run starts; without any, one for every two CPUs."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 0.5
     """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
     gpus: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
@@ -71,9 +75,14 @@ class WorkersConfig(Config):
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:
-        if self.min > self.max:
+        if self.max != "auto" and self.min > self.max:
             raise ValueError(f"min ({self.min}) is larger than max ({self.max})")
         return self
+
+    @property
+    def most(self) -> int:
+        """Most workers; where `max` is auto, as many as there are at least."""
+        return self.min if self.max == "auto" else self.max
 
 
 class Recipe(PhaseKeys):
@@ -83,14 +92,17 @@ class Recipe(PhaseKeys):
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
+    """The model and its objective; `name` chooses one of those installed."""
     phases: Annotated[tuple[Phase, ...], Field(max_length=1000)] = ()
     """The parts of the run, one after the other, where it has several: each says how it differs
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run
     through."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Of the first weights, of the order of samples, and of all that is drawn for each of them."""
     target: TargetConfig | None = None
     """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
+    """How gradients are kept in bounds."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
     note it in the history, and go on."""
@@ -104,10 +116,15 @@ class Recipe(PhaseKeys):
     compile: bool = False
     """Compiles every block with torch.compile."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the model is divided over workers."""
     workers: WorkersConfig = WorkersConfig()
+    """How many there are, and what each takes."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """When the model is evaluated, and on what."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the state is saved, and how much of it is kept."""
     tracking: TrackingConfig = TrackingConfig()
+    """Where the run is recorded."""
     storage: Annotated[str, Field(min_length=1)] = "runs"
     """Folder or URL under which every run has a folder of its own name."""
 
@@ -122,6 +139,17 @@ class Recipe(PhaseKeys):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
+
+    def __str__(self) -> str:
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        workload = {"name": self.workload.name, **values["workload"]}
+        return yaml.safe_dump({**values, "workload": workload}, sort_keys=False).rstrip()
+
+    def __repr__(self) -> str:
+        return f"Recipe, what it does not leave at its default:\n{self}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     @property
     def parts(self) -> tuple[PhaseKeys, ...]:
@@ -138,7 +166,7 @@ class Recipe(PhaseKeys):
     @property
     def steps_in_all(self) -> int:
         """Optimizer steps of the whole run."""
-        return sum(part.steps for part in self.parts)
+        return sum(part.num_steps for part in self.parts)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0. Every phase has its own
@@ -149,9 +177,9 @@ class Recipe(PhaseKeys):
         """
         before = 0
         for part in self.parts:
-            if step < before + part.steps:
+            if step < before + part.num_steps:
                 return learning_rate(
-                    part.schedule, peak=part.optimizer.lr, step=step - before, steps=part.steps
+                    part.schedule, peak=part.optimizer.lr, step=step - before, steps=part.num_steps
                 )
-            before += part.steps
+            before += part.num_steps
         raise ValueError(f"step {step} of {before}")

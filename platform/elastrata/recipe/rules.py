@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.recipe.automatic_rules import automatic_problems
-from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
 from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.evaluate import evaluation_metrics
@@ -75,8 +75,14 @@ def _phases(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _steps(part: PhaseKeys) -> Iterator[Problem]:
+    given = [key for key in LENGTHS if getattr(part, key) is not None]
+    if not given:
+        yield ("steps",), NO_LENGTH
+    for key in given[1:]:
+        value = getattr(part, key)
+        yield (key,), f"{key}: {value}: expected without {given[0]}, which says the length too"
     warmup, offset = part.schedule.warmup_steps, part.schedule.warmup_offset
-    if warmup - offset >= part.steps:
+    if part.steps is not None and warmup - offset >= part.steps:
         more = f" plus warmup_offset ({offset})" if offset else ""
         yield (
             ("schedule", "warmup_steps"),
@@ -98,7 +104,7 @@ def _batch_size_warmup(part: PhaseKeys, recipe: Recipe) -> Iterator[Problem]:
     warmup, (least, named) = part.batch_size_warmup, _least_samples(recipe)
     if warmup is None:
         return
-    if warmup.steps >= part.steps:
+    if part.steps is not None and warmup.steps >= part.steps:
         yield (
             ("batch_size_warmup", "steps"),
             f"batch_size_warmup.steps: {warmup.steps}: expected fewer than steps ({part.steps})",
@@ -157,7 +163,7 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
     size, workers = recipe.parallel.group_size, recipe.workers
     sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
     named = " x ".join(f"parallel.{name}" for name, part in sizes if part > 1)
-    for key, count in (("min", workers.min), ("max", workers.max)):
+    for key, count in (("min", workers.min), ("max", workers.most)):
         if count % size:
             below, above = count // size * size, -(-count // size) * size
             nearest_counts = f"{below} or {above}" if below else f"{above}"
@@ -170,8 +176,8 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
 
 def _replicas(recipe: Recipe) -> Iterator[Problem]:
     replicate = recipe.parallel.replicate
-    most = recipe.workers.max // recipe.parallel.group_size
-    if replicate != "all" and replicate > most:
+    most = recipe.workers.most // recipe.parallel.group_size
+    if replicate != "all" and recipe.workers.max != "auto" and replicate > most:
         name = f"workers.max{over_group(recipe)}"
         yield (
             ("parallel", "replicate"),
@@ -183,7 +189,7 @@ def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:
     count, workers, tensor = recipe.parallel.virtual_ranks, recipe.workers, recipe.parallel.tensor
     if count is None:
         return
-    if count < (most := workers.max // tensor):
+    if count < (most := workers.most // tensor):
         name = "workers.max" if tensor == 1 else "workers.max / parallel.tensor"
         yield (
             ("parallel", "virtual_ranks"),
@@ -249,7 +255,7 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
             f"clip.scope: 'local': expected clip.method bucketwise, not {recipe.clip.method}",
         )
     replicate, size = recipe.parallel.replicate, recipe.parallel.group_size
-    least, most = recipe.workers.min // size, recipe.workers.max // size
+    least, most = recipe.workers.min // size, recipe.workers.most // size
     if replicate == "all":
         yield (
             ("clip", "scope"),

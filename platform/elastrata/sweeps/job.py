@@ -35,7 +35,7 @@ class TrialJob:
         workers = recipe.workers
         if workers.threads is None:
             workers = workers.model_copy(update={"threads": self.threads})
-        if workers.max > 1:
+        if workers.most > 1:
             workers = workers.model_copy(update={"spares": False})  # a trial is short
         base = self.base.recipe  # in whose storage the record of the whole sweep is
         uri = tracking_uri(base.tracking.uri, Storage(base.storage))

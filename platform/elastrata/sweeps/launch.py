@@ -12,6 +12,7 @@ from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.preflight import check_storage, training_data
 from elastrata.launch.ray_processes import clear_away
 from elastrata.launch.ray_session import ray_session
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
@@ -132,7 +133,7 @@ def _trial_tokens(recipe: Recipe) -> int:
     Raises:
         UserError: a data set cannot work, or has nothing held out to compare trials by.
     """
-    data = training_data(recipe)
+    data = training_data(in_steps(recipe))
     if None in data.held_out:
         raise UserError(
             f"data.path: {recipe.parts[0].data.path}: has no held-out data, which trials are "

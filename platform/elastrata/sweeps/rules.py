@@ -97,8 +97,8 @@ def _grid(config: SweepConfig) -> Iterator[str]:
 def _scheduler(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
     if isinstance(config.scheduler, NoneConfig):
         return
-    every, steps = recipe.evaluation.every, recipe.steps_in_all
-    if every and every >= steps:
+    every, counted = recipe.evaluation.every, all(part.steps for part in recipe.parts)
+    if every and counted and every >= (steps := recipe.steps_in_all):
         yield (
             f"changes.evaluation.every: {every}: expected fewer than steps ({steps}): scheduler "
             f"{config.scheduler.name!r} looks at trials after their evaluations"
@@ -112,8 +112,8 @@ def _population(config: SweepConfig, recipe: Recipe) -> Iterator[str]:
         yield f"trials: {config.trials}: expected {_LEAST_POPULATION} or more with scheduler 'pbt'"
     if not isinstance(config.searcher, RandomConfig):
         yield f"searcher.name: {config.searcher.name!r}: expected 'random' with scheduler 'pbt'"
-    if recipe.workers.max > 1:
-        yield f"workers.max: {recipe.workers.max}: expected 1 with scheduler 'pbt'"
+    if recipe.workers.most > 1:
+        yield f"workers.max: {recipe.workers.most}: expected 1 with scheduler 'pbt'"
     for key, domain in config.space.items():
         if key.split(".")[0] not in PBT_MAY_CHANGE or key == "optimizer.name":
             yield (

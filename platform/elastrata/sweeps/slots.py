@@ -47,10 +47,10 @@ def slots(
     """
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     gpus_each = (1.0 if gpus >= 1 else 0.0) if workers.gpus == "auto" else workers.gpus
-    of_one = {"CPU": workers.max * workers.cpus, "GPU": workers.max * gpus_each}
-    if workers.max == 1 and not gpus_each:
+    of_one = {"CPU": workers.most * workers.cpus, "GPU": workers.most * gpus_each}
+    if workers.most == 1 and not gpus_each:
         of_one["CPU"] = min(1.0, cpus)
-    claimed = {**of_one, "CPU": of_one["CPU"] + _CPUS_OF_A_GROUP * (workers.max > 1)}
+    claimed = {**of_one, "CPU": of_one["CPU"] + _CPUS_OF_A_GROUP * (workers.most > 1)}
     fitting = min(
         (int(resources.get(kind, 0.0) / each + 1e-9) for kind, each in claimed.items() if each),
         default=0,
@@ -58,20 +58,20 @@ def slots(
     if fitting < 1:
         needs = " and ".join(f"{amount:g} {kind}s" for kind, amount in of_one.items() if amount)
         raise UserError(
-            f"workers.max: {workers.max}: a trial needs {needs}, the cluster has {cpus:g} CPUs and "
-            f"{gpus:g} GPUs"
+            f"workers.max: {workers.most}: a trial needs {needs}, the cluster has {cpus:g} CPUs "
+            f"and {gpus:g} GPUs"
         )
-    if workers.max > 1 and wanted != "auto" and min(trials, wanted) > fitting:
+    if workers.most > 1 and wanted != "auto" and min(trials, wanted) > fitting:
         raise UserError(
-            f"concurrency: {wanted}: the cluster has room for {fitting} trials of {workers.max} "
+            f"concurrency: {wanted}: the cluster has room for {fitting} trials of {workers.most} "
             "workers at a time"
         )
     if not gpus_each and wanted == "auto":
-        fitting = max(1, min(fitting, int(cpus / workers.max)))  # a CPU for every worker
+        fitting = max(1, min(fitting, int(cpus / workers.most)))  # a CPU for every worker
     count = min(trials, fitting if wanted == "auto" else wanted)
     share = cpus / count
-    threads = max(1, int(share / workers.max))
-    if workers.max > 1:
+    threads = max(1, int(share / workers.most))
+    if workers.most > 1:
         return Slots(count=count, cpus=_CPUS_OF_A_GROUP, gpus=0.0, threads=threads)
     return Slots(
         count=count,

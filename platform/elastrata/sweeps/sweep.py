@@ -30,7 +30,9 @@ class SweepConfig(Config):
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest value of the metric is the best."""
     searcher: SearcherConfig = RandomConfig()
+    """How points are chosen."""
     scheduler: SchedulerConfig = NoneConfig()
+    """Which trials are stopped early."""
     trials: Annotated[int, Field(gt=0, le=10**6)] = 16
     """How many points are tried."""
     concurrency: Annotated[int, Field(gt=0, le=100_000)] | Literal["auto"] = "auto"

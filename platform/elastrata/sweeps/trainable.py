@@ -101,7 +101,7 @@ class TrialActor(Trainable):
     def _open(self) -> RunningTrial:
         recipe = self._job.recipe(self.trial_id, self.config)
         told = self._job.told.get(self.trial_id, 0)
-        if recipe.workers.max > 1:
+        if recipe.workers.most > 1:
             return GroupTrial(recipe, self.trial_id, told)
         if not dist.is_initialized():
             _process.enter_context(lone_group(current_device()))

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from elastrata.recipe.alternatives import replaced_keys, type_below
 from elastrata.recipe.file import load_recipe
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -48,7 +49,7 @@ class BaseRecipe:
             raise UserError(*lines) from None
         if problems := [line for _, line in cross_field_problems(recipe)]:
             raise UserError(*problems)
-        return recipe
+        return in_steps(recipe)
 
 
 def at_home(base: BaseRecipe) -> BaseRecipe:

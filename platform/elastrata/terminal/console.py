@@ -10,6 +10,14 @@ from typing import Any
 from rich.console import Console
 
 _WIDER_THAN_ANY_TABLE = 10_000
+STATE_STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "silent": "bold red",
+}
+"""How the states of a run are shown."""
 
 
 def open_console(*, as_json: bool) -> Console:

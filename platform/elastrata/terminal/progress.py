@@ -1,11 +1,20 @@
-"""Progress: a readable line a second or so for steps, and one for all else that happens."""
+"""The progress of a run: its steps in one line that moves, and a line for all else that happens."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from elastrata.terminal.live_view import LiveView
+from elastrata.terminal.stage_progress import counted, quantity
 from elastrata.training.record import StepRecord
 from elastrata.workers.events import (
     Chosen,
@@ -19,54 +28,130 @@ from elastrata.workers.events import (
     Warned,
 )
 
-_LINE_SECONDS = 1.0
+if TYPE_CHECKING:
+    from elastrata.recipe.recipe import Recipe
+
+_LINE_SECONDS = 5.0
+_VIEW_SECONDS = 0.25
 _ETA_STEPS = 50
+_WARN_STEPS = 5
+"""Steps of a group of workers after which the length of the run can be told."""
+_DAY = 86_400
+_LONG_SECONDS = 30 * _DAY
+_BAR_COLUMNS = 20
 _TIERS = {"hot": "kept in memory", "durable": "on storage"}
 
 
 class Progress:
-    """Turns events into lines.
+    """Shows a run's events as long as its block runs: what happens as lines; the steps as one line
+    that moves on a terminal or in a notebook, elsewhere as a line every few seconds.
 
     Args:
         steps: of the whole run.
-        write: prints a line.
+        console: where to show it.
         begins: by number of a step a line about what begins with it.
+        indent: what every line begins with.
     """
 
     def __init__(
-        self, steps: int, write: Callable[[str], None], begins: Mapping[int, str] | None = None
+        self,
+        steps: int,
+        console: Console,
+        begins: Mapping[int, str] | None = None,
+        indent: str = "",
     ) -> None:
         self._steps = steps
-        self._write = write
+        self._console = console
         self._begins = begins or {}
-        self._printed = 0.0
+        self._indent = indent
+        self._view = LiveView(console)
+        self._shown = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
-        self._step = 0
+        self._step = self._workers = self._saved = 0
+        self._is_long = False
+
+    def __enter__(self) -> Self:
+        self._view.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._view.__exit__(kind, error, trace)
 
     def __call__(self, event: Event) -> None:
-        """Prints the event's line; step records come too often for a line each."""
+        """Shows an event."""
         if isinstance(event, StepRecord):
-            self._recent.append(event.seconds)
-            self._step = event.step
-            if event.step in self._begins:
-                self._write(self._begins[event.step])
-            now = time.monotonic()
-            if now - self._printed >= _LINE_SECONDS or event.step in (1, self._steps):
-                self._printed = now
-                self._write(self._step_line(event))
-        else:
-            line = _line(event, self._step)
-            if line:
-                self._write(line)
+            self._take(event)
+            return
+        if line := _line(event, self._step):
+            self._write(line)
+        match event:
+            case Started():
+                self._workers = event.world_size
+                self._recent.clear()
+            case Committed():
+                self._saved = event.step
+
+    def _write(self, line: str) -> None:
+        self._console.print(f"{self._indent}{line}", markup=False)
+
+    def _take(self, record: StepRecord) -> None:
+        """Step records come too often to show each of them."""
+        self._recent.append(record.seconds)
+        self._step = record.step
+        if record.step in self._begins:
+            self._write(self._begins[record.step])
+        self._warn_of_length()
+        now, interval = time.monotonic(), _VIEW_SECONDS if self._view.is_live else _LINE_SECONDS
+        if now - self._shown < interval and record.step not in (1, self._steps):
+            return
+        self._shown = now
+        if self._view.is_live:
+            self._view.update(self._moving(record))
+        if not self._view.is_live or record.step == self._steps:
+            self._write(self._step_line(record))
+
+    def _warn_of_length(self) -> None:
+        """Says once that the run takes longer than anyone waits."""
+        if not self._is_long and len(self._recent) == _WARN_STEPS and self._left > _LONG_SECONDS:
+            self._is_long = True
+            self._write(
+                f"warning: {self._steps - self._step:,} steps are left, which take "
+                f"{self._left / _DAY:,.0f} days at this pace; fewer steps (epochs=3, say), more "
+                "workers or a smaller model take less"
+            )
+
+    @property
+    def _left(self) -> float:
+        """Seconds to the last step, at the pace of the last few."""
+        return (self._steps - self._step) * sum(self._recent) / len(self._recent)
+
+    def _moving(self, record: StepRecord) -> Table:
+        """The line that moves."""
+        grid = Table.grid(padding=(0, 2))
+        saved = f"checkpoint {self._saved}" if self._saved else "no checkpoint yet"
+        grid.add_row(
+            f"{self._indent}step {record.step}/{self._steps}",
+            ProgressBar(total=self._steps, completed=record.step, width=_BAR_COLUMNS),
+            f"loss {record.loss:.4f}",
+            f"{quantity(record.tokens_per_second)} tokens/s",
+            f"ETA {_duration(self._left)}",
+            counted(self._workers, "workers"),
+            saved,
+        )
+        return grid
 
     def _step_line(self, record: StepRecord) -> str:
-        left = (self._steps - record.step) * sum(self._recent) / len(self._recent)
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:7.4f}",
             f"lr {record.lr:.2e}",
             f"grad {record.gradient_norm:6.3f}",
-            f"{_quantity(record.tokens_per_second)} tokens/s",
+            f"{quantity(record.tokens_per_second)} tokens/s",
             f"padding {record.padding:.1%}",
             f"imbalance {record.imbalance:.3f}",
             f"data wait {record.seconds_waiting_for_data / record.seconds:.0%}",
@@ -76,7 +161,16 @@ class Progress:
         if record.bubble is not None:
             memory = "/".join(f"{size / 2**30:.1f}" for size in record.memory_by_stage)
             parts += [f"bubble {record.bubble:.1%}", f"memory {memory} GiB"]
-        return "  ".join([*parts, f"ETA {_duration(left)}"])
+        return "  ".join([*parts, f"ETA {_duration(self._left)}"])
+
+
+def phase_lines(recipe: Recipe) -> dict[int, str]:
+    """By the first step of each phase a line about it."""
+    first = accumulate((phase.num_steps for phase in recipe.phases), initial=1)
+    return {
+        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
+        for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)
+    }
 
 
 def _line(event: Event, step: int) -> str | None:
@@ -108,13 +202,6 @@ def _line(event: Event, step: int) -> str | None:
             return f"warning: {event.text}"
         case _:
             return None
-
-
-def _quantity(value: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,6 +9,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from elastrata.terminal.live_view import LiveView
+
+_SHOWN_SECONDS = 0.1
+"""Stages that took less are over when they are first heard of."""
 _UNITS = (("G", 10**9), ("M", 10**6), ("k", 10**3))
 
 
@@ -27,8 +31,9 @@ class StageProgress:
             TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
             console=console,
-            disable=not console.is_terminal,
+            auto_refresh=False,
         )
+        self._view = LiveView(console)
         self._stage = ""
         self._task: TaskID | None = None
         # when the stage before ended: the first report of a stage comes with its first result
@@ -36,7 +41,7 @@ class StageProgress:
         self._finished = True
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._view.__enter__()
         self._begun = time.monotonic()
         return self
 
@@ -46,27 +51,38 @@ class StageProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        self._view.__exit__(kind, error, trace)
+        if self._view.is_live:
+            self._console.print(self._bars.get_renderable())
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
         """Takes how much of a stage is done; a new name begins a new stage."""
-        amount = f"{quantity(done)}/{quantity(total)} {unit}"
+        amount = f"{quantity(done)}/{counted(total, unit)}"
         if stage != self._stage:
             self._begin(stage)
         if self._task is not None:
             self._bars.update(self._task, completed=done, total=total or None, amount=amount)
+            self._view.update(self._bars.get_renderable())
         if done >= total and not self._finished:
             self._finished = True
             if self._task is None:
                 seconds = time.monotonic() - self._begun
-                line = f"{stage}: {quantity(done)} {unit} in {seconds:.1f} s"
-                self._console.print(line, markup=False)
+                took = f" in {seconds:.1f} s" if seconds >= _SHOWN_SECONDS else ""
+                self._console.print(f"{stage}: {counted(done, unit)}{took}", markup=False)
             self._begun = time.monotonic()
 
     def _begin(self, stage: str) -> None:
         self._stage, self._finished = stage, False
-        if self._console.is_terminal:
+        if self._view.is_live:
             self._task = self._bars.add_task(stage, amount="")
+
+
+def counted(amount: int, unit: str) -> str:
+    """An amount with its unit: `1 tokenizer`, `24.7 MB`."""
+    if unit == "bytes":
+        size, letter = next(((s, name) for name, s in _UNITS if amount >= s), (1, ""))
+        return f"{amount / size:.3g} {letter}B"
+    return f"{quantity(amount)} {unit.removesuffix('s') if amount == 1 else unit}"
 
 
 def quantity(amount: float) -> str:

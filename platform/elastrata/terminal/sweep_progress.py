@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -15,6 +14,7 @@ from elastrata.sweeps.domains import Domain
 from elastrata.sweeps.publish import html_table
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.table import headings, ordered, rows
+from elastrata.terminal.live_view import Html, notebook_display
 
 _ROWS_OF_OTHERS = 8
 """Lines of a terminal that are not the table's."""
@@ -31,7 +31,7 @@ class SweepProgress:
 
     def __init__(self, space: Mapping[str, Domain], console: Console) -> None:
         self._space, self._console = space, console
-        self._notebook = _notebook()
+        self._notebook = notebook_display()
         is_live = console.is_terminal and self._notebook is None
         self._live = (
             Live(console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
@@ -43,7 +43,7 @@ class SweepProgress:
     def __call__(self, standings: Standings) -> None:
         """Shows how it stands now."""
         if self._notebook is not None:
-            self._notebook.update(_Html(html_table(standings, self._space)))
+            self._notebook.update(Html(html_table(standings, self._space)))
         elif self._live:
             most = max(3, self._console.height - _ROWS_OF_OTHERS)
             self._live.update(rich_table(standings, self._space, most))
@@ -98,22 +98,3 @@ def rich_table(standings: Standings, space: Mapping[str, Domain], most: int) -> 
     if len(pairs) > most:
         table.caption = f"and {len(pairs) - most} more"
     return table
-
-
-class _Html:
-    """What a notebook shows."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def _repr_html_(self) -> str:
-        return self._text
-
-
-def _notebook() -> Any:
-    """The handle of a fresh display where this is a notebook, else None."""
-    if "ipykernel" not in sys.modules:
-        return None
-    from IPython.display import display
-
-    return display(_Html(""), display_id=True)  # type: ignore[no-untyped-call]

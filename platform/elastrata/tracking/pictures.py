@@ -29,7 +29,7 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
     with TemporaryDirectory() as scratch:
         entries = history.read(run.sub("history"))
         steps = history.effective_steps(entries)
-        loss_curve(_losses(entries, steps), Path(scratch) / LOSS_CURVE)
+        loss_curve(losses(entries, steps), Path(scratch) / LOSS_CURVE)
         if any(step.get("flops_of_zeros") for step in steps):
             sparsity_curves(steps, Path(scratch) / SPARSITY)
             flops_curves(steps, Path(scratch) / FLOPS)
@@ -40,7 +40,7 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
             tracker.log_artifact(path.name, data, FOLDER)
 
 
-def _losses(
+def losses(
     entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Training and held-out losses of the run as it counts, without what was rolled back.

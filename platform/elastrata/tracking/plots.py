@@ -30,11 +30,15 @@ _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the training loss, and the held-out loss where there is one, over the steps.
+    """Draws `loss_figure` into a PNG file."""
+    _save(loss_figure(records), path)
+
+
+def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """The training loss, and the held-out loss where there is one, over the steps.
 
     Args:
         records: a value per step with `step` and `loss` (training) or `eval_loss` (held-out).
-        path: PNG file to write.
     """
     figure, axes = _canvas("Loss", "optimizer step", "loss (nats)")
     steps = np.array([record["step"] for record in records if "loss" in record])
@@ -53,7 +57,7 @@ def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                       color=_HELD_OUT, fontweight="bold")  # fmt: skip
     axes.legend(frameon=False, labelcolor=_INK)
     axes.margins(x=0.02)
-    _save(figure, path)
+    return figure
 
 
 def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:

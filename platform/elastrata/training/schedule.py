@@ -17,6 +17,7 @@ class ScheduleConfig(Config):
     with its poly_power as `power` and its start_warmup_step, negated, as `warmup_offset`.
     """
 
+    either: ClassVar = (("warmup_steps", "warmup_offset"), ("warmup_ratio",))
     only_with: ClassVar = {"power": ("shape", "polynomial")}
 
     shape: Literal["linear", "cosine", "constant", "polynomial"] = "linear"
@@ -26,6 +27,9 @@ class ScheduleConfig(Config):
     """Exponent of the shape `polynomial`; 1 is `linear`, 0.5 stays high for longer."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps until the peak is reached; the step after them is the first at full rate."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The same as a share of all steps, in place of `warmup_steps`: for runs whose length the data
+    decides."""
     warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
     """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
@@ -38,12 +42,23 @@ class ScheduleConfig(Config):
     def _sane(self) -> ScheduleConfig:
         if self.power != 1 and self.shape != "polynomial":
             raise ValueError(f"power ({self.power}) is for the shape polynomial, not {self.shape}")
+        if self.warmup_ratio is not None and (self.warmup_steps or self.warmup_offset):
+            raise ValueError(
+                f"warmup_ratio ({self.warmup_ratio}): expected without warmup_steps and "
+                "warmup_offset, which it stands for"
+            )
         if self.warmup_offset and self.warmup_offset >= self.warmup_steps:
             raise ValueError(
                 f"warmup_offset ({self.warmup_offset}): expected fewer than warmup_steps "
                 f"({self.warmup_steps})"
             )
         return self
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up of a run of `steps`."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return min(round(self.warmup_ratio * steps), steps - 1)
 
 
 def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int) -> float:
@@ -53,9 +68,10 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
     The decay would reach peak * final at step `steps`, which is not taken: no step is wasted at
     rate 0.
     """
-    warmup = config.warmup_steps - config.warmup_offset
+    whole = config.warmup(steps)
+    warmup = whole - config.warmup_offset
     if step < warmup:
-        return peak * (step + config.warmup_offset + 1) / (config.warmup_steps + 1)
+        return peak * (step + config.warmup_offset + 1) / (whole + 1)
     start = warmup if config.decay_from == "warmup_end" else 0
     left = _left(config, (step - start) / (steps - start))
     return peak * (config.final + (1 - config.final) * left)

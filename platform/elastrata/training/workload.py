@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,9 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
+
+_SHORTEST = 8
+"""Tokens of the longest sample that a model is built for, to count its matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +102,15 @@ class Workload(Config):
         """What transformers knows its exports as; by default a model without a head."""
         return ExportedAs()
 
-    @abstractmethod
     def problems(self, manifest: Manifest) -> list[str]:
-        """One line per reason why this workload cannot train on that data set; empty if it can."""
+        """One line per reason why this workload cannot train on that data set; by default there is
+        none."""
+        return []
+
+    def advice(self, manifest: Manifest) -> list[str]:
+        """One line per thing about that data set which fits this workload badly, though it can
+        train on it; none by default."""
+        return []
 
     def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
         """One line for each of its keys that asks for what a machine lacks, with what is used
@@ -192,11 +202,13 @@ class Workload(Config):
     def metrics(self) -> Sequence[str]:
         """Names of what `loss` tells: `<term>_loss` for every term, and its metrics."""
 
-    @abstractmethod
     def work(self, vocabulary: Vocabulary) -> WorkModel:
-        """Cost of a sample by its length, for the deal; in FLOPs of a forward pass."""
+        """Cost of a sample by its length, for the deal; in FLOPs of a forward pass.
 
-    @abstractmethod
+        By default every matrix but those of embeddings is applied to every token once, and nothing
+        grows with the square of the length."""
+        return WorkModel(linear=2 * matmul_parameters(self, vocabulary), quadratic=0)
+
     def flops(
         self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
     ) -> int:
@@ -205,8 +217,9 @@ class Workload(Config):
         `weights` are those of the batches.
 
         6 per matmul parameter and token it is applied to, plus attention, halved where it is
-        causal. Recomputation is not counted.
+        causal. Recomputation is not counted. By default as `work` has it by default.
         """
+        return 6 * matmul_parameters(self, vocabulary) * sum(lengths)
 
     def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
         """The numbers that `elastrata plan` computes memory and time from.
@@ -226,6 +239,21 @@ class Workload(Config):
         path: Path,
     ) -> None:
         """Writes a folder that transformers' `from_pretrained` loads; `tokenizer` is copied in."""
+
+
+@cache
+def matmul_parameters(workload: Workload, vocabulary: Vocabulary) -> int:
+    """Elements of all matrices of a model but those that are looked up in, as embeddings are."""
+    with torch.device("meta"):
+        model = workload.build_model(vocabulary, _SHORTEST)
+    multiplied = {
+        id(parameter): parameter.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 2
+    }
+    return sum(multiplied.values())
 
 
 def workload_class(name: str) -> type[Workload]:

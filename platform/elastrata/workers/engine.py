@@ -90,7 +90,7 @@ def sharded_model(
 
 def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     """The masks of the recipe's phases over its model; None where no phase has any."""
-    phases = [SparsePhase(part.steps, part.sparsity) for part in recipe.parts]
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
     if not any(phase.sparsity for phase in phases):
         return None
     sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]

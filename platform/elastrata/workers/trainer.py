@@ -137,7 +137,7 @@ def _worker_modules(workload: Workload) -> tuple[str, ...]:
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
     return ScalingConfig(
-        num_workers=(workers.min, workers.max),
+        num_workers=(workers.min, workers.most),
         use_gpu=gpus > 0,
         resources_per_worker={"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})},
         elastic_resize_monitor_interval_s=workers.resize_seconds,

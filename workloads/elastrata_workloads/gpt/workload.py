@@ -124,6 +124,15 @@ class Gpt(Workload):
             )
         return found
 
+    def advice(self, manifest: Manifest) -> list[str]:
+        """A line where the tokenizer is made for BERT."""
+        if manifest.vocabulary.mask_id is None:
+            return []
+        return [
+            "its tokenizer has a mask token, as BERT's have, and no end of text: a gpt would learn "
+            "to write [CLS] and [SEP], too; prepare with tokenizer.train: bpe, or --tokenizer bpe"
+        ]
+
     def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
         return substitution(self.attention, abilities, dtype)

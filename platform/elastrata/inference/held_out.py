@@ -1,0 +1,66 @@
+"""The held-out loss of a run's checkpoint, computed anew in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastrata.bench.lone_group import lone_group
+from elastrata.checkpoints.export import chosen_commit
+from elastrata.launch.preflight import training_data
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
+from elastrata.training.data_rank import data_rank
+from elastrata.training.device import current_device
+from elastrata.training.parallel import ParallelConfig
+from elastrata.workers.events import Evaluated
+from elastrata.workers.held_out import HeldOut
+from elastrata.workers.learner import Learner
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+def evaluate_run(run_dir: str, checkpoint: str = "newest") -> Mapping[str, float]:
+    """Evaluates a checkpoint of a run on its held-out data, as training did, on this machine alone.
+
+    Args:
+        run_dir: the run's folder or URL.
+        checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Returns:
+        `eval/loss` and the workload's other metrics, by name.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or nothing is held out of its data.
+    """
+    run = Storage(run_dir)
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    checkpoints = run.sub("checkpoints")
+    commit = chosen_commit(checkpoints, checkpoint)
+    recipe = _alone(read_recipe(run), identity)
+    data = training_data(recipe)
+    with lone_group(device := current_device()):
+        learner = Learner(recipe, data.phases, device, world_size=1, per_node=1)
+        learner.restore(checkpoints, commit)
+        rank = data_rank(0, 1, 1)
+        held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, rank, commit.step)
+        step = held_out.of(commit.step)
+        if step is None:
+            raise UserError(f"{data.phases[-1].batches.url}: has no held-out data to evaluate on")
+        loss, seconds = learner.evaluate(step)
+    metrics = {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
+    told = Evaluated(step=commit.step, loss=loss.total, metrics=metrics, seconds=seconds)
+    return told.to_metrics()
+
+
+def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:
+    """The recipe undivided, with the full paths of its data."""
+    parts = tuple(
+        part.model_copy(update={"data": part.data.model_copy(update={"path": data_set.url})})
+        for part, data_set in zip(recipe.parts, identity.data, strict=True)
+    )
+    undivided = {"parallel": ParallelConfig()}
+    if recipe.phases:
+        return recipe.model_copy(update={**undivided, "phases": parts})
+    return recipe.model_copy(update={**undivided, "data": parts[0].data})

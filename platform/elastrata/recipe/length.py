@@ -1,0 +1,53 @@
+"""The length of a run in steps, where its recipe gives it in epochs or tokens."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata_pipelines.batch_size_warmup import steps_for
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.storage import Storage
+
+Part = TypeVar("Part", bound=PhaseKeys)
+
+
+def in_steps(recipe: Recipe) -> Recipe:
+    """The recipe with `steps` in the place of `epochs` and `tokens`, by the data sets that are
+    there; a phase whose data set is not stays as it is.
+
+    Raises:
+        UserError: a data set cannot be read, or the steps are too few for the recipe's schedule.
+    """
+    if all(part.steps is not None for part in recipe.parts):
+        return recipe
+    if recipe.phases:
+        counted = recipe.model_copy(update={"phases": tuple(map(_counted, recipe.phases))})
+    else:
+        counted = _counted(recipe)
+    if problems := [line for _, line in cross_field_problems(counted)]:
+        raise UserError(*problems)
+    return counted
+
+
+def samples_of(part: PhaseKeys, manifest: Manifest) -> int:
+    """Samples of a phase whose length is given in epochs or tokens of that data set."""
+    if part.epochs is not None:
+        return max(1, round(part.epochs * manifest.samples))
+    assert part.tokens is not None, part
+    return max(1, -(-part.tokens * manifest.samples // manifest.tokens))
+
+
+def _counted(part: Part) -> Part:
+    storage = Storage(part.data.path)
+    if part.steps is not None or not storage.exists(MANIFEST):
+        return part
+    steps = steps_for(
+        samples_of(part, Manifest.read(storage)),
+        full=part.batch_size,
+        warmup=part.batch_size_warmup,
+    )
+    return part.model_copy(update={"steps": steps, "epochs": None, "tokens": None})

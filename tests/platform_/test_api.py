@@ -1,0 +1,103 @@
+"""Training from Python: it shows how it goes, and its result can be asked all there is to know."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+import elastrata
+from elastrata import Recipe, TrainResult
+from elastrata.runs import history
+from elastrata_pipelines.storage import Storage
+from support.synthetic import tiny_recipe, write_data_set
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("api")
+    write_data_set(folder / "data", samples=150)
+    write_data_set(folder / "data" / "held_out", samples=40, seed=1)
+    values = tiny_recipe(folder / "data", folder / "runs", name="first", batch_size=25)
+    del values["steps"]
+    workers = {**values["workers"], "max": "auto"}
+    values |= {"epochs": 1, "workers": workers, "evaluation": {"every": 2, "samples": 32}}
+    return Recipe.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def trained(recipe: Recipe, ray_local: None) -> tuple[TrainResult, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out := io.StringIO())
+        result = elastrata.train(recipe)
+    return result, out.getvalue()
+
+
+def test_it_shows_how_it_goes(trained: tuple[TrainResult, str]) -> None:
+    _, shown = trained
+    assert "training on 1 worker (attempt 1)" in shown
+    assert "step 1/6" in shown
+    assert "evaluation after step 2: loss" in shown
+    assert "step 6/6" in shown
+
+
+def test_the_history_is_a_table(trained: tuple[TrainResult, str]) -> None:
+    table = trained[0].history
+    assert list(table.index) == [1, 2, 3, 4, 5, 6]
+    assert table["samples"].iloc[-1] == 150 == trained[0].samples_seen
+    assert table["loss"].iloc[-1] == trained[0].final_loss
+    assert list(table["eval/loss"].notna()) == [False, True, False, True, False, True]
+
+
+def test_an_evaluation_anew_is_the_one_on_record(trained: tuple[TrainResult, str]) -> None:
+    result = trained[0]
+    last = result.history.iloc[-1]
+    again = result.evaluate()
+    # The same sums in the same order by one process, but with another number of threads.
+    assert again["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+    assert again.keys() == {name for name in last.index if name.startswith("eval/")}
+    with pytest.raises(elastrata.UserError, match="expected newest, best or one of the steps"):
+        result.evaluate(checkpoint="7")
+
+
+def test_a_picture_an_export_and_an_audit(trained: tuple[TrainResult, str], tmp_path: Path) -> None:
+    result = trained[0]
+    assert {line.get_label() for line in result.plot().axes[0].get_lines()} >= {"held-out"}
+    assert (result.export(tmp_path / "model") / "config.json").is_file()
+    found = result.audit()
+    assert found.partition_ok
+    assert (found.digests_checked, found.epochs) == (6, (1.0,))
+
+
+def test_everything_reads_well(trained: tuple[TrainResult, str], recipe: Recipe) -> None:
+    result = trained[0]
+    assert "samples_seen  150" in str(result)
+    assert "<td>150</td>" in result._repr_html_()
+    lines = str(recipe).splitlines()
+    assert "epochs: 1.0" in lines
+    assert "workload:" in lines
+    assert "  name: bert" in lines
+    assert "betas" not in str(recipe)  # what nobody has said
+    assert elastrata.Recipe.model_validate(recipe.model_dump()) == recipe
+
+
+def test_the_commands_are_functions(trained: tuple[TrainResult, str]) -> None:
+    result = trained[0]
+    found = elastrata.status(result.run_dir)
+    assert (found.state, found.steps, found.steps_in_all) == ("finished", 6, 6)
+    data = Path(result.run_dir).parents[1] / "data"
+    seen = elastrata.inspect(str(data), workers=3)
+    assert (seen.samples, seen.workers, seen.batch_size) == (150, 3, 48)
+    with pytest.raises(elastrata.UserError, match="expected one that predicts the next token"):
+        elastrata.generate(result.run_dir, "A text")
+
+
+def test_the_record_says_how_many_steps_the_epochs_were(trained: tuple[TrainResult, str]) -> None:
+    run = Storage(trained[0].run_dir)
+    written = run.read("recipe.yaml").decode()
+    assert "steps: 6\n" in written
+    assert "epochs: null\n" in written
+    assert "  max: 1\n" in written
+    assert history.read(run.sub("history"))[-1]["status"] == "FINISHED"

@@ -1,0 +1,88 @@
+"""Progress: a line that moves on a terminal, lines at intervals elsewhere, words that fit."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from elastrata.terminal.progress import Progress
+from elastrata.terminal.stage_progress import StageProgress, counted
+from elastrata.workers.events import Committed, Started, Warned
+from support.histories import record
+
+RECORD = replace(
+    record(1), loss=5.25, seconds=0.5, batch_tokens=10_000, batch_samples=8, world_size=2
+)
+STARTED = Started(attempt=1, world_size=2, step=0, state="new", pids={}, seconds={})
+
+
+def _console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=160, highlight=False), out
+
+
+def test_a_line_moves_on_a_terminal_and_is_gone_at_the_end() -> None:
+    console, out = _console(terminal=True)
+    with Progress(100, console) as progress:
+        progress(STARTED)
+        progress(Committed(step=40, uri="there", evaluation_loss=None))
+        progress(replace(RECORD, step=41))
+        progress(Warned(text="something"))
+    shown = out.getvalue()  # the last view is drawn before it is wiped away
+    for words in ("step 41/100", "loss 5.2500", "20k tokens/s", "2 workers", "checkpoint 40"):
+        assert words in shown
+    assert "ETA 30s" in shown.replace("29s", "30s")
+    assert "checkpoint of step 40: there" in shown
+    assert "warning: something" in out.getvalue()
+
+
+def test_elsewhere_there_are_few_lines_and_the_first_and_last_step() -> None:
+    console, out = _console(terminal=False)
+    with Progress(50, console, {3: "phase 2 of 2"}, indent="  ") as progress:
+        progress(STARTED)
+        for step in range(1, 51):
+            progress(replace(RECORD, step=step))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "  training on 2 workers (attempt 1)"
+    assert lines[1].startswith("  step  1/50  loss  5.2500")
+    assert "  phase 2 of 2" in lines
+    assert lines[-1].startswith("  step 50/50")
+    assert len(lines) < 10
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(1000, False), (100_000_000, True)])
+def test_a_run_that_nobody_waits_for_is_told_once(steps: int, is_told: bool) -> None:
+    console, out = _console(terminal=False)
+    with Progress(steps, console) as progress:
+        for step in range(1, 20):
+            progress(replace(RECORD, step=step))
+    assert out.getvalue().count("days at this pace") == is_told
+    if is_told:
+        assert "which take 579 days at this pace" in out.getvalue()
+
+
+def test_amounts_have_units_that_fit() -> None:
+    assert counted(1, "tokenizers") == "1 tokenizer"
+    assert counted(12_500, "samples") == "12.5k samples"
+    assert counted(24_700_000, "bytes") == "24.7 MB"
+    assert counted(12, "bytes") == "12 B"
+
+
+def test_a_stage_that_took_no_time_tells_none() -> None:
+    console, out = _console(terminal=False)
+    with StageProgress(console) as stages:
+        stages("read", 24_700_000, 24_700_000, "bytes")
+        stages("train", 0, 1, "tokenizers")
+        stages("train", 1, 1, "tokenizers")
+    assert out.getvalue().splitlines() == ["read: 24.7 MB", "train: 1 tokenizer"]
+
+
+def test_stages_are_bars_on_a_terminal() -> None:
+    console, out = _console(terminal=True)
+    with StageProgress(console) as stages:
+        stages("read", 5, 10, "files")
+        stages("read", 10, 10, "files")
+    assert "10/10 files" in out.getvalue()

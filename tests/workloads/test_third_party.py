@@ -1,0 +1,98 @@
+"""A workload of one's own, installed as a package of its own, trains as those that ship."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from elastrata.training.padded import padded
+from elastrata_pipelines.rows import Rows
+from support.command import ELASTRATA
+from support.synthetic import VOCABULARY, write_data_set
+
+EXAMPLE = Path(__file__).parents[2] / "workloads" / "example"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example installed into it, as from an index."""
+    folder = tmp_path_factory.mktemp("third-party")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=EXAMPLE, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(folder)], check=True)
+    return folder
+
+
+def _run(installed: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [ELASTRATA, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_it_trains_by_its_recipe_and_is_exported(installed: Path, tmp_path: Path) -> None:
+    write_data_set(tmp_path / "data", samples=120)
+    write_data_set(tmp_path / "data" / "held_out", samples=30, seed=1)
+    settings = ["data.path=data", "steps=6", "batch_size=20", "schedule.warmup_steps=1"]
+    workers = "workers={min: 2, max: 2, cpus: 0.4, threads: 1, spares: false}"
+    done = _run(installed, tmp_path, "train", "lstm/tiny", *settings, workers, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["steps"], result["world_sizes"]) == (6, [2])
+    assert result["final_loss"] < np.log(VOCABULARY)
+    audited = _run(installed, tmp_path, "audit", "lstm-tiny")
+    assert audited.returncode == 0, audited.stderr
+    exported = _run(installed, tmp_path, "export", "lstm-tiny", "--out", "model")
+    assert exported.returncode == 0, exported.stderr
+    sizes = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (sizes["model_type"], sizes["vocab_size"]) == ("lstm", VOCABULARY)
+
+
+def test_a_mistake_in_its_keys_is_told_as_any_other(installed: Path, tmp_path: Path) -> None:
+    done = _run(installed, tmp_path, "train", "lstm/tiny", "workload.hidden_sise=3")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "command line: workload.hidden_sise: 3: unknown key (did you mean 'hidden_size'?)\n"
+    )
+
+
+def test_its_costs_need_not_be_counted_by_hand(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed))
+    from elastrata_lstm import Lstm
+
+    from elastrata_pipelines.format import Vocabulary
+
+    lstm = Lstm(hidden_size=16, num_layers=3)
+    ids = Vocabulary(size=50, pad_id=0, mask_id=None, special_ids=(), continuation_ids=())
+    matrices = 3 * 2 * (4 * 16 * 16) + 50 * 16  # two of each LSTM, and the head
+    assert lstm.work(ids)([1, 10]).tolist() == [2 * matrices, 20 * matrices]
+    assert lstm.flops([4, 6], {}, ids) == 60 * matrices
+
+
+def test_samples_side_by_side() -> None:
+    rows = Rows(
+        sample_ids=np.arange(3, dtype=np.uint64),
+        epochs=np.zeros(3, dtype=np.int64),
+        lengths=np.array([3, 2, 1]),
+        tokens=np.array([7, 8, 9, 5, 6, 4], dtype=np.uint16),
+    )
+    batch = padded(rows, pad_id=1)
+    assert batch.tokens.tolist() == [[7, 8, 9], [5, 6, 1], [4, 1, 1]]
+    assert batch.is_real.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
+    empty = padded(rows[:0], pad_id=1)
+    assert (empty.tokens.tolist(), empty.is_real.any()) == ([[1]], torch.tensor(False))
