@@ -118,7 +118,7 @@ def test_the_command_registers_the_model_of_a_run(
         assert run_here(["export", str(run), *out, "--register", "words", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert list(result) == documented_keys("export")
-        wanted = "models:/words/2" if checkpoint == "2" else f"models:/words@{checkpoint}"
+        wanted = "models:/words/3" if checkpoint == "2" else f"models:/words@{checkpoint}"
         assert result["registered"] == wanted
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
     best = client.get_model_version_by_alias("words", "newest")
