@@ -71,15 +71,10 @@ class TrainingData:
         read = [(phase.batches, "training") for phase in self.phases]
         read += [(held_out, "evaluation") for held_out in self.held_out if held_out]
         return tuple(
-            DataInput(
-                url=batches.url,
-                fingerprint=batches.manifest.fingerprint,
-                samples=batches.manifest.samples,
-                tokens=batches.manifest.tokens,
-                purpose=purpose,
-            )
+            DataInput(url=batches.url, purpose=purpose, fingerprint=batches.manifest.fingerprint,
+                      samples=batches.manifest.samples, tokens=batches.manifest.tokens)
             for batches, purpose in read
-        )
+        )  # fmt: skip
 
 
 def training_data(recipe: Recipe) -> TrainingData:

@@ -49,6 +49,12 @@ def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
     ]
 
 
+def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
+    """Records what a run reads; what is recorded already stays as it is."""
+    if found := data_inputs(dict.fromkeys(inputs)):
+        client.log_inputs(run_id, found)
+
+
 def model_output(model_id: str, step: int) -> Any:
     """What `log_outputs` takes."""
     from mlflow.entities import LoggedModelOutput

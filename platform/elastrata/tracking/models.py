@@ -105,7 +105,8 @@ class Models:
                 name,
                 source=self._source(model_id),
                 run_id=run_id or None,
-                model_id=model_id,
+                # Without a run a database would look the model up in MLflow's default store.
+                model_id=model_id if run_id or self._is_server else None,
                 tags={"uri": uri, "model_id": model_id},
                 await_creation_for=0,
             )

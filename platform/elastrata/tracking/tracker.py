@@ -18,7 +18,7 @@ from pydantic import Field
 
 from elastrata.recipe.config import Config
 from elastrata.tracking.client import alone, experiment_of, find_run, quiet_client
-from elastrata.tracking.entities import DataInput, data_inputs
+from elastrata.tracking.entities import DataInput, log_inputs
 from elastrata.tracking.models import LoadableModel, Models
 from elastrata.tracking.outbox import Outbox
 from elastrata.tracking.uri import check_reachable, shown, tracking_uri
@@ -165,7 +165,7 @@ class Tracker:
             child.run_id = run.info.run_id
             _log_params(self._client, run, params)
             _set_tags(self._client, child.run_id, tags)
-            _log_inputs(self._client, child.run_id, self._inputs)
+            log_inputs(self._client, child.run_id, self._inputs)
 
         self._outbox.put(begin)
         return child
@@ -243,7 +243,7 @@ def open_tracker(
             client.update_run(run.info.run_id, status="RUNNING")
         _log_params(client, run, params)
         _set_tags(client, run.info.run_id, tags)
-        _log_inputs(client, run.info.run_id, inputs)
+        log_inputs(client, run.info.run_id, inputs)
     except UserError:
         raise
     except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
@@ -274,11 +274,6 @@ def _log_params(client: Any, run: Any, params: Mapping[str, object]) -> None:
         client.log_batch(run_id, params=chunk)
     changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}
     _set_tags(client, run_id, {f"resumed.{name}": value for name, value in changed.items()})
-
-
-def _log_inputs(client: Any, run_id: str, inputs: Sequence[DataInput]) -> None:
-    if inputs:
-        client.log_inputs(run_id, data_inputs(dict.fromkeys(inputs)))
 
 
 def _last_steps(client: Any, run_id: str) -> dict[str, int]:
