@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
+from elastrata.launch import ray_processes
 from elastrata.launch.doctor import Finding, examine
-from elastrata.launch.ray_processes import MARK
 from support.command import wait_until
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
@@ -19,13 +20,10 @@ GUARDIAN = "elastrata.launch.ray_guardian"
 def _session(driver: int) -> dict[int, str]:
     """The processes of the Ray that a driver started for itself, by their command lines."""
     found = {}
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(MARK, "").split()
-            if mark[2:3] == [str(driver)]:
-                found[process.pid] = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
+    for pid, session in ray_processes._marked():
+        if session.driver and session.driver.pid == driver:
+            with suppress(psutil.Error):
+                found[pid] = " ".join(psutil.Process(pid).cmdline())
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.launch import doctor
+from elastrata.launch import doctor, ray_processes
 from elastrata.launch.ray_processes import Session, clear_away, read_mark
 from support.command import wait_until
 
@@ -108,6 +108,10 @@ def test_a_driver_that_is_killed_leaves_nothing_running(monkeypatch: pytest.Monk
         assert session.driver.pid == process.pid
         assert session.driver.lives()
         assert len(session.processes()) >= 7
+        with monkeypatch.context() as patch:  # as where the agents' titles have overwritten it
+            patch.setattr(ray_processes, "_by_mark", lambda _: None)
+            agents = {_command(pid).partition(b"\0")[0] for pid in session.processes()}
+        assert {b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"} <= agents
         clear_away(session.driver, print)
         assert session.folder.is_dir()
         process.kill()
@@ -142,7 +146,11 @@ def test_a_head_that_hangs_is_replaced() -> None:
 
 
 def _is_head(pid: int) -> bool:
+    return b"/gcs_server" in _command(pid)
+
+
+def _command(pid: int) -> bytes:
     try:
-        return b"/gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""

@@ -3,7 +3,9 @@
 Ray's own list knows the five that the driver started, but not their children, and dies with the
 driver. So the driver, its identity and the folder of its Ray are put into the environment that the
 five are started with. Every process below inherits that, whoever its parent is by then, whatever
-its title says, and an id that is given to another process later does not carry it.
+its title says, and an id that is given to another process later does not carry it. Two agents lose
+a part of their environment to their titles: they are known by the session's logs, which they have
+open.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _PREFIX = "ray-"
 _NOTE = "elastrata-driver"
 """The file in the session's folder with the same as the mark."""
 _NOTE_BYTES = 4096
+_TITLE = b"ray::"
+"""How the titles of Ray's workers and agents begin."""
 _MEMORY = Path("/dev/shm")
 _SECONDS_TO_END = 2.0
 """Between SIGTERM and SIGKILL."""
@@ -63,7 +67,7 @@ class Session:
     def end(self) -> int:
         """Ends its processes, those that are stopped too; returns how many there were.
 
-        Only those with its mark, which is looked at again each time: no other is ever hit.
+        Only those with such a mark, which is looked at again each time: no other is ever hit.
         """
         asked: set[int] = set()
         began = time.monotonic()
@@ -138,28 +142,51 @@ def clear_away(driver: Process | None, warn: Callable[[str], None]) -> None:
 
 
 def _marked() -> Iterator[tuple[int, Session]]:
-    """This user's processes that carry a mark."""
-    name = f"{MARK}=".encode()
+    """This user's processes of such sessions."""
     for process in Path("/proc").glob("[1-9]*"):
         with suppress(OSError):
-            if process.stat().st_uid != os.getuid():
-                continue
-            for variable in (process / "environ").read_bytes().split(b"\0"):
-                if variable.startswith(name):
-                    session = read_mark(os.fsdecode(variable.removeprefix(name)))
-                    if session:
-                        yield int(process.name), session
+            if process.stat().st_uid == os.getuid():
+                session = _by_mark(process) or _by_files(process)
+                if session:
+                    yield int(process.name), session
+
+
+def _by_mark(process: Path) -> Session | None:
+    name = f"{MARK}=".encode()
+    for variable in (process / "environ").read_bytes().split(b"\0"):
+        if variable.startswith(name):
+            return read_mark(os.fsdecode(variable.removeprefix(name)))
+    return None
+
+
+def _by_files(process: Path) -> Session | None:
+    """By a log that is open: Ray's agents write their titles over a part of their environment."""
+    if (process / "cmdline").read_bytes().startswith(_TITLE):
+        start = f"{_folders()}/{_PREFIX}"
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                file = link.readlink()
+                if str(file).startswith(start):
+                    return _of_folder(Path(_folders(), file.relative_to(_folders()).parts[0]))
+    return None
 
 
 def _noted() -> Iterator[Session]:
     """The sessions whose folders are there."""
     for note in Path(_folders()).glob(f"{_PREFIX}*/{_NOTE}"):
-        with suppress(OSError):
-            if note.is_file() and note.parent.stat().st_uid == os.getuid():
-                with note.open("rb") as stream:
-                    session = read_mark(os.fsdecode(stream.read(_NOTE_BYTES)))
-                if session and session.folder == note.parent:
-                    yield session
+        if session := _of_folder(note.parent):
+            yield session
+
+
+def _of_folder(folder: Path) -> Session | None:
+    """The session of a folder; None where it is none of this user's."""
+    note = folder / _NOTE
+    with suppress(OSError):
+        if note.is_file() and folder.stat().st_uid == os.getuid():
+            with note.open("rb") as stream:
+                session = read_mark(os.fsdecode(stream.read(_NOTE_BYTES)))
+            return session if session and session.folder == folder else None
+    return None
 
 
 def _folders() -> str:
