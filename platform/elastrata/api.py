@@ -34,6 +34,7 @@ def train(
     *,
     address: str | None = None,
     show: Callable[[Event], None] = lambda event: None,
+    go_on_from: str | None = None,
 ) -> TrainResult:
     """Trains a recipe to its last step or its target, or continues its run where it stopped.
 
@@ -41,12 +42,16 @@ def train(
         recipe: what to train, with a name.
         address: the Ray cluster to join; default: the session that is open, else one of its own.
         show: called with every event of the run, from a thread of its own.
+        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
+            Default: the newest.
 
     Raises:
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
         TrainingError: training did not come to its end; says why.
     """
-    return train_on_ray(recipe, name=run_name(recipe), address=address, show=show)
+    return train_on_ray(
+        recipe, name=run_name(recipe), address=address, show=show, go_on_from=go_on_from
+    )
 
 
 def prepare(

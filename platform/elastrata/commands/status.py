@@ -22,6 +22,11 @@ _STYLES = {
     "failed": "bold red",
     "silent": "bold red",
 }
+_CHAINS = {
+    "whole": "whole: every part of the history goes on after the one before it",
+    "none": "none: the history was written by an earlier version",
+    "broken": "broken: the history is not as it was written",
+}
 
 
 def status(
@@ -59,9 +64,12 @@ def _show_state(console: Console, found: Status) -> None:
         "workers": sizes or "none yet",
         "lost": f"{_duration(found.seconds_lost)} of {_duration(found.seconds_in_all)} "
         f"({found.share_lost:.1%})",
+        "chain": Text(_CHAINS[found.chain], style="bold red" if found.chain == "broken" else ""),
     }
     for name, value in rows.items():
         console.print(Text.assemble(f"{name:<12}", value))
+    for line in found.problems:
+        console.print(Text.assemble(("altered     ", "bold red"), line))
 
 
 def _show_faults(console: Console, found: Status) -> None:

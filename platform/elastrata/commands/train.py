@@ -23,6 +23,14 @@ def train(
         str | None, typer.Option(help="The run's name. The same name continues the same run.")
     ] = None,
     address: Address = None,
+    go_on_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="COMMIT",
+            help="Go back to this checkpoint of the run: its step, or its folder's name.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
@@ -40,7 +48,7 @@ def train(
     progress = Progress(
         chosen.steps_in_all, lambda line: console.print(line, markup=False), _phase_lines(chosen)
     )
-    result = train_recipe(chosen, address=address, show=progress)
+    result = train_recipe(chosen, address=address, show=progress, go_on_from=go_on_from)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     lines = [
         f"done: {result.steps} steps, {result.samples_seen:,} samples, "

@@ -21,7 +21,7 @@ from elastrata.runs import history
 from elastrata.runs.folder import flatten
 from elastrata.runs.history import HistoryWriter
 from elastrata.sweeps.domains import Value
-from elastrata.sweeps.folder import JOURNAL
+from elastrata.sweeps.folder import JOURNAL, read_journal, sweep_digest
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
@@ -83,7 +83,7 @@ class Drive:
     ) -> Drive:
         """Reads the journal and opens the record."""
         storage = folder.sub(JOURNAL)
-        entries = history.read(storage)
+        entries = read_journal(folder).entries
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
         whole = open_tracker(
@@ -96,7 +96,8 @@ class Drive:
         )
         launch = history.next_attempt(storage)
         journal = HistoryWriter(storage, launch, warn)
-        journal.add(LAUNCHED, {"mlflow_run_id": whole.run_id})
+        launched = {"mlflow_run_id": whole.run_id, "sweep_sha256": sweep_digest(folder)}
+        journal.add(LAUNCHED, launched)
         journal.flush()
         standings = Standings(config.metric, config.mode, entries)
         record = SweepRecord(whole, job.folder)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import flatten
+from elastrata.runs import history
+from elastrata.runs.chain import foreign_lines
+from elastrata.runs.folder import flatten, problems_of, read_values
+from elastrata.runs.history import History
 from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.checked_json import list_names, read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -31,7 +37,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
         return
     problems = []
     for name, now in ((SWEEP_FILE, _sweep_values(config)), (BASE_FILE, _base_values(base))):
-        before, now = flatten(yaml.safe_load(folder.read(name))), flatten(now)
+        before, now = flatten(read_values(folder, name)), flatten(now)
         problems += [
             f"{folder.uri(name)}: {key}: {before.get(key)!r} in the sweep of this name, "
             f"{now.get(key)!r} in this one"
@@ -62,9 +68,32 @@ def read_sweep(folder: Storage) -> SweepConfig:
     """The sweep in a folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged.
     """
+    if not folder.exists(SWEEP_FILE):
+        raise UserError(f"{folder.uri()}: no sweep there")
     try:
-        return SweepConfig.model_validate(yaml.safe_load(folder.read(SWEEP_FILE)))
-    except FileNotFoundError:
-        raise UserError(f"{folder.uri()}: no sweep there") from None
+        return SweepConfig.model_validate(read_values(folder, SWEEP_FILE))
+    except ValidationError as error:
+        raise UserError(*problems_of(error, folder.uri(SWEEP_FILE))) from None
+
+
+def sweep_digest(folder: Storage) -> str:
+    """SHA-256 of the file that says what the sweep is; a launch notes it in the journal."""
+    return hashlib.sha256(read_bytes(folder, SWEEP_FILE)).hexdigest()
+
+
+def read_journal(folder: Storage) -> History:
+    """The journal of a sweep.
+
+    Raises:
+        UserError: it cannot be read, or holds parts that do not belong to it.
+    """
+    journal = folder.sub(JOURNAL)
+    found = history.look(journal)
+    if not found.entries and list_names(folder, TRIALS):
+        raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
+    if found.chain.foreign:
+        lines = foreign_lines(journal.uri(), found.chain.foreign)
+        raise UserError(*(f"{line}; move it away" for line in lines))
+    return found
