@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +33,10 @@ _REASONS = {
 }
 
 
+class UnreadableError(UserError):
+    """A storage does not give what is there: maybe later it will."""
+
+
 class Record(BaseModel):
     """A thing that is kept as JSON: frozen, no unknown keys, no value of another type."""
 
@@ -51,7 +56,8 @@ def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        UserError: it is no regular file, larger than `most`, or cannot be read.
+        UserError: it is no regular file, or larger than `most`.
+        UnreadableError: it cannot be read.
     """
     where = storage.uri(*parts)
     if (size := file_size(storage, *parts)) > most:
@@ -61,7 +67,26 @@ def read_bytes(storage: Storage, *parts: str, most: int = MOST_BYTES) -> bytes:
     except FileNotFoundError:
         raise
     except Exception as error:  # each kind of store has its own
-        raise UserError(f"{where}: cannot be read ({reason(error)})") from None
+        raise _unreadable(where, error) from None
+
+
+def list_names(storage: Storage, *parts: str) -> list[str]:
+    """The names directly below a folder of ours, sorted; empty where there is none.
+
+    Raises:
+        UserError: it is no folder, or cannot be listed.
+    """
+    where = storage.uri(*parts)
+    path = Path(storage.path(*parts))
+    try:
+        if storage.is_local and not path.is_dir() and os.path.lexists(path):
+            path.stat()  # says of a link why it leads nowhere
+            raise UserError(f"{where}: a file, expected a folder")
+        return storage.names(*parts)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _unreadable(where, error) from None
 
 
 def file_size(storage: Storage, *parts: str) -> int:
@@ -149,6 +174,14 @@ def parse_record(kind: type[Kind], data: bytes | str, where: str, advice: str = 
 def read_record(kind: type[Kind], storage: Storage, *parts: str, advice: str = "") -> Kind:
     """The record in a file: `read_bytes`, then `parse_record`, with what they raise."""
     return parse_record(kind, read_bytes(storage, *parts), storage.uri(*parts), advice)
+
+
+def _unreadable(where: str, error: Exception) -> UserError:
+    """What to raise for a file or folder that storage does not give."""
+    is_final = isinstance(error, OSError) and error.errno in (*_REASONS, errno.ENOENT)
+    return (UserError if is_final else UnreadableError)(
+        f"{where}: cannot be read ({reason(error)})"
+    )
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -42,6 +42,7 @@ def train(
     *,
     address: str | None = None,
     show: Callable[[Event], None] | None = None,
+    go_on_from: str | None = None,
 ) -> TrainResult:
     """Trains a recipe to its last step or its target, or continues its run where it stopped.
 
@@ -50,6 +51,8 @@ def train(
         address: the Ray cluster to join; default: the session that is open, else one of its own.
         show: called with every event of the run, from a thread of its own; default: shows them, in
             a line that moves where there is a terminal or a notebook.
+        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
+            Default: the newest.
 
     Raises:
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
@@ -59,12 +62,15 @@ def train(
 
     from elastrata.terminal.progress import Progress, phase_lines
 
+    def run(recipe: Recipe, show: Callable[[Event], None]) -> TrainResult:
+        return train_on_ray(recipe, name=name, address=address, show=show, go_on_from=go_on_from)
+
     name = run_name(recipe)
     if show is not None:
-        return train_on_ray(recipe, name=name, address=address, show=show)
+        return run(recipe, show)
     recipe = in_steps(recipe)
     with Progress(recipe.steps_in_all, Console(), phase_lines(recipe)) as progress:
-        return train_on_ray(recipe, name=name, address=address, show=progress)
+        return run(recipe, progress)
 
 
 def prepare(

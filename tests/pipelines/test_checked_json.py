@@ -11,6 +11,7 @@ import pytest
 from elastrata_pipelines.checked_json import (
     MOST_DEPTH,
     Record,
+    list_names,
     parse_json,
     parse_record,
     read_bytes,
@@ -19,6 +20,22 @@ from elastrata_pipelines.checked_json import (
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+
+
+def test_only_a_folder_is_listed(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    assert list_names(storage, "nowhere") == []
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nothing").symlink_to("gone")
+    assert list_names(storage) == ["circle", "file", "nothing"]
+    for name, what in (
+        ("file", "a file, expected a folder"),
+        ("circle", "leads back to itself"),
+        ("nothing", "No such file"),
+    ):
+        with pytest.raises(UserError, match=f"{tmp_path}/{name}: .*{what}"):
+            list_names(storage, name)
 
 
 class Point(Record):

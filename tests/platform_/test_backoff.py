@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from elastrata.workers import backoff as module
 from elastrata.workers.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff, patiently
+from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 NOW = st.floats(0, 1e9)
@@ -47,7 +48,7 @@ def test_a_success_starts_over(failures: int, now: float) -> None:
 
 def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_SECONDS", 0.001)
-    answers = iter([OSError("away"), OSError("still away"), "there"])
+    answers = iter([OSError("away"), UnreadableError("still away"), "there"])
     warned: list[str] = []
 
     def ask() -> str:

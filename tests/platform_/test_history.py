@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elastrata.runs import history
 from elastrata.runs.attempts import attempts, undone_steps
+from elastrata.runs.lineage import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import Entry, said, started, stepped
@@ -81,8 +82,6 @@ def _step(number: int) -> Entry:
 
 def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     first, driver, second = _writer(tmp_path), _writer(tmp_path, 1, "d"), _writer(tmp_path, 2)
-    second.add("started", {"step": 1, "world_size": 3})
-    second.flush()
     driver.add("fault", {"text": "rank 1 was killed", "ranks": [1]})
     driver.flush()
     first.add("started", {"step": 0, "world_size": 2})
@@ -90,6 +89,8 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     first.add("step", _step(1))
     first.add("step", _step(2))
     first.flush()
+    second.add("started", {"step": 1, "world_size": 3})
+    second.flush()
     (tmp_path / "0001-00000002.jsonl.1a2b3c4d.tmp").write_text("half a li")
     (tmp_path / "0001-00000000 (copy).jsonl").write_text("not a part")
 
@@ -109,7 +110,7 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
 
 
 def test_attempts_of_five_digits_come_after_those_of_four(tmp_path: Path) -> None:
-    for attempt in (10_000, 9_999):
+    for attempt in (9_999, 10_000):
         writer = _writer(tmp_path, attempt)
         writer.add("started", {"step": 0, "world_size": 1})
         writer.flush()
@@ -167,10 +168,11 @@ def test_where_later_attempts_started(tmp_path: Path) -> None:
     driver = _writer(tmp_path, 3, "d")
     driver.add("fault", {"text": "nobody was there yet", "ranks": []})
     driver.flush()
-    later = history.starts(Storage(str(tmp_path)))
-    assert later(1) == {2: 40, 4: 20}
-    assert later(2) == {4: 20}
-    assert later(4) == {}
+    lineage = history.read_lineage(Storage(str(tmp_path)))
+    assert [step for step in (20, 21, 50) if lineage.counts(1, step)] == [20]
+    assert [step for step in (20, 21, 50) if lineage.counts(2, step)] == [20]
+    assert lineage.counts(4, 50)
+    assert lineage.contradiction(1, 30) == Event(4, 20, None)
 
 
 def test_adding_does_not_wait_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,4 +234,4 @@ def test_an_altered_part_is_named(tmp_path: Path, line: str, problem: str) -> No
     part.write_text(part.read_text() + line)
     with pytest.raises(UserError) as caught:
         history.read(Storage(str(tmp_path)))
-    assert str(caught.value) == f"{part}, line 2: {problem}"
+    assert str(caught.value) == f"{part}, line 3: {problem}"

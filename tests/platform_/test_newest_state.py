@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName
+from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.runs import history
 from elastrata.workers.newest_state import newest_state
 from elastrata_pipelines.batches import Start
@@ -29,9 +29,9 @@ def commit(storage: Storage, attempt: int, step: int) -> str:
     data = b"a state"
     record = FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     made = Commit(
-        folder=folder, step=step, samples=step, tokens=step, extra={}, files={"state": record}
+        folder=folder, step=step, samples=step, tokens=step, extra={}, files={METADATA: record}
     )
-    storage.write(data, folder, "state")
+    storage.write(data, folder, METADATA)
     storage.write(made.to_json(), folder, MARKER)
     return folder
 

@@ -323,7 +323,7 @@ def test_storage_that_cannot_be_written_refuses_in_one_line(tmp_path: Path) -> N
 def test_a_damaged_file_is_told(run: Storage) -> None:
     run.write(b'{"token": ', DRIVER_FILE)
     with (
-        pytest.raises(UserError, match=r"driver\.json: damaged; delete it once no driver"),
+        pytest.raises(UserError, match=r"driver\.json: not JSON .*; delete it once no driver"),
         own_run(run, lost=pytest.fail),
     ):
         pass

@@ -16,6 +16,7 @@ import yaml
 
 from elastrata.checkpoints.commit import commits
 from elastrata.runs import history
+from elastrata.runs.status import status
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run, run_json, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set
@@ -193,6 +194,26 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     done = run("train", recipe, "--name", "damaged")
     assert done.returncode == 2
     assert done.stderr.count("__0_0.distcp is altered") == len(commits(Storage(str(checkpoints))))
+
+
+def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> None:
+    runs = recipe.parent / "runs"
+    shutil.copytree(runs / "undisturbed", runs / "gone-back")
+    stray = runs / "gone-back" / "history" / "100000-00000000.jsonl"
+    shutil.copy(min((runs / "gone-back" / "history").glob("*.jsonl")), stray)
+    older = commits(Storage(str(runs / "gone-back" / "checkpoints")))[-1].step
+
+    refused = run("train", recipe, "--name", "gone-back")
+    assert refused.returncode == 2
+    assert f"{stray}: not in the chain: a copy of 0001-00000000.jsonl" in refused.stderr
+    done = run_json("train", recipe, "--name", "gone-back", "--from", str(older))
+
+    assert done["status"] == "FINISHED"
+    _assert_same_run(recipe, "gone-back")
+    found = status(Storage(str(runs / "gone-back")))
+    assert (found.chain, found.problems) == ("whole", ())
+    assert found.recoveries[-1].cause == "returned"
+    assert found.recoveries[-1].steps_rolled_back == done["steps"] - older
 
 
 def _alter(path: Path) -> None:

@@ -59,7 +59,7 @@ def trained(width: int = 3, seed: int = 0) -> tuple[nn.Module, torch.optim.Optim
 def test_the_marker_tells_what_was_saved(storage: Storage) -> None:
     commit = saved(storage, {"x": torch.ones(3)})
     assert (commit.step, commit.samples, commit.tokens) == (1, 2, 3)
-    assert commit.extra == {"recipe": "5e"}
+    assert commit.extra == {"recipe": "5e", "attempt": 1}
     assert set(commit.files) == {"__0_0.distcp", METADATA}
 
 
@@ -160,7 +160,7 @@ def test_plain_values_come_back_and_code_does_not(storage: Storage) -> None:
 def test_metadata_is_read_only_if_it_is_what_was_written(storage: Storage) -> None:
     commit = saved(storage, {"model": {"x": torch.ones(3)}})
     storage.write(pickle.dumps(os.getcwd), commit.folder, METADATA)
-    with pytest.raises(RuntimeError, match=r"\.metadata is altered"):
+    with pytest.raises(UserError, match=r"\.metadata: altered"):
         read_metadata(storage, commit)
 
 

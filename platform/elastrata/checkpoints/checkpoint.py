@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import (
+    ATTEMPT,
     MARKER,
     Commit,
     FileRecord,
@@ -174,7 +175,7 @@ class DurableSaver:
                     step=step,
                     samples=samples,
                     tokens=tokens,
-                    extra=dict(extra or {}),
+                    extra={**(extra or {}), ATTEMPT: self._attempt},
                     files=files,
                 )
             )

@@ -12,15 +12,21 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata_pipelines.checked_json import list_names, parse_json, read_bytes
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
 
 FORMAT_VERSION = 1
 MARKER = "commit.json"
+METADATA = ".metadata"
+"""The file that says where the tensors are; without it the others mean nothing."""
+ATTEMPT = "attempt"
+"""The key of `Commit.extra` with the attempt of its folder's name."""
 EVALUATION_LOSS = "evaluation_loss"
 """The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
 EVALUATION = "evaluation"
@@ -75,15 +81,15 @@ class Commit(BaseModel):
     folder: str = Field(exclude=True)
     """The name of its folder; not in the marker, which lies in that folder."""
     format_version: int = FORMAT_VERSION
-    step: NonNegativeInt
+    step: Annotated[NonNegativeInt, Field(le=2**53)]
     """Optimizer steps done."""
-    samples: NonNegativeInt
+    samples: Annotated[NonNegativeInt, Field(lt=2**63)]
     """Samples seen, over all workers."""
-    tokens: NonNegativeInt
+    tokens: Annotated[NonNegativeInt, Field(lt=2**63)]
     """Tokens seen, over all workers."""
     extra: dict[str, Any]
     """JSON: recipe digest, manifest fingerprint, world size, evaluation loss..."""
-    files: dict[str, FileRecord]
+    files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], FileRecord]
     """Every file of the commit but the marker, by its name in the folder."""
 
     @property
@@ -119,8 +125,8 @@ class Commit(BaseModel):
             ValueError: it is no marker, of another format version, or altered; says which.
         """
         try:
-            content = json.loads(data)
-        except ValueError:
+            content = parse_json(data, MARKER)
+        except UserError:
             raise ValueError("is not JSON (truncated or altered)") from None
         if not isinstance(content, dict):
             raise ValueError("is not a JSON object")
@@ -130,11 +136,25 @@ class Commit(BaseModel):
         if content.pop("digest", None) != _digest(content):
             raise ValueError("does not match its own digest (altered)")
         try:
-            return cls.model_validate({**content, "folder": folder})
+            found = cls.model_validate({**content, "folder": folder})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"has a bad '{where}': {first['msg']}") from None
+        if problem := found._misplaced():
+            raise ValueError(problem)
+        return found
+
+    def _misplaced(self) -> str:
+        """Why it is not the marker of the folder that it lies in; empty where it is."""
+        name = FolderName.parse(self.folder)
+        if name is None:
+            return ""
+        if name.step != self.step:
+            return f"is that of another step, {self.step} (a copy)"
+        if (attempt := self.extra.get(ATTEMPT, name.attempt)) != name.attempt:
+            return f"is that of another attempt, {attempt} (a copy)"
+        return ""
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -144,7 +164,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 def folders(storage: CommitStorage) -> list[FolderName]:
     """The folders of all commits, complete or not, the newest first."""
-    named = (FolderName.parse(name) for name in storage.names())
+    names = list_names(storage) if isinstance(storage, Storage) else storage.names()
+    named = map(FolderName.parse, names)
     return sorted((name for name in named if name), reverse=True)
 
 
@@ -154,8 +175,14 @@ def commits(storage: CommitStorage) -> list[Commit]:
     Args:
         storage: the run's folder of checkpoints.
     """
-    found = (_read(storage, str(folder)) for folder in folders(storage))
-    return [commit for commit in found if isinstance(commit, Commit)]
+    return [found for found in markers(storage).values() if isinstance(found, Commit)]
+
+
+def markers(storage: CommitStorage) -> dict[str, Commit | str]:
+    """By folder, the newest first, the commit, or what is wrong with its marker. A folder without a
+    marker is none."""
+    read = ((str(name), _read(storage, str(name))) for name in folders(storage))
+    return {folder: found for folder, found in read if found is not None}
 
 
 def newest_verified(
@@ -196,6 +223,8 @@ def newest_verified(
 
 def problems(storage: CommitStorage, commit: Commit) -> list[str]:
     """One line per file that is missing, truncated, altered or unreadable."""
+    if METADATA not in commit.files:
+        return [f"{METADATA} is missing in {MARKER}"]
     if wrong := size_problems(storage, commit):
         return wrong
     with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
@@ -218,13 +247,21 @@ def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
 def _read(storage: CommitStorage, folder: str) -> Commit | str | None:
     """The commit in a folder, what is wrong with its marker, or None where there is no marker."""
     try:
-        return Commit.from_json(storage.read(folder, MARKER), folder)
+        return Commit.from_json(_marker(storage, folder), folder)
     except FileNotFoundError:
         return None
+    except UserError as error:
+        return error.problems[0].removeprefix(f"{storage.uri(folder)}/")
     except ValueError as error:
         return f"{MARKER} {error}"
     except Exception as error:
         return f"{MARKER} cannot be read ({error})"
+
+
+def _marker(storage: CommitStorage, folder: str) -> bytes:
+    if isinstance(storage, Storage):  # others lie in memory, where nothing else can be
+        return read_bytes(storage, folder, MARKER)
+    return storage.read(folder, MARKER)
 
 
 def _sizes(storage: CommitStorage, commit: Commit) -> dict[str, int]:

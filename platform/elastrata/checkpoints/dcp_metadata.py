@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.commit import METADATA, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
-
-METADATA = ".metadata"
+from elastrata_pipelines.errors import UserError
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -54,11 +53,17 @@ def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
     """What a commit holds: names, shapes, and where the bytes lie.
 
     Raises:
-        RuntimeError: the file is not the one that the marker says.
-        pickle.UnpicklingError: it asks for something that no metadata consists of.
+        UserError: there is no such file, it is not the one that the marker says, or it asks for
+            something that no metadata consists of.
     """
+    where = storage.uri(commit.folder, METADATA)
+    if METADATA not in commit.files:
+        raise UserError(f"checkpoint {storage.uri(commit.folder)}: {METADATA} is missing in it")
     data = storage.read(commit.folder, METADATA)
     expected = commit.files[METADATA].sha256
     if expected is not None and hashlib.sha256(data).hexdigest() != expected:
-        raise RuntimeError(f"{storage.uri(commit.folder, METADATA)} is altered")
-    return cast(Metadata, _MetadataUnpickler(io.BytesIO(data)).load())
+        raise UserError(f"{where}: altered: its SHA-256 is not that of the marker")
+    try:
+        return cast(Metadata, _MetadataUnpickler(io.BytesIO(data)).load())
+    except Exception as error:  # a pickle that is none raises what it likes
+        raise UserError(f"{where}: no metadata of a checkpoint ({error})") from None

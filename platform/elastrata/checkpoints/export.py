@@ -13,11 +13,13 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
-from elastrata.checkpoints.commit import Commit, commits, problems
+from elastrata.checkpoints.commit import Commit, commits, markers, problems
 from elastrata.checkpoints.retention import best_commit
 from elastrata.checkpoints.training_state import load, load_full_model_state
 from elastrata.recipe.recipe import Recipe
+from elastrata.runs.evidence import contradictions
 from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.runs.history import read_lineage
 from elastrata.tracking.mlmodel import write_mlmodel
 from elastrata.tracking.models import LoadableModel
 from elastrata.training.sparsity.layers import WEIGHT, layer_of, layer_shapes
@@ -75,7 +77,7 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     checkpoints = run.sub("checkpoints")
-    commit = chosen_commit(checkpoints, checkpoint)
+    commit = chosen_commit(run, checkpoint)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
@@ -183,23 +185,33 @@ def _manifest(data_set: DataSet) -> Manifest:
     return manifest
 
 
-def chosen_commit(checkpoints: Storage, wanted: str) -> Commit:
-    """The commit that is named: `newest`, `best`, or by its step.
+def chosen_commit(run: Storage, wanted: str) -> Commit:
+    """The checkpoint of a run that is meant by `newest`, `best` or a step; its files are not looked
+    at.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is none, or none that counts.
     """
+    checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
     found = commits(checkpoints)
     if not found:
         raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
+    counting = [commit for commit in found if lineage.counts(*commit.place)]
+    if wanted in ("newest", "best") and not counting:
+        raise UserError(*contradictions(run, found, lineage))
     if wanted == "newest":
-        return found[0]
+        folder, newest = next(iter(markers(checkpoints).items()))
+        if isinstance(newest, str):
+            raise UserError(
+                f"checkpoint {checkpoints.uri(folder)}: {newest}; --checkpoint names one"
+            )
+        return counting[0]
     if wanted == "best":
-        best = best_commit(found)
+        best = best_commit(counting)
         if best is None:
             raise UserError(f"{checkpoints.uri()}: no checkpoint was evaluated; try 'newest'")
         return best
-    by_step = {str(commit.step): commit for commit in found}
+    by_step = {str(commit.step): commit for commit in (*reversed(found), *reversed(counting))}
     if wanted not in by_step:
         raise UserError(
             f"--checkpoint: {wanted}: expected newest, best or one of the steps "

@@ -86,6 +86,8 @@ def _show(console: Console, found: Audit, *, with_steps: bool) -> None:
 def _proven(found: Audit) -> list[str]:
     last = found.steps[-1]
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
+    if found.chain == "whole":
+        lines.append("every part of the history goes on after the one before it")
     if found.data.state == "checked":
         times = " and ".join(f"{epochs:,.2f}" for epochs in found.epochs)
         lines.append(

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from elastrata.runs.status import Status
 
 
+_CHAINS = {
+    "whole": "whole: every part of the history goes on after the one before it",
+    "none": "none: the history was written by an earlier version",
+    "broken": "broken: the history is not as it was written",
+}
+
+
 def status(
     run: RunName,
     json: Json = False,
@@ -47,9 +54,12 @@ def _show_state(console: Console, found: Status) -> None:
         "workers": sizes or "none yet",
         "lost": f"{_duration(found.seconds_lost)} of {_duration(found.seconds_in_all)} "
         f"({found.share_lost:.1%})",
+        "chain": Text(_CHAINS[found.chain], style="bold red" if found.chain == "broken" else ""),
     }
     for name, value in rows.items():
         console.print(Text.assemble(f"{name:<12}", value))
+    for line in found.problems:
+        console.print(Text.assemble(("altered     ", "bold red"), line))
 
 
 def _show_faults(console: Console, found: Status) -> None:

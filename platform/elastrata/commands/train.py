@@ -27,15 +27,25 @@ def train(
         typer.Option(metavar="RUN", help="A run to go on with, in the place of RECIPE and --name."),
     ] = None,
     address: Address = None,
+    go_on_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="COMMIT",
+            help="Go back to this checkpoint of the run: its step, or its folder's name.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, or continue its run where it stopped."""
     arguments = [*([recipe] if recipe else []), *(overrides or [])]
     chosen = _resumed(resume, arguments, name) if resume else _named(arguments, name)
-    train_and_tell(chosen, address, json)
+    train_and_tell(chosen, address, json, go_on_from)
 
 
-def train_and_tell(chosen: Recipe, address: str | None, json: bool) -> None:
+def train_and_tell(
+    chosen: Recipe, address: str | None, json: bool, go_on_from: str | None = None
+) -> None:
     """Trains a recipe and shows how it goes, and what came of it."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
@@ -48,7 +58,7 @@ def train_and_tell(chosen: Recipe, address: str | None, json: bool) -> None:
     chosen = in_steps(chosen)
     console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
     with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
-        result = train_recipe(chosen, address=address, show=progress)
+        result = train_recipe(chosen, address=address, show=progress, go_on_from=go_on_from)
     uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
     lines = [
         f"done: {result.steps} steps, {result.samples_seen:,} samples, "

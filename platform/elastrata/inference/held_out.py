@@ -37,7 +37,7 @@ def evaluate_run(run_dir: str, checkpoint: str = "newest") -> Mapping[str, float
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     checkpoints = run.sub("checkpoints")
-    commit = chosen_commit(checkpoints, checkpoint)
+    commit = chosen_commit(run, checkpoint)
     recipe = _alone(read_recipe(run), identity)
     data = training_data(recipe)
     with lone_group(device := current_device()):

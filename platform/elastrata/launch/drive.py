@@ -233,8 +233,9 @@ def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> boo
     def ends(commit: Commit) -> bool:
         return is_over(commit.step, commit.evaluation, steps=steps, target=target)
 
-    checkpoints = run.sub("checkpoints")
-    if not any(ends(commit) for commit in commits(checkpoints)):
+    checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
+    if not any(ends(one) for one in commits(checkpoints) if lineage.counts(*one.place)):
         return False
-    newest = newest_verified(checkpoints, lambda _: None)  # told when training begins
+    # What is passed over is told when training begins.
+    newest = newest_verified(checkpoints, lambda _: None, lineage.counts)
     return newest is not None and ends(newest)

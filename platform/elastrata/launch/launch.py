@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
 import ray
 
-from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.commit import Commit, commits
 from elastrata.launch.cluster_share import gpus_per_worker, with_workers
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
@@ -30,13 +30,17 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.runs import history
+from elastrata.runs.evidence import check_continuation, is_begun
 from elastrata.runs.folder import (
     RECIPE_FILE,
+    RUN_FILE,
+    DataSet,
     RunIdentity,
     check_same_run,
     read_identity,
     write_identity,
 )
+from elastrata.runs.going_back import find_commit, go_back
 from elastrata.runs.history import HistoryWriter
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.runs.time_to_target import time_to_target
@@ -61,6 +65,7 @@ def train(
     show: Callable[[Event], None],
     interrupt: Interrupt | None = None,
     record: Tracker | None = None,
+    go_on_from: str | None = None,
 ) -> TrainResult:
     """Trains a recipe to its last step or its target, or continues the run of that name there.
 
@@ -71,9 +76,11 @@ def train(
         show: called with every event, from a thread of its own.
         interrupt: by which others can ask for its end; default: signals alone can.
         record: where the run is recorded; default: as the recipe says.
+        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
+            Default: the newest.
 
     Raises:
-        UserError: something in the recipe, the data or the cluster cannot work.
+        UserError: something in the run's folder, the recipe, the data or the cluster cannot work.
         TrainingError: training did not come to its end; says why.
     """
     phases = Phases()
@@ -91,10 +98,10 @@ def train(
     interrupt = interrupt or Interrupt()
     phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
-    with _owned(run, interrupt, show):
+    origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
+    with _owned(run, interrupt, show, origin):
         identity = read_identity(run)
         if identity:
-            check_same_run(run, identity, recipe, data.data_sets)
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
@@ -118,15 +125,48 @@ def train(
     return _result(run, recipe.target, tracker.run_id, status)
 
 
+def look_over(
+    run: Storage,
+    recipe: Recipe,
+    data_sets: Sequence[DataSet],
+    go_on_from: str | None,
+    warn: Callable[[str], None],
+) -> Commit | None:
+    """Looks whether the run of that folder can be begun, or gone on with. Writes nothing.
+
+    Returns:
+        The checkpoint to go back to; None where the run goes on by itself.
+
+    Raises:
+        UserError: it is another run, or what is in the folder contradicts itself.
+    """
+    read_owner(run)
+    identity = read_identity(run)
+    if identity is None and is_begun(run):
+        raise UserError(
+            f"{run.uri(RUN_FILE)}: missing, though the folder has checkpoints or a history; give "
+            "it back, or choose another --name"
+        )
+    if identity:
+        check_same_run(run, identity, recipe, data_sets)
+    if go_on_from is not None:
+        return find_commit(run, go_on_from)
+    check_continuation(run, warn)
+    return None
+
+
 @contextmanager
-def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) -> Iterator[None]:
-    """Runs its block as the run's only driver. A run that was never begun leaves no folder."""
+def _owned(
+    run: Storage, interrupt: Interrupt, show: Callable[[Event], None], origin: Commit | None
+) -> Iterator[None]:
+    """Runs its block as the run's only driver, gone back to `origin` where there is one. A run that
+    was never begun leaves no folder."""
     ownership: Ownership | None = None
     before = read_owner(run)
     try:
-        with own_run(
-            run, lost=interrupt.lose, warn=lambda line: show(Warned(text=line))
-        ) as ownership:
+        with own_run(run, lost=interrupt.lose, warn=lambda line: _warn(show, line)) as ownership:
+            if origin:
+                go_back(run, origin, lambda line: _warn(show, line))
             if before and not before.released:
                 clear_away(before.process, lambda line: show(Warned(text=line)))
                 _note_death(run, f"the driver is gone ({before})", show)
@@ -138,14 +178,14 @@ def _owned(run: Storage, interrupt: Interrupt, show: Callable[[Event], None]) ->
 
 def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
     """The fault that the driver before could not note: its own death."""
-
-    def warn(line: str) -> None:
-        show(Warned(text=line))
-
-    storage = run.sub("history")
-    writer = HistoryWriter(storage, history.next_attempt(storage) - 1, warn, writer="d")
+    storage, newest = run.sub("history"), history.next_attempt(run.sub("history")) - 1
+    writer = HistoryWriter(storage, newest, lambda line: _warn(show, line), writer="d")
     writer.add("fault", {"text": text, "ranks": []})
     writer.flush()
+
+
+def _warn(show: Callable[[Event], None], line: str) -> None:
+    show(Warned(text=line))
 
 
 def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from elastrata.recipe.yaml_values import read_stored
-from elastrata.runs.folder import RECIPE_FILE
+from elastrata.runs.folder import RECIPE_FILE, read_values
 from elastrata.training.target import TargetConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+
+_MOST = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +49,14 @@ def read_outline(run: Storage) -> Outline:
     Raises:
         UserError: the recipe is missing or damaged.
     """
-    damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError, ValidationError)
+    recipe = read_values(run, RECIPE_FILE)
+    damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
     try:
-        recipe = read_stored(run, RECIPE_FILE)
         target = recipe.get("target")
         return Outline(
             phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),
             target=None if target is None else TargetConfig.model_validate(target),
         )
-    except FileNotFoundError:
-        raise UserError(f"{run.uri(RECIPE_FILE)}: missing") from None
     except damage as error:
         line = str(error).splitlines()[0]
         raise UserError(
@@ -69,14 +66,26 @@ def read_outline(run: Storage) -> Outline:
 
 def _phase(part: Mapping[str, Any], seed: int) -> PhaseOutline:
     warmup = part.get("batch_size_warmup")
-    steps = int(part["steps"])
+    steps = _number(part, "steps", 1)
     return PhaseOutline(
         steps=steps,
         samples=samples_in(
             steps,
-            full=int(part["batch_size"]),
+            full=_number(part, "batch_size", 1),
             warmup=BatchSizeWarmup.model_validate(warmup) if warmup else None,
         ),
-        seed=int(seed),
-        window_stripes=int(part["data"]["window_stripes"]),
+        seed=_number({"seed": seed}, "seed", -_MOST),
+        window_stripes=_number(part["data"], "window_stripes", 1),
     )
+
+
+def _number(section: Mapping[str, Any], key: str, least: int) -> int:
+    """A whole number of a recipe.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
+    value = section[key]
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{key}: {value!r}: expected a whole number from {least} to {_MOST}")
+    return value

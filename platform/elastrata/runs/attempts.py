@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastrata.runs.lineage import Lineage
+
 Entry = Mapping[str, Any]
 
 
@@ -77,12 +79,15 @@ def attempts(entries: Sequence[Entry]) -> list[Attempt]:
 
 def undone_steps(entries: Iterable[Entry]) -> dict[int, list[Entry]]:
     """The steps that counted until an attempt started from before them, by that attempt."""
-    steps: list[Entry] = []
+    lineage, steps, seen = Lineage(), list[Entry](), list[Entry]()
     undone: dict[int, list[Entry]] = {}
     for entry in entries:
-        if entry["kind"] == "started":
-            undone[entry["attempt"]] = [step for step in steps if step["step"] > entry["step"]]
-            steps = [step for step in steps if step["step"] <= entry["step"]]
-        elif entry["kind"] == "step":
+        if entry["kind"] == "step":
             steps.append(entry)
+            seen.append(entry)
+        elif event := lineage.event(entry):
+            left = lineage.left(event, steps, seen)
+            kept = set(map(id, left))
+            undone[event.attempt] = [step for step in steps if id(step) not in kept]
+            steps = left
     return undone

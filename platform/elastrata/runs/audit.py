@@ -11,8 +11,10 @@ from typing import Any, Literal
 from elastrata.recipe.outline import PhaseOutline, read_outline
 from elastrata.runs import history
 from elastrata.runs.attempts import Attempt, attempts
+from elastrata.runs.chain import State as ChainState
+from elastrata.runs.evidence import evidence
 from elastrata.runs.expectation import Expectation, expectation
-from elastrata.runs.folder import RUN_FILE, DataSet, read_identity
+from elastrata.runs.folder import RUN_FILE, DataSet, read_identity, recipe_problems
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
 from elastrata_pipelines.storage import Storage
@@ -45,6 +47,9 @@ class Audit:
     """Steps whose digest was compared with what their data set gives."""
     epochs: tuple[float, ...]
     """How often each data set that could be read was gone through."""
+    chain: ChainState
+    """Of its history: `whole`, `broken`, or `none` where versions wrote it that did not link its
+    parts."""
     problems: tuple[str, ...]
     """A line each; none: every sample was seen as it should be."""
 
@@ -62,6 +67,7 @@ class Audit:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "digests_checked": self.digests_checked,
             "data": self.data.state,
+            "chain": self.chain,
             "problems": list(self.problems),
         }
 
@@ -76,12 +82,19 @@ def audit(run: Storage) -> Audit:
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    entries = history.read(run.sub("history"))
+    found = evidence(run)
+    entries = found.history.entries
     steps = history.effective_steps(entries)
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
-    problems = [*sequence_problems(entries), *position_problems(steps)]
+    problems = [*found.problems, *recipe_problems(run, identity)]
+    problems += [*sequence_problems(entries), *position_problems(steps)]
     phases, states = read_outline(run).phases, list[DataCheck]()
+    if len(phases) != len(identity.data):
+        raise UserError(
+            f"{run.uri(RUN_FILE)}: data: {len(identity.data)} data sets, but the run's recipe has "
+            f"{len(phases)} phases"
+        )
     num_checked, epochs = 0, list[float]()
     for data_set, placed in _by_data_set(steps, phases, identity.data).items():
         try:
@@ -100,6 +113,7 @@ def audit(run: Storage) -> Audit:
         data=states[0] if states else DataCheck(state="checked", text=""),
         digests_checked=num_checked,
         epochs=tuple(epochs),
+        chain=found.history.chain.state,
         problems=tuple(problems),
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
+from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:  # it imports torch, which `status` and `audit` need not wait 
     from elastrata.recipe.recipe import Recipe
 
 RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
+Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 MAY_CHANGE = (
     "name",
@@ -37,54 +41,101 @@ MAY_CHANGE = (
 the same samples are computed on, not what is learned from them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSet:
+class DataSet(Record):
     """A data set that a run trains on."""
 
-    url: str
+    url: Text
     """Absolute path or URL, as the newest launch found it."""
-    fingerprint: str
+    fingerprint: Text
     """Of its manifest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
+class RunIdentity(Record):
     """What makes a run the same run after a restart."""
 
-    name: str
+    name: Text
     data: tuple[DataSet, ...]
     """That of every phase."""
-    mlflow_run_id: str | None = None
+    mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
+    recipe_sha256: str | None = None
+    """Of the recipe's file; None: written by an earlier version."""
+    digest: str | None = None
+    """SHA-256 of all the rest but the data sets' places, which may be moved: as JSON with sorted
+    keys and no spaces. None as above."""
+
+    @property
+    def own_digest(self) -> str:
+        """What `digest` should be."""
+        content = self.model_dump(
+            mode="json", exclude={"digest": True, "data": {"__all__": {"url"}}}
+        )
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read_identity(run: Storage) -> RunIdentity | None:
-    """The identity of the run in that folder; None where there is none yet."""
-    if not run.exists(RUN_FILE):
+    """The identity of the run in that folder; None where there is none yet.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        found = read_record(RunIdentity, run, RUN_FILE)
+    except FileNotFoundError:
         return None
-    values = json.loads(run.read(RUN_FILE))
-    return RunIdentity(**{**values, "data": tuple(DataSet(**one) for one in values["data"])})
+    if found.digest is not None and found.digest != found.own_digest:
+        raise UserError(f"{run.uri(RUN_FILE)}: does not match its own digest (altered)")
+    if not found.data:
+        raise UserError(f"{run.uri(RUN_FILE)}: data: none, expected a data set for every phase")
+    return found
 
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
     """Writes the identity and the recipe of a run."""
-    dumped = dump_yaml(recipe.model_dump(mode="json"))
-    run.write(dumped.encode(), RECIPE_FILE)
-    run.write(json.dumps(asdict(identity), indent=1).encode(), RUN_FILE)
+    dumped = dump_yaml(recipe.model_dump(mode="json")).encode()
+    recipe_sha256 = hashlib.sha256(dumped).hexdigest()
+    whole = identity.model_copy(update={"recipe_sha256": recipe_sha256})
+    whole = whole.model_copy(update={"digest": whole.own_digest})
+    run.write(dumped, RECIPE_FILE)
+    run.write(whole.model_dump_json(indent=1).encode(), RUN_FILE)
 
 
 def read_recipe(run: Storage) -> Recipe:
     """The recipe a run was started or last continued with.
 
     Raises:
-        UserError: its file is missing or damaged.
+        UserError: it is missing or damaged; a line for each key.
     """
     from elastrata.recipe.file import stored_recipe
 
-    where = run.uri(RECIPE_FILE)
+    return stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
+
+
+def read_values(storage: Storage, name: str) -> dict[str, Any]:
+    """What a YAML file of ours says, before anything gives it a meaning.
+
+    Raises:
+        UserError: it is missing, or no YAML of keys with values.
+    """
+    where = storage.uri(name)
     try:
-        return stored_recipe(read_stored(run, RECIPE_FILE), where)
+        values = read_stored(storage, name)
     except FileNotFoundError:
         raise UserError(f"{where}: missing") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: damaged: expected keys with values, as in 'steps: 1000'")
+    return values
+
+
+def recipe_problems(run: Storage, identity: RunIdentity) -> list[str]:
+    """A line where the recipe is not the one that the run was last continued with."""
+    try:
+        found = hashlib.sha256(read_bytes(run, RECIPE_FILE)).hexdigest()
+    except FileNotFoundError:
+        raise UserError(f"{run.uri(RECIPE_FILE)}: missing") from None
+    if identity.recipe_sha256 in (None, found):
+        return []
+    return [f"{run.uri(RECIPE_FILE)}: altered since the run was last continued"]
 
 
 def check_same_run(

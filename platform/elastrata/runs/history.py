@@ -8,129 +8,117 @@ What a commit contains is in the history before the commit is begun.
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from threading import Lock, Thread
-from typing import Any, Self
+from typing import Any
 
-from elastrata_pipelines.errors import UserError
+from elastrata.runs.chain import Chain, check_chain, foreign_parts
+from elastrata.runs.entries import parse_entry
+from elastrata.runs.lineage import Lineage
+from elastrata.runs.parts import (
+    Link,
+    Part,
+    PartName,
+    is_seal,
+    link_before,
+    part_names,
+    read_head,
+    read_part,
+    sealed,
+    write_head,
+)
 from elastrata_pipelines.storage import Storage
 
 PART_SECONDS = 15.0
 """Entries that no commit waits for are written this often: each part is a file."""
 
-_PART = re.compile(r"(?P<attempt>\d{4,})-(?P<writer>[a-z]*)(?P<part>\d{8,})\.jsonl")
 _READ_THREADS = 8
-_Types = dict[str, type | tuple[type, ...]]
-_KEYS_OF_ALL: _Types = {"attempt": int, "time": (int, float)}
-_KEYS: dict[str, _Types] = {
-    "started": {"step": int, "world_size": int},
-    "step": {
-        "step": int,
-        "samples": int,
-        "tokens": int,
-        "batch_samples": int,
-        "world_size": int,
-        "digest": str,
-        "loss": (int, float),
-        "seconds": (int, float),
-    },
-    "evaluated": {"step": int},
-    "rolled_back": {"first": int, "last": int},
-    "halted": {"reason": str},
-    "ended": {"status": str},
-    "substituted": {"text": str},
-}
-"""What readers of the history compute with, by kind of entry; other kinds have more freedom."""
 
 
-@dataclass(frozen=True, order=True)
-class PartName:
-    """The name of a part. Sorted, the parts are in the order of the history."""
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All of a history, and whether it is as it was written."""
 
-    attempt: int
-    writer: str
-    """Empty for rank 0; a letter for any other writer."""
-    part: int
-
-    def __str__(self) -> str:
-        return f"{self.attempt:04d}-{self.writer}{self.part:08d}.jsonl"
-
-    @property
-    def next(self) -> Self:
-        """The one after it, of the same writer."""
-        return type(self)(self.attempt, self.writer, self.part + 1)
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """The parts of a file's name; None for a file that a killed writer or a user left."""
-        found = _PART.fullmatch(name)
-        if not found:
-            return None
-        return cls(int(found["attempt"]), found["writer"], int(found["part"]))
+    entries: list[dict[str, Any]]
+    """Those of the parts that belong to it, in the order they were written; an attempt's own before
+    those that the driver wrote about it."""
+    chain: Chain
 
 
 def next_attempt(storage: Storage) -> int:
     """1 for a new run, then one more for every group of workers that wrote into the history."""
-    return max((part.attempt for part in _parts(storage)), default=0) + 1
-
-
-def starts(storage: Storage) -> Callable[[int], dict[int, int]]:
-    """Tells, for an attempt, at which step each later one began; only their first parts are read.
-
-    An attempt that left no line on storage is not among them: the run knows nothing of it.
-    """
-    first = {p.attempt: str(p) for p in _parts(storage) if not p.writer and p.part == 0}
-
-    @cache
-    def start(attempt: int) -> int | None:
-        lines = storage.read(first[attempt]).splitlines()
-        entries = [_entry(line, storage.uri(first[attempt])) for line in lines]
-        return next((entry["step"] for entry in entries if entry["kind"] == "started"), None)
-
-    def later(attempt: int) -> dict[int, int]:
-        found = {number: start(number) for number in first if number > attempt}
-        return {number: step for number, step in found.items() if step is not None}
-
-    return later
+    return max((part.attempt for part in part_names(storage)), default=0) + 1
 
 
 def read(storage: Storage) -> list[dict[str, Any]]:
-    """All entries of all attempts, in the order they were written; an attempt's own before those
-    that the driver wrote about it.
+    """The entries of a history, see `look`."""
+    return look(storage).entries
+
+
+def look(storage: Storage, heads: Iterable[tuple[str, Link]] = ()) -> History:
+    """Reads a history.
+
+    Args:
+        storage: its folder.
+        heads: what others know of parts that must be there, after a word for who they are.
 
     Raises:
-        UserError: a part was altered: torn, not JSON, or without the keys of its kind.
+        UserError: a part was altered: torn, not JSON, or with a value that cannot be.
     """
-    names = [str(part) for part in _parts(storage)]
+    parts = read_parts(storage)
+    known = [(f"{writer}head.json", read_head(storage, writer)) for writer in ("", "d")]
+    chain = check_chain(
+        parts, [*heads, *((who, link) for who, link in known if link)], storage.uri()
+    )
+    return History(entries=entries_of(storage, parts, chain.foreign), chain=chain)
+
+
+def read_lineage(storage: Storage) -> Lineage:
+    """Which states count, by as few parts as tell it: the first of every attempt, and the driver's.
+
+    Raises:
+        UserError: one of them was altered.
+    """
+    parts = read_parts(storage, lambda name: bool(name.writer) or name.part == 0)
+    lineage = Lineage()
+    for entry in entries_of(storage, parts, foreign_parts(parts)):
+        lineage.event(entry)
+    return lineage
+
+
+def read_parts(
+    storage: Storage, wanted: Callable[[PartName], bool] = lambda name: True
+) -> list[Part]:
+    """The parts that are wanted, in order, without a look at their lines.
+
+    Raises:
+        UserError: one is no file, or cannot be read.
+    """
+    names = [name for name in part_names(storage) if wanted(name)]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
-        parts = pool.map(storage.read, names)
-        return [
-            _entry(line, f"{storage.uri(name)}, line {number}")
-            for name, data in zip(names, parts, strict=True)
-            for number, line in enumerate(data.splitlines(), start=1)
-        ]
+        return list(pool.map(partial(read_part, storage), names))
 
 
-def _parts(storage: Storage) -> list[PartName]:
-    return sorted(part for name in storage.names() if (part := PartName.parse(name)))
+def entries_of(
+    storage: Storage, parts: Iterable[Part], without: Container[PartName] = ()
+) -> list[dict[str, Any]]:
+    """The entries of parts, in order.
 
-
-def _entry(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        raise UserError(f"{where}: not JSON (torn or altered)") from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
-        raise UserError(f"{where}: not an entry of a history (altered)")
-    for key, kind in (_KEYS_OF_ALL | _KEYS.get(entry["kind"], {})).items():
-        if not isinstance(entry.get(key), kind):
-            raise UserError(f"{where}: '{entry['kind']}' with a bad '{key}' (altered)")
-    return entry
+    Raises:
+        UserError: a line was altered.
+    """
+    return [
+        parse_entry(line, f"{storage.uri(str(part.name))}, line {number}")
+        for part in parts
+        if part.name not in without
+        for number, line in enumerate(part.lines, start=1)
+        if not is_seal(line)
+    ]
 
 
 def surviving_steps(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -148,12 +136,13 @@ def surviving_evaluations(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[
 
 def _surviving(entries: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
     """The entries of that kind, each about a step, that no later attempt went back behind."""
-    found: list[Mapping[str, Any]] = []
+    lineage, found, seen = Lineage(), list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     for entry in entries:
-        if entry["kind"] == "started":
-            found = [one for one in found if one["step"] <= entry["step"]]
-        elif entry["kind"] == kind:
+        if entry["kind"] == kind:
             found.append(entry)
+            seen.append(entry)
+        elif event := lineage.event(entry):
+            found = lineage.left(event, found, seen)
     return found
 
 
@@ -188,11 +177,11 @@ def restore_part(storage: Storage, name: str, data: bytes) -> bool:
     if part is None:
         raise ValueError(f"{name}: expected the name of a part, such as {PartName(1, '', 0)}")
     while data and storage.exists(str(part)):
-        held = storage.read(str(part))
+        held = b"".join(read_part(storage, part).lines)
         data = data[len(held) :] if data.startswith(held) else b""
         part = part.next
     if data:
-        storage.write(data, str(part))
+        storage.write(sealed(part, data, link_before(storage, part))[0], str(part))
     return bool(data)
 
 
@@ -216,6 +205,8 @@ class HistoryWriter:
         self._storage = storage
         self._lines: list[bytes] = []
         self._next = _after_the_last(storage, attempt, writer)
+        self._before: Link | None = None
+        self._is_linked = False
         self._written = time.monotonic()
         self._of_lines, self._of_storage = Lock(), Lock()
 
@@ -223,6 +214,12 @@ class HistoryWriter:
         """The lines that are not on storage yet, after the name of the part they will be in."""
         with self._of_lines:
             return str(self._next), b"".join(self._lines)
+
+    @property
+    def head(self) -> Link | None:
+        """The part that it wrote last, or goes on after."""
+        with self._of_lines:
+            return self._before
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
@@ -245,17 +242,24 @@ class HistoryWriter:
             if not lines:
                 return
             try:
-                self._storage.write(b"".join(lines), str(part))
+                if not self._is_linked:
+                    self._before, self._is_linked = link_before(self._storage, part), True
+                data, link = sealed(part, b"".join(lines), self._before)
+                self._storage.write(data, str(part))
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
                 return
             with self._of_lines:
                 del self._lines[: len(lines)]
-                self._next = part.next
+                self._next, self._before = part.next, link
+            with suppress(Exception):  # the next one will be noted
+                write_head(self._storage, part.writer, link)
 
 
 def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:
     known = [
-        part.part for part in _parts(storage) if (part.attempt, part.writer) == (attempt, writer)
+        part.part
+        for part in part_names(storage)
+        if (part.attempt, part.writer) == (attempt, writer)
     ]
     return PartName(attempt, writer, max(known, default=-1) + 1)

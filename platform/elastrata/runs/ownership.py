@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from threading import Event, Thread
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from elastrata.runs.process import Process, lives
 from elastrata.runs.process import here as _here
 from elastrata.runs.process import stat as _stat
+from elastrata_pipelines.checked_json import UnreadableError, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -36,6 +38,8 @@ _FIRST_LOOK_SECONDS = 1.0
 _CLOSING_SECONDS = 10.0
 """How long the end of a run waits for storage to take the last word."""
 
+Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
+
 
 class Owner(BaseModel):
     """Who drives a run; what `driver.json` says."""
@@ -49,17 +53,17 @@ class Owner(BaseModel):
     """Of the host, since it was last started; None where its system has none."""
     pid_namespace: str | None
     """What `pid` counts in: containers of one host share its boot id, not its process ids."""
-    pid: PositiveInt
+    pid: Annotated[PositiveInt, Field(lt=2**31)]
     process_start: NonNegativeInt | None
     """Clock ticks from the host's start to that of the process: it tells two processes of one pid
     apart."""
-    since: float
+    since: Time
     """Unix time, by the host's own clock, at which it became the owner."""
     beat: NonNegativeInt = 0
     """Grows from one writing of the file to the next."""
-    beat_seconds: PositiveFloat
+    beat_seconds: Annotated[PositiveFloat, Field(le=60.0)]
     """How often the file is written."""
-    time: float
+    time: Time
     """Unix time, by the host's own clock, of the newest beat."""
     released: bool = False
     """Whether it has ended and said so."""
@@ -173,15 +177,14 @@ def read_owner(run: Storage) -> Owner | None:
         UserError: the file is damaged.
     """
     try:
-        data = run.read(DRIVER_FILE)
+        return read_record(Owner, run, DRIVER_FILE)
     except FileNotFoundError:
         return None
-    try:
-        return Owner.model_validate_json(data)
-    except ValueError:
-        raise UserError(
-            f"{run.uri(DRIVER_FILE)}: damaged; delete it once no driver of this run is left"
-        ) from None
+    except UnreadableError:
+        raise
+    except UserError as error:
+        advice = "delete it once no driver of this run is left"
+        raise UserError(*(f"{line}; {advice}" for line in error.problems)) from None
 
 
 def owner_is_alive(run: Storage) -> bool | None:
@@ -249,6 +252,8 @@ def _told(run: Storage, what: str) -> Iterator[None]:
     """Turns whatever a storage raises into one line for the user."""
     try:
         yield
+    except UnreadableError as error:
+        raise UserError(f"{run.uri(DRIVER_FILE)}: cannot be {what} ({error})") from None
     except UserError:
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ class Recovery:
     """Unix time of the last step before."""
     cause: str
     """`resize`, `drain` or `stop`: planned, the state was saved first. `fault`: a group was lost.
+    `returned`: a user went back to a checkpoint.
     `restart`: the run had ended and was launched again. `unknown`: the history does not say."""
     seconds: float
     """Without a step; the time between two launches, when the run had ended, is not counted."""
@@ -91,6 +92,8 @@ def _cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
             if entry["kind"] == kind and before.attempt <= entry["attempt"] < after.attempt
         )
 
+    if next(happened("returned"), None):
+        return "returned"
     if halted := next(happened("halted"), None):
         return str(halted["reason"])
     if next(happened("fault"), None):

@@ -42,6 +42,15 @@ def look_at_driver(run: Storage) -> Driver:
         return Driver()
 
 
+def driver_problems(run: Storage) -> tuple[str, ...]:
+    """What is wrong with what the run's folder says about its driver."""
+    try:
+        read_owner(run)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
 def run_state(
     entries: Sequence[Entry], *, done: bool, driver: Driver, now: float
 ) -> tuple[State, str]:

@@ -8,13 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastrata.checkpoints.commit import commits
 from elastrata.recipe.outline import read_outline
 from elastrata.runs import history
 from elastrata.runs.attempts import attempts
-from elastrata.runs.folder import RUN_FILE, read_identity
+from elastrata.runs.chain import State as ChainState
+from elastrata.runs.evidence import evidence
+from elastrata.runs.folder import RUN_FILE, read_identity, recipe_problems
 from elastrata.runs.recoveries import Recovery, idle_seconds, recoveries
-from elastrata.runs.state import Driver, State, last_sign, look_at_driver, run_state
+from elastrata.runs.state import (
+    Driver,
+    State,
+    driver_problems,
+    last_sign,
+    look_at_driver,
+    run_state,
+)
 from elastrata.runs.time_to_target import TimeToTarget, time_to_target
 from elastrata.training.target import TargetConfig
 from elastrata_pipelines.errors import UserError
@@ -84,6 +92,11 @@ class Status:
     seconds_lost: float
     """Without a step between two groups of workers, or on steps that were rolled back."""
     share_lost: float
+    chain: ChainState
+    """Whether every part of the history is linked to the one before it: `whole`, `broken`, or
+    `none` where versions wrote it that did not link them."""
+    problems: tuple[str, ...]
+    """What in the run's folder is not as it was written, a line each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -94,23 +107,26 @@ def status(run: Storage) -> Status:
     """Looks at a run's folder.
 
     Raises:
-        UserError: there is no such run, or its history was altered so that it cannot be read.
+        UserError: there is no such run, or something of it was altered so that it cannot be read.
     """
-    if read_identity(run) is None:
+    identity = read_identity(run)
+    if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    checkpoints, outline = run.sub("checkpoints"), read_outline(run)
+    checkpoints, outline, found = run.sub("checkpoints"), read_outline(run), evidence(run)
     newest = [
         Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
-        for commit in commits(checkpoints)[:1]
+        for commit in found.counting[:1]
     ]
     return summary(
         run.uri(),
-        history.read(run.sub("history")),
+        found.history.entries,
         steps_in_all=outline.steps,
         target=outline.target,
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),
+        chain=found.history.chain.state,
+        problems=(*found.problems, *recipe_problems(run, identity), *driver_problems(run)),
     )
 
 
@@ -123,6 +139,8 @@ def summary(
     checkpoint: Checkpoint | None,
     driver: Driver,
     now: float,
+    chain: ChainState = "none",
+    problems: Sequence[str] = (),
 ) -> Status:
     """The status that a history gives.
 
@@ -134,6 +152,8 @@ def summary(
         checkpoint: the newest one.
         driver: what is known about its driver.
         now: Unix time.
+        chain: of the history.
+        problems: what is not as it was written.
     """
     steps = history.effective_steps(entries)
     last: Entry = steps[-1] if steps else {"step": 0, "samples": 0, "tokens": 0, "loss": math.nan}
@@ -162,6 +182,8 @@ def summary(
         seconds_in_all=seconds,
         seconds_lost=lost,
         share_lost=lost / seconds if seconds else 0.0,
+        chain=chain,
+        problems=tuple(problems),
     )
 
 

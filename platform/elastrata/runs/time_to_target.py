@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastrata.runs import history
+from elastrata.runs.entries import metrics_of
 from elastrata.training.target import TargetConfig, reached
 
 Entry = Mapping[str, Any]
@@ -66,10 +67,11 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
         entries: the run's history.
         target: of its recipe.
     """
-    evaluations = history.surviving_evaluations(entries)
-    first = next((entry for entry in evaluations if reached(target, entry)), None)
+    done = {step["step"] for step in history.effective_steps(entries)}
+    evaluations = [e for e in history.surviving_evaluations(entries) if e["step"] in done]
+    first = next((entry for entry in evaluations if reached(target, metrics_of(entry))), None)
     newest = first or (evaluations[-1] if evaluations else {})
-    value = newest.get(target.metric, math.nan)
+    value = metrics_of(newest).get(target.metric, math.nan)
     return TimeToTarget(
         **target.model_dump(),
         reached=first is not None,
@@ -81,7 +83,8 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
 def _counts(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
     """What the run had done, and taken, when it was evaluated."""
     steps = [s for s in history.effective_steps(entries) if s["step"] <= evaluation["step"]]
-    began = next(entry["time"] for entry in entries if entry["kind"] == "started")
+    starts = (entry["time"] for entry in entries if entry["kind"] == "started")
+    began = next(starts, entries[0]["time"])
     return {
         "step": evaluation["step"],
         "samples": steps[-1]["samples"],

@@ -24,7 +24,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.runs import history
 from elastrata.runs.history import HistoryWriter
 from elastrata.sweeps.domains import Value
-from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE
+from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE, read_journal, sweep_digest
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
@@ -88,7 +88,7 @@ class Drive:
     ) -> Drive:
         """Reads the journal and opens the record."""
         storage = folder.sub(JOURNAL)
-        entries = history.read(storage)
+        entries = read_journal(folder).entries
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
         data = training_data(recipe)
@@ -105,7 +105,8 @@ class Drive:
             whole.log_artifact(name, folder.read(name))
         launch = history.next_attempt(storage)
         journal = HistoryWriter(storage, launch, warn)
-        journal.add(LAUNCHED, {"mlflow_run_id": whole.run_id})
+        launched = {"mlflow_run_id": whole.run_id, "sweep_sha256": sweep_digest(folder)}
+        journal.add(LAUNCHED, launched)
         journal.flush()
         standings = Standings(config.metric, config.mode, entries)
         record = SweepRecord(whole, job.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,9 +10,13 @@ from pydantic import ValidationError
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import RecipeText
-from elastrata.recipe.yaml_values import dump_yaml, read_stored
-from elastrata.runs.folder import flatten
+from elastrata.recipe.yaml_values import dump_yaml
+from elastrata.runs import history
+from elastrata.runs.chain import foreign_lines
+from elastrata.runs.folder import flatten, read_values
+from elastrata.runs.history import History
 from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.checked_json import list_names, read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -34,7 +39,7 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
         return
     problems = []
     for name, now in ((SWEEP_FILE, _sweep_values(config)), (BASE_FILE, _base_values(base))):
-        before, now = flatten(_stored(folder, name)), flatten(now)
+        before, now = flatten(read_values(folder, name)), flatten(now)
         problems += [
             f"{folder.uri(name)}: {key}: {before.get(key)!r} in the sweep of this name, "
             f"{now.get(key)!r} in this one"
@@ -65,19 +70,33 @@ def read_sweep(folder: Storage) -> SweepConfig:
     """The sweep in a folder.
 
     Raises:
-        UserError: there is none, or its file is damaged.
+        UserError: there is none, or it is damaged.
     """
+    if not folder.exists(SWEEP_FILE):
+        raise UserError(f"{folder.uri()}: no sweep there")
     try:
-        return SweepConfig.model_validate(_stored(folder, SWEEP_FILE))
-    except FileNotFoundError:
-        raise UserError(f"{folder.uri()}: no sweep there") from None
+        return SweepConfig.model_validate(values := read_values(folder, SWEEP_FILE))
     except ValidationError as error:
-        text = RecipeText(file=folder.uri(SWEEP_FILE), name="", values=_stored(folder, SWEEP_FILE))
+        text = RecipeText(file=folder.uri(SWEEP_FILE), name="", values=values)
         raise UserError(*recipe_problems(error, SweepConfig, text)) from None
 
 
-def _stored(folder: Storage, name: str) -> dict[str, Any]:
-    values = read_stored(folder, name)
-    if not isinstance(values, dict):
-        raise UserError(f"{folder.uri(name)}: damaged: expected keys with values")
-    return values
+def sweep_digest(folder: Storage) -> str:
+    """SHA-256 of the file that says what the sweep is; a launch notes it in the journal."""
+    return hashlib.sha256(read_bytes(folder, SWEEP_FILE)).hexdigest()
+
+
+def read_journal(folder: Storage) -> History:
+    """The journal of a sweep.
+
+    Raises:
+        UserError: it cannot be read, or holds parts that do not belong to it.
+    """
+    journal = folder.sub(JOURNAL)
+    found = history.look(journal)
+    if not found.entries and list_names(folder, TRIALS):
+        raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
+    if found.chain.foreign:
+        lines = foreign_lines(journal.uri(), found.chain.foreign)
+        raise UserError(*(f"{line}; move it away" for line in lines))
+    return found

@@ -16,14 +16,16 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.runs.parts import part_names
 from elastrata.sweeps.drive import Drive, Show
 from elastrata.sweeps.file import check_sweep
-from elastrata.sweeps.folder import TRIALS, check_same_sweep, write_sweep
+from elastrata.sweeps.folder import TRIALS, check_same_sweep, read_journal, write_sweep
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.searchers import GridConfig
 from elastrata.sweeps.slots import slots
 from elastrata.sweeps.space import grid_points
+from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import at_home
 from elastrata_pipelines.batch_size_warmup import samples_in
@@ -64,6 +66,8 @@ def sweep(
     interrupt = Interrupt()
     with _owned(folder, interrupt, warn):
         check_same_sweep(folder, config, base.recipe)
+        for line in check_journal(folder, config):
+            warn(line)
         with ray_session(address):
             for path, preparation in missing.items():
                 prepare(preparation, path)
@@ -100,6 +104,19 @@ def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -
     finally:
         if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
             folder.delete()
+
+
+def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
+    """A line for each thing that is not as it was written, and does not hinder.
+
+    Raises:
+        UserError: it cannot be read, contradicts itself, or holds what does not belong to it.
+    """
+    found = read_journal(folder)
+    standings = Standings(config.metric, config.mode, found.entries)
+    trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
+    gone = [trial for trial in trials if not part_names(trial.sub("history"))]
+    return (*found.chain.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
 
 
 def _resources() -> dict[str, float]:

@@ -89,7 +89,7 @@ class LoneTrial:
         name = run.url.rpartition("/")[2]
         write_identity(run, RunIdentity(name=name, data=data.data_sets), recipe)
         attempt = take_over(run, self._commit if origin is None else None)
-        self._past = Past.of(run, self.start.step) if origin is None else Past([], [])
+        self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])
         self._told_before = told
         self._reports = self._train(attempt)
 
@@ -218,6 +218,10 @@ def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
         for group in phase.groups(start, max_tokens=_GROUP_TOKENS):
             for payload in phase.batches.payloads(group, 1, stripes):
                 yield from decode(payload, phase.batches.manifest.token_dtype)
+
+
+def _refuse(line: str) -> None:
+    raise UserError(line)
 
 
 def _check_held_out(data: TrainingData) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from elastrata.checkpoints.commit import commits
 from elastrata.runs import history
+from elastrata.runs.entries import metrics_of, step_record
 from elastrata.runs.unwritten import restore_history
 from elastrata.sweeps.report import Report
 from elastrata.training.record import StepRecord
@@ -15,7 +16,6 @@ from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
 """What is told of every step, beside its number: the rest is in the run's history."""
-_OF_THE_ENTRY = ("kind", "attempt", "time")
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,23 @@ class Past:
     evaluations: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, run: Storage, step: int | None = None) -> Self:
+    def of(
+        cls, run: Storage, warn: Callable[[str], None] = lambda line: None, step: int | None = None
+    ) -> Self:
         """That of a run, up to a step; of a run that is not there, nothing.
 
         Lines that died with their writer and that its newest checkpoint has are written first.
+        `warn` is called with a line for each part of the history that is not as it was written;
+        default: it is, or will be, told elsewhere.
         """
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        entries = history.read(run.sub("history"))
-        found = history.effective_steps(entries), history.surviving_evaluations(entries)
-        return cls(*([e for e in part if step is None or e["step"] <= step] for part in found))
+        found = history.look(run.sub("history"))
+        for line in found.chain.problems:
+            warn(line)
+        entries = found.entries
+        counting = history.effective_steps(entries), history.surviving_evaluations(entries)
+        return cls(*([e for e in part if step is None or e["step"] <= step] for part in counting))
 
     def unreported(self) -> list[Mapping[str, float]]:
         """Metrics of the steps after the last evaluation."""
@@ -61,7 +68,7 @@ class Past:
                 samples=own[-1]["samples"],
                 tokens=own[-1]["tokens"],
                 seconds=sum(step["seconds"] for step in own),
-                metrics={k: v for k, v in entry.items() if k not in (*_OF_THE_ENTRY, "step")},
+                metrics=metrics_of(entry),
                 steps=tuple(map(_curve, own)),
             )
             before = entry["step"]
@@ -74,5 +81,4 @@ def curve(record: StepRecord) -> Mapping[str, float]:
 
 
 def _curve(entry: Mapping[str, Any]) -> Mapping[str, float]:
-    values = {key: value for key, value in entry.items() if key not in _OF_THE_ENTRY}
-    return curve(StepRecord(**values))
+    return curve(step_record(entry, "the trial's history"))

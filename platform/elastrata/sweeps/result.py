@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from elastrata.runs import history
-from elastrata.sweeps.folder import JOURNAL, read_sweep
+from elastrata.sweeps.folder import SWEEP_FILE, read_journal, read_sweep, sweep_digest
 from elastrata.sweeps.report import Trial
 from elastrata.sweeps.standings import LAUNCHED, Standings
 from elastrata.sweeps.sweep import SweepConfig
@@ -36,6 +35,8 @@ class SweepResult:
     """All trials with all their reports."""
     seconds: float
     """Of the launch, from its start to its end; 0 where it was read back."""
+    problems: tuple[str, ...] = ()
+    """What in the sweep's folder is not as it was written, a line each."""
 
     @property
     def best(self) -> Trial | None:
@@ -80,6 +81,7 @@ class SweepResult:
             "tokens": sum(trial.tokens for trial in self.standings.trials.values()),
             "seconds": self.seconds,
             "seconds_training": sum(t.seconds for t in self.standings.trials.values()),
+            "problems": list(self.problems),
         }
 
     def _repr_html_(self) -> str:
@@ -105,11 +107,11 @@ def read_result(folder: str) -> SweepResult:
     """Reads a sweep back from its folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or something of it was altered so that it cannot be read.
     """
     storage = Storage(folder)
-    config = read_sweep(storage)
-    entries = history.read(storage.sub(JOURNAL))
+    config, journal = read_sweep(storage), read_journal(storage)
+    entries = journal.entries
     standings = Standings(config.metric, config.mode, entries)
     over = [trial.is_over for trial in standings.trials.values()]
     launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
@@ -121,4 +123,13 @@ def read_result(folder: str) -> SweepResult:
         config=config,
         standings=standings,
         seconds=0.0,
+        problems=(*journal.chain.problems, *_problems(storage, launches)),
     )
+
+
+def _problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line where the sweep is not the one that was launched last."""
+    launched = launches[-1].get("sweep_sha256") if launches else None
+    if launched in (None, sweep_digest(folder)):
+        return []
+    return [f"{folder.uri(SWEEP_FILE)}: altered since the sweep was last continued"]

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from elastrata.sweeps.report import Copied, Report, Trial
+from elastrata_pipelines.errors import UserError
 
 LAUNCHED = "launched"
 """Kind of the entry with which a launch begins."""
 SUGGESTED, REPORTED, COPIED, CONCLUDED = "suggested", "reported", "copied", "concluded"
 """Kinds of entries: a point to try, a report of a trial, a state taken over, the end of a trial."""
+_ABOUT_A_TRIAL = (SUGGESTED, REPORTED, COPIED, CONCLUDED)
 
 
 class Standings:
@@ -26,7 +28,13 @@ class Standings:
             self.apply(entry)
 
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """Takes one more entry of the journal."""
+        """Takes one more entry of the journal.
+
+        Raises:
+            UserError: it is about a trial that there is not, or that there was already.
+        """
+        if entry["kind"] in _ABOUT_A_TRIAL:
+            self._check(entry["kind"], entry["trial"])
         match entry["kind"]:
             case "suggested":
                 self.trials[entry["trial"]] = Trial(id=entry["trial"], values=dict(entry["values"]))
@@ -40,6 +48,14 @@ class Standings:
             case "concluded":
                 trial = self.trials[entry["trial"]]
                 trial.state, trial.text = entry["state"], entry["text"]
+
+    def _check(self, kind: str, trial: str) -> None:
+        is_new = kind == SUGGESTED
+        if is_new == (trial in self.trials):
+            what = "was suggested before" if is_new else "was never suggested"
+            raise UserError(
+                f"the sweep's journal: '{kind}' of trial {trial!r}, which {what} (altered)"
+            )
 
     def best(self) -> Trial | None:
         """The trial whose newest value is the best; the first of equals, None where none counts."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
+from elastrata.runs.entries import metrics_of, step_record
 from elastrata.runs.history import HistoryWriter
 from elastrata.tracking.tracker import Tracker
 from elastrata.training.record import StepRecord
@@ -22,9 +23,6 @@ from elastrata.workers.events import (
     Substituted,
 )
 
-NOT_OF_THE_EVENT = ("kind", "attempt", "time")
-"""Keys of an entry of the history that its writer adds."""
-
 
 def catch_up(
     tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
@@ -38,11 +36,11 @@ def catch_up(
     """
     metrics = []
     for entry in entries:
-        values = {key: value for key, value in entry.items() if key not in NOT_OF_THE_EVENT}
         if entry["kind"] == "step":
-            metrics.append({"step": entry["step"], **StepRecord(**values).to_metrics()})
+            record = step_record(entry, "the run's history")
+            metrics.append({"step": entry["step"], **record.to_metrics()})
         elif entry["kind"] == "evaluated":
-            metrics.append(values)
+            metrics.append({"step": entry["step"], **metrics_of(entry)})
     tracker.log_steps(metrics)
     tracker.keep_checkpoints([checkpoint.uri for checkpoint in checkpoints])
     for checkpoint in checkpoints:

@@ -99,7 +99,12 @@ class Automatic:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what groups before have settled on, as a commit's `extra` says it."""
-        self._known = dict(state.get(_CHOSEN, {}))
+        known = state.get(_CHOSEN)
+        self._known = {
+            key: found
+            for key, found in (known.items() if isinstance(known, dict) else ())
+            if isinstance(found, dict) and isinstance(found.get("bytes"), int)
+        }
 
     def _prepare(self, step: int) -> Chosen | None:
         """Chooses for a step; returns what is to be recorded."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import TypeVar
 
+from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 PATIENCE_SECONDS = 1800.0
@@ -58,16 +59,16 @@ def patiently(action: Callable[[], Found], what: str, warn: Callable[[str], None
         warn: called with a line for every failure.
 
     Raises:
-        UserError: `action` raised one: trying again cannot help.
+        UserError: `action` raised one that is not of storage: trying again cannot help.
         Exception: what `action` raised last, after half an hour of failures.
     """
     backoff, waited = Backoff(), 0.0
     while True:
         try:
             return action()
-        except UserError:
-            raise
         except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, UnreadableError):
+                raise
             backoff = backoff.failed(now=waited)
             if waited > PATIENCE_SECONDS:
                 raise

@@ -12,7 +12,9 @@ from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.hot.storage import newest_hot
 from elastrata.runs import history
+from elastrata.runs.evidence import contradictions
 from elastrata_pipelines.batches import Start
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 
@@ -25,20 +27,20 @@ def newest_state(run: Storage, hot: CommitStorage | None, warn: Callable[[str], 
         warn: called with one line for every checkpoint that had to be passed over.
 
     Raises:
-        UserError: there are checkpoints, but none is whole.
+        UserError: there are checkpoints, but none is whole, or none counts: a run that has some
+            never begins anew by itself.
         Exception: storage does not answer.
     """
     checkpoints = run.sub("checkpoints")
-    later_starts = history.starts(run.sub("history"))
-
-    def counts(attempt: int, step: int) -> bool:
-        return all(start >= step for start in later_starts(attempt).values())
-
-    saved = [commit.place for commit in commits(checkpoints) if counts(*commit.place)]
-    copy = newest_hot(hot, counts) if hot else None
-    if copy and copy.place >= max(saved, default=(0, 0)):
+    lineage = history.read_lineage(run.sub("history"))
+    saved = commits(checkpoints)
+    counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
+    copy = newest_hot(hot, lineage.counts) if hot else None
+    if copy and copy.place >= max(counting, default=(0, 0)):
         return _start(copy, "hot")
-    durable = newest_verified(checkpoints, warn, counts)
+    if saved and not counting:
+        raise UserError(*contradictions(run, saved, lineage))
+    durable = newest_verified(checkpoints, warn, lineage.counts)
     return _start(durable, "durable") if durable else Start()
 
 

@@ -1,0 +1,171 @@
+"""Damaged folders of runs: each is refused in lines that name the file, or told, or gone on from
+with a word, or means what it meant. Never a raw exception, a hang, or silence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastrata.bench.lone_group import lone_group
+from elastrata.checkpoints.commit import MARKER, commits, problems
+from elastrata.checkpoints.dcp_metadata import read_metadata
+from elastrata.checkpoints.export import chosen
+from elastrata.launch.drive import is_finished
+from elastrata.launch.launch import look_over
+from elastrata.recipe.recipe import Recipe
+from elastrata.runs import history
+from elastrata.runs.audit import audit
+from elastrata.runs.folder import read_identity, read_recipe
+from elastrata.runs.history import HistoryWriter
+from elastrata.runs.ownership import own_run
+from elastrata.runs.status import status
+from elastrata.runs.unwritten import restore_history
+from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.tracking.observer import catch_up
+from elastrata.tracking.silent import SilentTracker
+from elastrata.workers.newest_state import newest_state
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+from support.forgeries import forgeries
+from support.mutations import Mutation, mutated, mutations, seeds
+from support.synthetic import tiny_recipe, write_data_set
+from support.verdict import read_or_refused
+
+MUTATIONS, FORGERIES, STEPS, EVERY = 250, 80, 12, 4
+Meaning = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("trained")
+    write_data_set(folder / "data", samples=120)
+    write_data_set(folder / "evaluated", samples=20, seed=1)
+    values = tiny_recipe(
+        folder / "data",
+        folder / "runs",
+        steps=STEPS,
+        evaluation={"every": EVERY, "samples": 8, "path": str(folder / "evaluated")},
+        checkpoint={"every": EVERY},
+    )
+    return Recipe.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def trained(recipe: Recipe) -> Path:
+    """The folder of a run that was left once and gone on with, with a driver's part in it."""
+    run = Storage(str(Path(recipe.storage) / "one"))
+    threads = torch.get_num_threads()
+    with lone_group(torch.device("cpu")), own_run(run, lost=pytest.fail, beat_seconds=0.05):
+        first = LoneTrial(recipe, run)
+        first.report()
+        first.report()
+        first.close()
+        driver = HistoryWriter(run.sub("history"), 1, pytest.fail, writer="d")
+        driver.add("fault", {"text": "rank 0 was killed", "ranks": [0]})
+        driver.flush()
+        second = LoneTrial(recipe, run)
+        while second.report().state == "running":
+            pass
+        second.close()
+        driver.add("ended", {"status": "FINISHED", "text": ""})
+        driver.flush()
+    torch.set_num_threads(threads)
+    return Path(run.url)
+
+
+def told(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
+    """What `status` says, and what it warns of."""
+    found = status(run).to_dict()
+    return without_place(found), found["problems"]
+
+
+def audited(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
+    found = audit(run)
+    meaning = {**found.to_dict(), "done": [dict(step) for step in found.steps]}
+    return without_place(meaning), [line for line in (*found.problems, found.data.text) if line]
+
+
+def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
+    """All that `train` does with the folder before its workers start."""
+    said: list[str] = []
+    identity = read_identity(run)
+    data_sets = identity.data if identity else ()
+    look_over(run, recipe, data_sets, None, said.append)
+    with own_run(run, lost=pytest.fail, warn=said.append, beat_seconds=0.05):
+        for commit in commits(run.sub("checkpoints"))[:1]:
+            restore_history(run.sub("history"), commit)
+        start = newest_state(run, None, said.append)
+        finished = is_finished(run, steps=STEPS, target=None)
+        entries = history.read(run.sub("history"))
+        catch_up(SilentTracker(), entries, [])
+    meaning = {"start": start, "finished": finished, "steps": history.effective_steps(entries)}
+    return meaning, said
+
+
+def exported(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
+    """All that `export` reads of a run."""
+    if read_identity(run) is None:
+        raise UserError(f"{run.uri()}: no run here")
+    checkpoints, commit = run.sub("checkpoints"), chosen(run, "newest")
+    if damaged := problems(checkpoints, commit):
+        raise UserError(f"{checkpoints.uri(commit.folder)}: {damaged[0]}")
+    held = read_metadata(checkpoints, commit).state_dict_metadata
+    return {"workload": read_recipe(run).workload, "commit": commit, "held": held}, []
+
+
+def without_place(meaning: Meaning) -> Meaning:
+    """The same without what differs from copy to copy, and without what is a word about it."""
+    left = {k: v for k, v in meaning.items() if k not in ("run", "seen", "problems", "chain")}
+    if left.get("checkpoint"):
+        left["checkpoint"] = left["checkpoint"]["step"]
+    return left
+
+
+def _lost_its_marker(copy: Path, trained: Path, reader: str) -> bool:
+    """Whether `export` sees a checkpoint less, as one without a marker never was one."""
+    left, before = (
+        {path.parent.name for path in run.glob(f"checkpoints/*/{MARKER}")}
+        for run in (copy, trained)
+    )
+    return reader in ("export", "status") and bool(before - left)
+
+
+READERS: dict[str, Callable[[Storage, Recipe], tuple[Meaning, list[str]]]] = {
+    "status": told,
+    "audit": audited,
+    "train": taken_over,
+    "export": exported,
+}
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_a_damaged_run_is_refused_or_told_or_means_what_it_meant(
+    trained: Path, recipe: Recipe, seed: int
+) -> None:
+    whole = {}
+    with mutated(trained, Mutation("nothing", lambda copy: None)) as copy:
+        for name, read in READERS.items():
+            whole[name], said = read(Storage(str(copy)), recipe)
+            assert not said, name
+    rng = random.Random(seed)
+    drawn = (
+        *islice(mutations(trained, rng), MUTATIONS),
+        *islice(forgeries(trained, rng), FORGERIES),
+    )
+    for mutation in drawn:
+        with mutated(trained, mutation) as copy:
+            for name, read in READERS.items():
+                case = f"seed {seed}: {mutation.name}: {name}"
+                run = Storage(str(copy))
+                found = read_or_refused(
+                    partial(read, run, recipe), case, str(copy), "history", "exists;"
+                )
+                if found is not None and not found[1] and not _lost_its_marker(copy, trained, name):
+                    assert found[0] == whole[name], f"{case}: silent"
