@@ -34,6 +34,8 @@ Progress = Callable[[str, int, int, str], None]
 _MAX_PROBLEMS = 100
 _TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
 
+_SKIP = "bad_documents: skip passes it over"
+
 Result = TypeVar("Result", Tokenized, TrainingText)
 
 
@@ -44,6 +46,8 @@ class Corpus:
     config: PrepareConfig
     files: tuple[SourceFile, ...]
     report: Progress
+    passed_over: tuple[int, ...] = ()
+    """Per source: pipes, broken links and the like in its folders, where these are skipped."""
 
     @staticmethod
     def find(config: PrepareConfig, report: Progress) -> Corpus:
@@ -52,15 +56,14 @@ class Corpus:
         Raises:
             UserError: paths that are missing, unreadable or empty.
         """
-        files: list[SourceFile] = []
-        problems: list[str] = []
-        for number, source in enumerate(config.all_sources):
-            found, missing = find_files(number, source)
-            files += found
-            problems += missing
+        found = [find_files(number, source) for number, source in enumerate(config.all_sources)]
+        problems = [problem for source in found for problem in source.problems]
+        if config.bad_documents == "fail":
+            problems += [f"{line} ({_SKIP})" for source in found for line in source.others]
         if problems:
             raise UserError(*_at_most(problems))
-        return Corpus(config, tuple(files), report)
+        files = tuple(file for source in found for file in source.files)
+        return Corpus(config, files, report, tuple(len(source.others) for source in found))
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
@@ -119,11 +122,22 @@ class Corpus:
             token_dtype=token_dtype(tokenizer),
             runs=runs,
         )
-        tokenized = self._process(work, "tokenize")
+        tokenized = [*self._process(work, "tokenize"), *self._nothing_read()]
         encoders = sorted({result.encoder for result in tokenized} - {""})
         size = sum(result.bytes for result in tokenized)
         self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
         return tokenized
+
+    def _nothing_read(self) -> list[Tokenized]:
+        """What was passed over, as portions without documents."""
+        return [
+            Tokenized(
+                place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),
+                runs=(None, None), skipped=count,
+            )
+            for source, count in enumerate(self.passed_over)
+            if count
+        ]  # fmt: skip
 
     @property
     def _text_bytes(self) -> int:
