@@ -52,8 +52,7 @@ def _place(text: str, limit: int, same: Same) -> tuple[int, int] | None:
     for pattern in _PLACES:
         found = [match.span() for match in pattern.finditer(text, first, limit)]
         for end, following in reversed(found[-_TRIED_PLACES:]):
-            left = text[end - _TRIED_CHARACTERS : end]
-            right = text[following : following + _TRIED_CHARACTERS]
-            if same(text[end - len(left) : following + len(right)], left, right):
+            before, after = max(0, end - _TRIED_CHARACTERS), following + _TRIED_CHARACTERS
+            if same(text[before:after], text[before:end], text[following:after]):
                 return end, following
     return None
