@@ -32,6 +32,16 @@ class UserError(Exception):
         return type(self), self.problems
 
 
+def in_one_line(text: str) -> str:
+    """A text, such as a file's name, as a line can hold it: what cannot be printed is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
     if len(name) > _MOST_COMPARED:

@@ -18,6 +18,23 @@ from fsspec.core import url_to_fs
 _CHUNK_BYTES = 4 * 2**20
 
 
+def is_local(url: str) -> bool:
+    """Whether it names a place on this machine: a path, or a URL such as `file:///folder`."""
+    return url.startswith(("/", "file://", "local://")) or "://" not in url
+
+
+def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a path or URL, and the path in it.
+
+    A local path is taken as it is: fsspec itself would read `a::b` as a chain of URLs.
+    """
+    if not is_local(url):
+        fs, path = url_to_fs(url)
+        return fs, str(path)
+    local = fsspec.filesystem("file")
+    return local, str(local._strip_protocol(url))
+
+
 @dataclass(frozen=True)
 class Storage:
     """A folder named by a path or URL. Paths given to its methods are relative to it."""
@@ -26,7 +43,7 @@ class Storage:
 
     @cached_property
     def _located(self) -> tuple[fsspec.AbstractFileSystem, str]:
-        fs, root = url_to_fs(os.fspath(self.url))
+        fs, root = locate(os.fspath(self.url))
         return fs, root.rstrip("/")
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +98,12 @@ def test_parquet_without_the_column_or_with_gaps(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "c.parquet")
     write(tmp_path / "d.parquet", b"PAR1 not at all")
     found = problems(tmp_path, config(tmp_path))
-    assert found[:3] == [
+    assert found[:2] == [
         "./a.parquet: cannot be read (no column 'text'; it has body, id)",
         "./b.parquet: cannot be read (column 'text' holds int64, not text)",
-        "./c.parquet: cannot be read (row 1: column 'text' is null)",
     ]
-    assert found[3].startswith("./d.parquet: cannot be read (")
+    assert found[2].startswith("./d.parquet: cannot be read (")
+    assert found[3] == "./c.parquet: row 1: column 'text' is null"
 
 
 def test_a_damaged_gzip_file(tmp_path: Path) -> None:
@@ -204,3 +206,37 @@ def test_bad_documents_can_be_skipped(tmp_path: Path) -> None:
     (source,) = manifest.sources
     assert source.documents == 2
     assert source.documents_skipped == {"not JSON": 1, "not UTF-8": 1}
+
+
+def test_a_folder_that_holds_everything_odd(tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    (odd / "deep").mkdir(parents=True)
+    (odd / "deep" / "back").symlink_to(odd)
+    os.mkfifo(odd / "pipe.txt")
+    (odd / "zero.txt").symlink_to("/dev/zero")
+    (odd / "gone.txt").symlink_to("nowhere")
+    (odd / "loop.txt").symlink_to("loop.txt")
+    names = ["a::b.txt", "what?.txt", "line\nbreak.txt", os.fsdecode(b"caf\xe9.txt")]
+    for name in names:
+        write(odd / name, f"{name[0]} {TEXT}")
+    write(odd / "x.txt", b"\xff\xfe")
+    write(odd / "y.txt", "x" * 2_500_000)
+    good = json.dumps({"text": TEXT}).encode()
+    bad = [b"[" * 10**5, b'{"text": "\xed\xa0\x80"}', b'{"text": "a", "text": "b"}']
+    write(odd / "z.jsonl", b"\n".join([*bad, good]))
+    rows = pa.array([b"caf\xe9", TEXT.encode(), None], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), odd / "z.parquet")
+    manifest = prepare(config(odd, bad_documents="skip"), str(tmp_path / "out"))
+    (entry,) = manifest.sources
+    assert entry.documents == len(names) + 3
+    assert isinstance(entry.documents_skipped, dict)
+    assert sum(entry.documents_skipped.values()) == 4 + 1 + len(bad) + 2
+    assert entry.documents_skipped["not a file"] == 4
+
+    write(odd / "damaged.txt.gz", gzip.compress(TEXT.encode())[:-9])
+    write(odd / "damaged.parquet", (odd / "z.parquet").read_bytes()[:-20])
+    shutil.rmtree(tmp_path / "out")
+    found = problems(tmp_path, config(odd, bad_documents="skip"))
+    assert [line.partition(": cannot be read (")[0] for line in found] == [
+        "./odd/damaged.parquet", "./odd/damaged.txt.gz",
+    ]  # fmt: skip

@@ -25,10 +25,10 @@ LIMIT = 10**6
 
 def documents(path: Path, size: int, **source: Any) -> list[Document]:
     config = SourceConfig.model_validate({"paths": [str(path)], "name": "s", **source})
-    files, problems = find_files(0, config)
-    assert problems == []
+    files = find_files(0, config)
+    assert (files.problems, files.others) == ([], [])
     found: list[Document] = []
-    for group in group_files(files, size):
+    for group in group_files(files.files, size):
         for portion in read_portions(group, config, size=size, max_document_bytes=LIMIT):
             read = read_documents(portion, config, max_document_bytes=LIMIT)
             assert (read.problems, read.fatal) == ([], ())
@@ -108,9 +108,9 @@ def test_files_are_found_by_glob_once(tmp_path: Path) -> None:
     for name in ("a.txt", "b.md", "c.txt"):
         (tmp_path / name).write_text(name)
     config = SourceConfig(paths=(f"{tmp_path}/*.txt", str(tmp_path), f"{tmp_path}/a.txt"))
-    files, problems = find_files(0, config)
-    assert [file.name for file in files] == ["a.txt", "c.txt", "b.md"]
-    assert problems == []
+    found = find_files(0, config)
+    assert [file.name for file in found.files] == ["a.txt", "c.txt", "b.md"]
+    assert found.problems == []
 
 
 def test_weights() -> None:

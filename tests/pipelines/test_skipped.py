@@ -26,7 +26,7 @@ def test_every_problem_has_its_reason(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(LINES))
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     source = SourceConfig(paths=(str(tmp_path),))
-    files, _ = find_files(0, source)
+    files = find_files(0, source).files
     (portion,) = read_portions(files, source, size=2**20, max_document_bytes=2**20)
     problems = read_documents(portion, source, max_document_bytes=2**20).problems
     reasons = [next(iter(count_reasons([problem]))) for problem in problems]

@@ -48,8 +48,8 @@ class SourceConfig(_Part):
         Field(min_length=1),
         WithJsonSchema(_PATHS_SCHEMA),
     ]
-    """Files, folders (every file below them that is not hidden) or globs; local or URLs such as
-    `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
+    """Files, folders (every regular file below them that is not hidden) or globs; local or URLs
+    such as `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
     name: str | None = None
     """Part of every sample's identity; default: `source-<number>`. Must be unique."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
@@ -138,7 +138,7 @@ class PrepareConfig(_Part):
     by a hash of their text, so that equal documents stay on one side; or sources."""
     bad_documents: Literal["fail", "skip"] = "fail"
     """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
-    them."""
+    them. Pipes, devices and broken links in folders are such documents."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """A longer document is an error: every worker holds at least one document in memory."""
 

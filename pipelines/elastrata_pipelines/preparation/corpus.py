@@ -16,7 +16,7 @@ from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
 from elastrata_pipelines.preparation.provenance import FilesOfSource, Provenance
-from elastrata_pipelines.preparation.skipped import barren_sources
+from elastrata_pipelines.preparation.skipped import NOT_A_FILE, barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
@@ -38,6 +38,7 @@ _MAX_PROBLEMS = 100
 _TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text to train on
 
 _PAIRS = "partners"  # how pairs are made: data sets with pairs of another kind are made again
+_SKIP = "bad_documents: skip passes it over"
 
 Result = TypeVar("Result", Tokenized, TrainingText)
 
@@ -49,6 +50,8 @@ class Corpus:
     config: PrepareConfig
     files: tuple[SourceFile, ...]
     report: Progress
+    passed_over: tuple[int, ...] = ()
+    """Per source: pipes, broken links and the like in its folders, where these are skipped."""
 
     @staticmethod
     def find(config: PrepareConfig, report: Progress) -> Corpus:
@@ -57,15 +60,14 @@ class Corpus:
         Raises:
             UserError: paths that are missing, unreadable or empty.
         """
-        files: list[SourceFile] = []
-        problems: list[str] = []
-        for number, source in enumerate(config.all_sources):
-            found, missing = find_files(number, source)
-            files += found
-            problems += missing
+        found = [find_files(number, source) for number, source in enumerate(config.all_sources)]
+        problems = [problem for source in found for problem in source.problems]
+        if config.bad_documents == "fail":
+            problems += [f"{line} ({_SKIP})" for source in found for line in source.others]
         if problems:
             raise UserError(*_at_most(problems))
-        return Corpus(config, tuple(files), report)
+        files = tuple(file for source in found for file in source.files)
+        return Corpus(config, files, report, tuple(len(source.others) for source in found))
 
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
@@ -142,11 +144,22 @@ class Corpus:
             unknown_id=tokenizer.unknown_id,
             runs=runs,
         )
-        tokenized = self._process(work, "tokenize")
+        tokenized = [*self._process(work, "tokenize"), *self._nothing_read()]
         encoders = sorted({result.encoder for result in tokenized} - {""})
         size = sum(result.bytes for result in tokenized)
         self.report(f"tokenized with {', '.join(encoders)}", size, size, "bytes")
         return tokenized
+
+    def _nothing_read(self) -> list[Tokenized]:
+        """What was passed over, as portions without documents."""
+        return [
+            Tokenized(
+                place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),
+                runs=(None, None), skipped={NOT_A_FILE: count},
+            )
+            for source, count in enumerate(self.passed_over)
+            if count
+        ]  # fmt: skip
 
     @property
     def _text_bytes(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.hashing import combine, mix, text_hash, uniform
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.portions import Piece, Portion, too_long
+from elastrata_pipelines.preparation.json_lines import encodes, text_of_line
+from elastrata_pipelines.preparation.pieces import Piece, too_long
+from elastrata_pipelines.preparation.portions import Portion
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t\r]*\n)+")
@@ -43,7 +46,8 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
     problems: list[str] = []
     fatal = list(portion.problems)
     for piece in portion.pieces:
-        identity = text_hash(config.name or "", piece.file.name)
+        name = piece.file.name.encode(errors="surrogateescape")  # names need not be UTF-8
+        identity = text_hash(config.name or "", name)
         for line, text in _texts(piece, config, problems):
             if len(text) * 4 > max_document_bytes and len(text.encode()) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
@@ -55,47 +59,39 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
 def _texts(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
     """Line (or row) and text of each document of a piece."""
     if piece.ends is not None:
-        begin = 0
-        for row, end in enumerate(piece.ends, piece.first):
-            yield row, piece.data[begin:end].decode()
-            begin = end
+        yield from _row_texts(piece, piece.ends, config.text_field, problems)
     elif piece.file.kind == "jsonl":
         yield from _json_texts(piece, config.text_field, problems)
     else:
         yield from _readable(piece, config, problems)
 
 
+def _row_texts(
+    piece: Piece, ends: tuple[int, ...], column: str, problems: list[str]
+) -> Iterator[tuple[int, str]]:
+    missing = set(piece.missing)
+    for number, (begin, end) in enumerate(pairwise((0, *ends))):
+        row = piece.first + number
+        if number in missing:
+            problems.append(f"{piece.file.shown}: row {row}: column {column!r} is null")
+            continue
+        try:
+            yield row, piece.data[begin:end].decode()
+        except UnicodeDecodeError as error:
+            problems.append(
+                f"{piece.file.shown}: row {row}: column {column!r} is not UTF-8 "
+                f"(byte {error.start} of the text)"
+            )
+
+
 def _json_texts(piece: Piece, field: str, problems: list[str]) -> Iterator[tuple[int, str]]:
     for line, raw in enumerate(piece.data.removeprefix(_BOM).split(b"\n"), piece.first):
         if not raw or raw.isspace():
             continue
-        where = f"{piece.file.url}:{line + 1}"
         try:
-            row = json.loads(raw)
-        except UnicodeDecodeError as error:
-            problems.append(f"{where}: not UTF-8 (byte {error.start} of the line)")
-            continue
-        except ValueError as error:
-            problems.append(f"{where}: not valid JSON ({error})")
-            continue
-        if not isinstance(row, dict):
-            problems.append(f"{where}: a JSON object was expected, not {type(row).__name__}")
-        elif field not in row:
-            problems.append(f"{where}: no field {field!r}; it has {', '.join(row) or 'none'}")
-        elif not isinstance(row[field], str):
-            problems.append(f"{where}: field {field!r} is {type(row[field]).__name__}, not text")
-        elif b"\\u" in raw and not _encodes(row[field]):
-            problems.append(f"{where}: field {field!r} holds half of a surrogate pair")
-        else:
-            yield line, row[field]
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+            yield line, text_of_line(raw, field)
+        except UserError as error:
+            problems.append(f"{piece.file.shown}:{line + 1}: {error}")
 
 
 def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
@@ -109,7 +105,7 @@ def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterat
     offset = piece.offset + len(piece.data) - len(data)
     searched = 0
     for line, document in _split(text, piece.first, config):
-        if _encodes(document):
+        if encodes(document):
             yield line, document
         else:
             raw = document.encode(errors="surrogateescape")
@@ -118,7 +114,7 @@ def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterat
                 raw.decode()
             except UnicodeDecodeError as error:
                 problems.append(
-                    f"{piece.file.url}: not UTF-8 at byte {offset + searched + error.start}"
+                    f"{piece.file.shown}: not UTF-8 at byte {offset + searched + error.start}"
                 )
             searched += len(raw)
 

@@ -6,20 +6,21 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
 
 _BATCH_CHARACTERS = 2**20
 _SAMPLE_TEXTS = 48
 _SAMPLE_CHARACTERS = 2**10
-_CACHED_WORDS = 2**19
+_CACHED_WORDS, _CACHED_CHARACTERS = 2**19, 2**25
 _MUCH_SPACE = 100_000
 _WIDE = re.compile(rf"\s{{{_MUCH_SPACE}}}")
 
@@ -99,7 +100,10 @@ class TiktokenEncoder:
 class _Numbers(dict[str, int]):
     """A number for every word it is ever asked for."""
 
+    characters = 0
+
     def __missing__(self, word: str) -> int:
+        self.characters += len(word)
         self[word] = number = len(self)
         return number
 
@@ -126,7 +130,7 @@ class WordCacheEncoder:
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         """Ids of all texts."""
-        if len(self._numbers) > _CACHED_WORDS:
+        if len(self._numbers) > _CACHED_WORDS or self._numbers.characters > _CACHED_CHARACTERS:
             self._forget()
         numbers = [self._number(text) for text in texts]
         self._learn()
@@ -151,7 +155,10 @@ class WordCacheEncoder:
 
 
 class CheckedEncoder:
-    """A fast encoder, held against the exact one on a sample of every portion."""
+    """A fast encoder, held against the exact one on a sample of every portion.
+
+    Neither is shown a long text whole.
+    """
 
     def __init__(self, fast: Encoder | None, exact: Encoder) -> None:
         self._fast = fast
@@ -160,13 +167,25 @@ class CheckedEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[Tokens, Ints, str]:
         """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
         chosen = self._choose(texts)
-        parts = [
+        owners: list[int] = []
+        encoded = [
             (self._exact if any(map(_is_wide, batch)) else chosen)(batch)
-            for batch in _batches(texts)
+            for batch in _batches(self._parts(texts, owners))
         ]
-        tokens = np.concatenate([np.empty(0, np.uint32), *(part.tokens for part in parts)])
-        lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
-        return tokens, lengths, chosen.name
+        tokens = np.concatenate([np.empty(0, np.uint32), *(part.tokens for part in encoded)])
+        lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in encoded)])
+        of_texts = np.bincount(np.array(owners, dtype=np.int64), lengths, minlength=len(texts))
+        return tokens, of_texts.astype(np.int64), chosen.name
+
+    def _parts(self, texts: Sequence[str], owners: list[int]) -> Iterator[str]:
+        """The parts of all texts; `owners` gets the number of each one's text."""
+        for number, text in enumerate(texts):
+            for part, _ in parts(text, self._same):
+                owners.append(number)
+                yield part
+
+    def _same(self, whole: str, *cut: str) -> bool:
+        return np.array_equal(self._exact([whole]).tokens, self._exact(cut).tokens)
 
     def _choose(self, texts: Sequence[str]) -> Encoder:
         if self._fast is None:
@@ -182,17 +201,18 @@ def _is_wide(text: str) -> bool:
     return len(text) > _MUCH_SPACE and _WIDE.search(text) is not None
 
 
-def _batches(texts: Sequence[str]) -> list[list[str]]:
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Consecutive texts, so few that their ids, as Python lists, stay small."""
-    batches: list[list[str]] = []
-    filled = _BATCH_CHARACTERS
+    batch: list[str] = []
+    filled = 0
     for text in texts:
-        if filled >= _BATCH_CHARACTERS:
-            batches.append([])
-            filled = 0
-        batches[-1].append(text)
+        batch.append(text)
         filled += len(text)
-    return batches
+        if filled >= _BATCH_CHARACTERS:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
 
 
 @lru_cache(maxsize=2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from elastrata_pipelines.hashing import U64, combine
 from elastrata_pipelines.preparation.samples import Ints, Samples, Tokens
@@ -56,12 +57,14 @@ def cut(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples
     lengths = fragments.ends - fragments.begins
     framed = lengths + frame.num_tokens
     out = np.empty(int(framed.sum()), dtype=tokens.dtype)
+    is_text = np.ones(len(out), dtype=bool)
     starts = np.cumsum(framed) - framed
     for offset, token in enumerate(frame.prefix):
-        out[starts + offset] = token
+        out[starts + offset], is_text[starts + offset] = token, False
     for offset, token in enumerate(frame.suffix):
-        out[starts + len(frame.prefix) + lengths + offset] = token
-    out[ranges(starts + len(frame.prefix), lengths)] = tokens[ranges(fragments.begins, lengths)]
+        place = starts + len(frame.prefix) + lengths + offset
+        out[place], is_text[place] = token, False
+    out[is_text] = tokens[_inside(fragments, len(tokens))]
     return Samples(ids=fragments.ids, lengths=framed, tokens=out)
 
 
@@ -115,6 +118,14 @@ def pack_best_fit(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) 
                 bisect.insort(rooms, left)
             by_room[left].append(target)
     return _gather(bins, fragments, tokens, frame)
+
+
+def _inside(fragments: _Fragments, num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Which tokens lie in a fragment, shape [T]; fragments are in order and never overlap."""
+    changes = np.zeros(num_tokens + 1, dtype=np.int8)
+    np.add.at(changes, fragments.begins, 1)
+    np.add.at(changes, fragments.ends, -1)
+    return np.cumsum(changes[:-1], dtype=np.int8).astype(bool)
 
 
 def _with_end(texts: Texts, frame: Frame, min_tokens: int) -> tuple[U64, Ints, Tokens]:

@@ -23,6 +23,8 @@ _REASONS = {
 }
 """The words of a problem by which each reason is known."""
 OTHER = "other"
+NOT_A_FILE = "not a file"
+"""Pipes, devices and broken links in folders."""
 
 
 def count_reasons(problems: Iterable[str]) -> dict[str, int]:

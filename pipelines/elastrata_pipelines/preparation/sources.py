@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
-from fsspec.core import split_protocol, url_to_fs
+from fsspec.core import url_to_fs
 
+from elastrata_pipelines.checked_json import reason
+from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.local_files import find_local, open_regular
+from elastrata_pipelines.storage import is_local
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -30,7 +34,7 @@ class SourceFile:
     source: int
     """Number of the source in the configuration."""
     url: str
-    """Where it lies; a plain path where it is local. Problems name it."""
+    """Where it lies; a plain absolute path where it is local."""
     name: str
     """Its path inside the source, unique there: part of every sample's identity."""
     bytes: int
@@ -38,51 +42,78 @@ class SourceFile:
     kind: Kind
     compression: str | None
     stamp: str
-    """Changes when the file does: a checksum of its ends (local) or the store's own tag."""
+    """Changes when the file does: a checksum (local) or the store's own tag."""
 
-
-def find_files(number: int, config: SourceConfig) -> tuple[list[SourceFile], list[str]]:
-    """The files of a source in order, and one line for each path that gives none.
-
-    Empty files are left out, as long as others remain.
-    """
-    files: dict[str, _Found] = {}
-    problems: list[str] = []
-    empty: list[str] = []
-    for path in config.paths:
-        try:
-            found = list(_expand(path))
-        except Exception as error:  # every store has exceptions of its own
-            problems.append(f"{path}: cannot be read ({_reason(error)})")
-            continue
-        if not found:
-            problems.append(f"{path}: no such file or folder, or nothing in it")
-        filled = [entry for entry in found if entry.bytes]
-        files |= {entry.url: files.get(entry.url, entry) for entry in filled}
-        if found and not filled:
-            is_itself = found[0].url == _local(path)
-            what = "the file is empty" if is_itself else f"all {len(found)} files in it are empty"
-            (empty if is_itself else problems).append(f"{path}: {what}")
-    if not files:
-        problems += empty
-    return _finish(number, config, list(files.values())), problems
+    @property
+    def shown(self) -> str:
+        """Where it lies, as a line can hold it."""
+        return in_one_line(self.url)
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
+    """What the paths of a source mean."""
+
+    files: list[SourceFile]
+    """In order."""
+    problems: list[str]
+    """One line for each path that gives no file."""
+    others: list[str]
+    """One line for each thing in a folder, or matched by a glob, that is no file to read."""
+
+
+def find_files(number: int, config: SourceConfig) -> Found:
+    """The files of a source. Empty ones are left out, as long as others remain."""
+    entries: dict[str, _Entry] = {}
+    problems: list[str] = []
+    empty: list[str] = []
+    others: dict[str, None] = {}
+    for path in config.paths:
+        try:
+            found, beside = _expand(path)
+        except Exception as error:  # every store has exceptions of its own
+            problems.append(f"{in_one_line(path)}: cannot be read ({in_one_line(reason(error))})")
+            continue
+        others |= dict.fromkeys(beside)
+        filled = [entry for entry in found if entry.bytes]
+        if not found:
+            problems.append(f"{in_one_line(path)}: no such file or folder, or nothing in it")
+        elif not filled and found[0].is_itself:
+            empty.append(f"{in_one_line(found[0].url)}: the file is empty")
+        elif not filled:
+            problems.append(f"{in_one_line(path)}: all {len(found)} files in it are empty")
+        for entry in filled:
+            entries.setdefault(entry.url, entry)
+    if not entries:
+        problems += empty
+    return Found(_finish(number, config, list(entries.values())), problems, list(others))
+
+
+@dataclass(frozen=True)
+class _Entry:
     url: str
     name: str
     bytes: int
     stamp: str
+    is_itself: bool
+    """Whether the path named this very file."""
 
 
-def _local(path: str) -> str:
-    return path if split_protocol(path)[0] else str(Path(path).expanduser().absolute())
+def _expand(path: str) -> tuple[list[_Entry], list[str]]:
+    """The files a path means, by their names inside it, and what else is there."""
+    if not is_local(path):
+        return list(_expand_url(path)), []
+    root = str(Path(path.removeprefix("file://").removeprefix("local://")).expanduser().absolute())
+    found = find_local(root)
+    entries = [
+        _Entry(url, url[len(found.base) + 1 :], size, _checksum(url), url == root)
+        for url, size in found.sizes.items()
+    ]
+    return entries, found.others
 
 
-def _expand(path: str) -> Iterator[_Found]:
-    """The files a path means, by their names inside it."""
-    fs, root = url_to_fs(_local(path))
+def _expand_url(url: str) -> Iterator[_Entry]:
+    fs, root = url_to_fs(url)
     if fs.isdir(root):
         base = root.rstrip("/")
         found = {name: info for name, info in fs.find(base, detail=True).items()
@@ -96,24 +127,20 @@ def _expand(path: str) -> Iterator[_Found]:
     else:
         return
     for name, info in sorted(found.items()):
-        url = name if _is_local(fs) else str(fs.unstrip_protocol(name))
-        yield _Found(url, name[len(base) + 1 :], int(info["size"] or 0), _stamp(fs, name, info))
+        tag = str(info.get("ETag") or info.get("etag") or info.get("mtime") or "")
+        size = int(info["size"] or 0)
+        full = str(fs.unstrip_protocol(name))
+        yield _Entry(full, name[len(base) + 1 :], size, tag, is_itself=full == url)
 
 
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
-
-
-def _stamp(fs: Any, name: str, info: dict[str, Any]) -> str:
-    if not _is_local(fs):
-        return str(info.get("ETag") or info.get("etag") or info.get("mtime") or "")
+def _checksum(path: str) -> str:
     digest = hashlib.blake2b(digest_size=8)
     try:
-        with open(name, "rb") as stream:
+        with open_regular(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
     except OSError:  # reading it reports the problem, with its line
@@ -121,7 +148,7 @@ def _stamp(fs: Any, name: str, info: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _finish(number: int, config: SourceConfig, found: Sequence[_Found]) -> list[SourceFile]:
+def _finish(number: int, config: SourceConfig, found: Sequence[_Entry]) -> list[SourceFile]:
     seen: Counter[str] = Counter()
     files = []
     for entry in found:
@@ -136,7 +163,3 @@ def _finish(number: int, config: SourceConfig, found: Sequence[_Found]) -> list[
             file if seen[file.name] == 1 else replace(file, name=f"{file.name}#{seen[file.name]}")
         )
     return files
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -10,6 +10,7 @@ import numpy as np
 
 from elastrata_pipelines.hashing import combine, text_hash, uniform
 from elastrata_pipelines.preparation.config import PrepareConfig
+from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.documents import (
     Document,
     copies,
@@ -164,11 +165,16 @@ class ChooseTrainingText:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of whole lines, each of some thousand characters where lines allow it."""
+    """A text in pieces of whole lines, each of some thousand characters where lines allow it.
+
+    Very long lines are cut between words. Words as long as that, which would take the trainer
+    hours, are left out.
+    """
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _TRAINING_TEXT_CHARACTERS) + 1 or len(text)
-        yield text[begin:end]
+        cut = parts(text[begin:end], lambda whole, left, right: True)
+        yield from (part for part, between_words in cut if between_words)
         begin = end
 
 
@@ -223,11 +229,11 @@ class TokenizeWork:
         counts = np.array([copies(document, weight) for document in documents])
         make = self._pairs if self.pair_frame else self._packed
         sample, name = make(documents, encoder)
-        parts = [
+        made = [
             sample(combine(ids, np.uint64(copy)), counts > copy)
             for copy in range(max(1, int(counts.max())))
         ]
-        return concatenate(parts), name
+        return concatenate(made), name
 
     def _packed(self, documents: Sequence[Document], encoder: CheckedEncoder) -> _Made:
         tokens, lengths, name = encoder.encode([document.text for document in documents])

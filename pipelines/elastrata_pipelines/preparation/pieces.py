@@ -1,0 +1,160 @@
+"""Pieces: whole documents of one file, as they lie there.
+
+Reading only finds a place to cut; what is inside is looked at by whoever gets the piece.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+from fsspec.core import split_protocol, url_to_fs
+
+from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.local_files import open_regular
+from elastrata_pipelines.preparation.sources import SourceFile
+from elastrata_pipelines.storage import is_local
+
+_BLOCKS_PER_PORTION = 8
+_FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Whole documents of one file, as bytes."""
+
+    file: SourceFile
+    first: int
+    """Line (from 0), or Parquet row, at which it begins."""
+    offset: int
+    """Byte at which it begins in the uncompressed file."""
+    data: bytes
+    ends: tuple[int, ...] | None = None
+    """Parquet: where each row's text ends in `data`."""
+    missing: tuple[int, ...] = ()
+    """Parquet: rows, counted from `first`, that have no text."""
+
+
+class DocumentTooLongError(Exception):
+    """A document over the limit; the message is the problem's line."""
+
+
+def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
+    """The problem of a document over the limit that begins in `line` (from 0)."""
+    place = f"row {line}" if file.kind == "parquet" else f"line {line + 1}"
+    return (
+        f"{file.shown}: the document that begins at {place} is longer than max_document_bytes "
+        f"({max_document_bytes}); cut it (documents: line or paragraph, or document_start) "
+        "or raise the limit"
+    )
+
+
+@contextmanager
+def open_file(file: SourceFile) -> Iterator[BinaryIO]:
+    """Opens a file for reading, uncompressed."""
+    with _stored(file.url) as stored:
+        wrap: Any = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(
+            file.compression or ""
+        )
+        if wrap:
+            with wrap(stored, "rb") as stream:
+                yield stream
+        elif file.compression == "zstd":
+            with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
+                yield cast(BinaryIO, stream)
+        else:
+            yield stored
+
+
+def _stored(url: str) -> Any:
+    if is_local(url):
+        return open_regular(url)
+    protocol, _ = split_protocol(url)
+    if "::" in protocol:  # a chain of URLs, as it was configured
+        fs, path = url_to_fs(url)
+    else:  # a name in the store may hold `::` as well
+        fs, _ = url_to_fs(url.partition("::")[0])
+        path = fs._strip_protocol(url)
+    return fs.open(path, "rb")
+
+
+def text_pieces(
+    file: SourceFile, config: SourceConfig, size: int, max_document_bytes: int
+) -> Iterator[Piece]:
+    """The pieces of a text or JSON Lines file, each of about `size` bytes.
+
+    Raises:
+        DocumentTooLongError: a document is longer than `max_document_bytes`.
+        Exception: of a file that cannot be read, whatever its store or its compression raises.
+    """
+    cut = _cutter(file, config)
+    line = offset = 0
+    with open_file(file) as stream:
+        buffer = b""
+        while True:
+            block = stream.read(max(size // _BLOCKS_PER_PORTION, len(buffer)))
+            buffer += block
+            at = cut(buffer) if block else len(buffer)
+            if at:
+                yield Piece(file=file, first=line, offset=offset, data=buffer[:at])
+                line += buffer.count(b"\n", 0, at)
+                offset += at
+                buffer = buffer[at:]
+            if not block:
+                return
+            _refuse_bombs(file, offset + len(buffer))
+            if len(buffer) > max_document_bytes:
+                raise DocumentTooLongError(too_long(file, line, max_document_bytes))
+
+
+def _refuse_bombs(file: SourceFile, unpacked: int) -> None:
+    most = _FREE_EXPANSION_BYTES + _MAX_EXPANSION * file.bytes
+    if file.compression and unpacked > most:
+        raise OSError(
+            f"it unpacks to more than {most:,} bytes, {_MAX_EXPANSION} times its size and more; "
+            "unpack it if that is meant"
+        )
+
+
+def _cutter(file: SourceFile, config: SourceConfig) -> Any:
+    """A function that finds the last place in a buffer where a document surely ends, else 0."""
+    if file.kind == "jsonl":
+        return lambda buffer: buffer.rfind(b"\n") + 1
+    if config.document_start is not None:
+        starts = re.compile(config.document_start)
+        return lambda buffer: _last_start(buffer, starts)
+    return {
+        "file": lambda buffer: 0,
+        "line": lambda buffer: buffer.rfind(b"\n") + 1,
+        "paragraph": _last_blank_line,
+    }[config.documents]
+
+
+def _last_start(buffer: bytes, starts: re.Pattern[str]) -> int:
+    end = buffer.rfind(b"\n")  # the last line may be half read
+    while end > 0:
+        begin = buffer.rfind(b"\n", 0, end) + 1
+        if begin and starts.match(buffer[begin:end].decode(errors="replace")):
+            return begin
+        end = begin - 1
+    return 0
+
+
+def _last_blank_line(buffer: bytes) -> int:
+    """The end of the last blank line after which more is known to follow."""
+    tail = 2**16
+    while True:
+        matches = list(_BLANK_LINE.finditer(buffer, max(0, len(buffer) - tail)))
+        if matches:
+            return matches[-1].end()
+        if tail >= len(buffer):
+            return 0
+        tail *= 16
