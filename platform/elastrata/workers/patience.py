@@ -19,7 +19,10 @@ class Patience:
     def __init__(self, seconds: float, first_seconds: float | None = None) -> None:
         self._seconds = seconds
         self._first_seconds = seconds if first_seconds is None else first_seconds
-        self._begin(self._first_seconds)
+        self._limit = self._first_seconds
+        self._looked: float | None = None
+        self.silent = 0.0
+        """Seconds since the last sign."""
 
     def heard(self) -> None:
         """There was a sign of life."""
@@ -37,7 +40,4 @@ class Patience:
         return self.silent > self._limit
 
     def _begin(self, limit: float) -> None:
-        self._limit = limit
-        self._looked: float | None = None
-        self.silent = 0.0
-        """Seconds since the last sign."""
+        self._limit, self._looked, self.silent = limit, None, 0.0
