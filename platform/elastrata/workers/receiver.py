@@ -16,7 +16,7 @@ from elastrata.workers.letters import Letter, handled_after, unhandled
 _TAKE_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
-_CLOSE_SECONDS = 60.0
+_CLOSE_SECONDS = 30.0
 
 
 class Receiver:
@@ -37,7 +37,7 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Handles what has arrived, then stops; waits a minute for a mailbox that is away."""
+        """Handles what has arrived, then stops; waits half a minute for a mailbox that is away."""
         self._closed.set()
         self._thread.join()
 
