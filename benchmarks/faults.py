@@ -12,6 +12,7 @@ run's digests are compared with those of an undisturbed run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
@@ -56,6 +57,15 @@ def kill_controller(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
     send(actors("TrainController", cluster.address)[-1], signal.SIGKILL)
 
 
+def stop_actor(name: str) -> Injection:
+    """SIGSTOP to a helper of the run."""
+
+    def stop(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
+        send(actors(name, cluster.address)[-1], signal.SIGSTOP)
+
+    return stop
+
+
 def add_node(cluster: Nodes, live: LiveRun, alive: list[Any]) -> None:
     alive.append(cluster.add(cpus=CPUS))
 
@@ -64,10 +74,19 @@ INJECTIONS: dict[str, Injection] = {
     "worker killed (SIGKILL)": kill_worker,
     "worker hung (SIGSTOP), 10 s allowed": stop_worker,
     "Ray Train's controller killed": kill_controller,
+    "Ray Train's controller stopped, 10 s allowed": stop_actor("TrainController"),
+    "split coordinator stopped, 10 s allowed": stop_actor("SplitCoordinator"),
     "node killed": kill_node,
     "node drained": drain_node,
     "node added": add_node,
 }
+UNNOTICED: dict[str, Injection] = {
+    "mailbox stopped, 10 s allowed": stop_actor("_Mailbox"),
+    "directory of hot copies stopped, 10 s allowed": stop_actor("HotDirectory"),
+    "keeper of hot copies stopped, 10 s allowed": stop_actor("HotKeeper"),
+}
+"""After these the same group goes on: what counts is the longest time between two steps."""
+UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
 """What follows each trial, so that the next one finds the same cluster; not counted."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
@@ -98,6 +117,37 @@ def disturbed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
         live.send(signal.SIGINT)
         live.driver.wait(timeout=120)
         return [row(live, begun) for begun in injected], live.steps()
+
+
+def unnoticed(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
+    """One run, a helper of which is stopped again and again."""
+    with nodes() as cluster:
+        alive = [cluster.add(cpus=CPUS), cluster.add(cpus=CPUS)]
+        live = LiveRun(recipe, name, log, "--address", cluster.address, f"steps={STEPS}")
+        live.wait_for_size(len(alive), 1, SETTLED_STEPS)
+        injected = []
+        for _ in range(trials):
+            time.sleep(SETTLED_SECONDS)
+            injected.append(time.time())
+            UNNOTICED[kind](cluster, live, alive)
+            time.sleep(UNNOTICED_SECONDS)
+        live.send(signal.SIGINT)
+        live.driver.wait(timeout=120)
+        return [pause(live, begun) for begun in injected], live.steps()
+
+
+def pause(live: LiveRun, begun: float) -> dict[str, Any]:
+    """The longest time between two steps after `begun`."""
+    end = begun + UNNOTICED_SECONDS
+    times = [entry["time"] for entry in live.of_kind("step") if begun - 1 < entry["time"] < end]
+    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
+    faults = [entry for entry in live.of_kind("fault") if begun < entry["time"] < end]
+    return {
+        "detected_after": None,
+        "next_step_after": round(longest, 2),
+        "steps_lost": 0 if not faults else None,
+        "faults": len(faults),
+    }
 
 
 def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Trials:
@@ -162,10 +212,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def measure_of(kind: str) -> Callable[..., Trials]:
+    """How trials of a kind are made."""
+    if kind in UNNOTICED:
+        return unnoticed
+    return disturbed if kind in INJECTIONS else restarted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *SIGNALS])
+    parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *UNNOTICED, *SIGNALS])
     parser.add_argument("--add", action="store_true", help="keeps the other kinds' results")
     arguments = parser.parse_args()
     known = json.loads((RESULTS / "faults.json").read_text())["kinds"] if arguments.add else {}
@@ -178,7 +235,7 @@ def main() -> None:
         whole.end(900)
         for number, kind in enumerate(arguments.kinds):
             name, log = f"run-{number}", folder / f"log-{number}"
-            measure = disturbed if kind in INJECTIONS else restarted
+            measure = measure_of(kind)
             print(f"== {kind}", flush=True)
             rows, steps = measure(recipe, name, kind, arguments.trials, log)
             if kind == UNCOUNTED:

@@ -1,58 +1,84 @@
-"""The mailbox: nothing that was sent is lost, whoever sends it and whenever it is taken."""
+"""The mailbox: nothing that was sent is lost, whoever sends it and whatever becomes of it."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import ray
 
 from elastrata.training.request import Act, Request
-from elastrata.workers.events import Committed, Halted, Heard, Refused, Warned
-from elastrata.workers.mailbox import Receiver, Sender, open_mailbox
+from elastrata.workers.attendant import Attendant
+from elastrata.workers.events import Committed, Event, Halted, Heard, Refused, Warned
+from elastrata.workers.mailbox import open_mailbox, raylet_of
+from elastrata.workers.processes import children, title
+from elastrata.workers.receiver import Receiver
+from elastrata.workers.sender import Sender, tell
 from support.command import wait_until
+from support.histories import record
+
+SECONDS = {signal.SIGKILL: 20.0, signal.SIGSTOP: 2.0}
+"""Without an answer until the mailbox is replaced."""
 
 
-@pytest.fixture
-def received(ray_local: None) -> list[str]:
-    """The texts that a receiver has handled, after two threads sent 200 warnings each."""
+@contextmanager
+def received(mailbox: Any) -> Iterator[list[Event]]:
+    """The events that a receiver handles while the block runs, and afterwards."""
+    events: list[Event] = []
+    receiver = Receiver(mailbox, events.extend)
+    try:
+        yield events
+    finally:
+        receiver.close()
+
+
+def pids_of(mailbox: Any) -> list[int]:
+    """The processes of all mailboxes of its cluster."""
+    siblings = children(raylet_of(mailbox))
+    return [int(one.name) for one in siblings if title(one).startswith("ray::_Mailbox")]
+
+
+def test_everything_arrives_once_and_in_order(ray_local: None) -> None:
     mailbox = open_mailbox()
     sender = Sender(mailbox, rank=0)
-    texts: list[str] = []
-    receiver = Receiver(mailbox, lambda events: texts.extend(event.text for event in events))
     threads = [
         Thread(target=lambda n=n: [sender.send(Warned(text=f"{n} {k}")) for k in range(200)])
         for n in range(2)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sender.flush()
-    receiver.close()
-    return texts
-
-
-def test_everything_arrives_once_and_in_order(received: list[str]) -> None:
+    with received(mailbox) as events:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sender.close()
+    texts = [event.text for event in events if isinstance(event, Warned)]
     for number in range(2):
-        mine = [text for text in received if text.startswith(f"{number} ")]
+        mine = [text for text in texts if text.startswith(f"{number} ")]
         assert mine == [f"{number} {k}" for k in range(200)]
-
-
-def test_what_waits_is_taken_at_once(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    ray.get(mailbox.post.remote([Warned(text="last")]))
-    assert ray.get(mailbox.take.remote(0)) == [Warned(text="last")]
-    assert ray.get(mailbox.take.remote(0)) == []
 
 
 def test_other_ranks_only_refuse(ray_local: None) -> None:
     mailbox = open_mailbox()
     sender = Sender(mailbox, rank=1)
-    sender.send(Warned(text="rank 0 says it, too"))
-    sender.send(Refused(problems=("the shard is damaged",)))
-    sender.flush()
-    assert ray.get(mailbox.take.remote(1)) == [Refused(problems=("the shard is damaged",))]
+    with received(mailbox) as events:
+        sender.send(Warned(text="rank 0 says it, too"))
+        sender.send(Refused(problems=("the shard is damaged",)))
+        sender.close()
+    assert events == [Refused(problems=("the shard is damaged",))]
+
+
+def test_one_event_from_elsewhere(ray_local: None) -> None:
+    mailbox = open_mailbox()
+    with received(mailbox) as events:
+        tell(mailbox, Warned(text="a look at storage failed"))
+        wait_until(lambda: events, 30, "the event")
+    assert events == [Warned(text="a look at storage failed")]
 
 
 def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
@@ -61,25 +87,22 @@ def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
     save = Request(act=Act.SAVE, reason="drain", text="a node to go")
     halt = Request(act=Act.HALT, reason="resize", text="2 -> 3 workers")
 
-    def asked() -> Request | None:
+    def after(event: Event) -> Request | None:
+        sender.send(event)
         sender.flush()
         return sender.look()
 
-    assert asked() is None
+    assert after(Warned(text="anything")) is None
     ray.get(mailbox.ask.remote(save))
-    assert asked() == save
-    sender.send(Committed(step=400, uri="an earlier one", evaluation_loss=None))
-    assert asked() == save, "a checkpoint that was under way does not serve it"
-    sender.send(Heard(act=Act.SAVE))
-    assert asked() is None
+    committed = Committed(step=400, uri="an earlier one", evaluation_loss=None)
+    assert after(committed) == save, "a checkpoint that was under way does not serve it"
+    assert after(Heard(act=Act.SAVE)) is None
 
     ray.get([mailbox.ask.remote(halt), mailbox.ask.remote(save)])
-    assert asked() == halt
-    sender.send(Heard(act=Act.HALT))
-    assert asked() == halt
+    assert after(Warned(text="anything")) == halt
+    assert after(Heard(act=Act.HALT)) == halt
     assert not ray.get(mailbox.has_halted.remote())
-    sender.send(Halted(step=5, reason="resize", text="2 -> 3 workers"))
-    assert asked() is None
+    assert after(Halted(step=5, reason="resize", text="2 -> 3 workers")) is None
     assert ray.get(mailbox.has_halted.remote())
     ray.get(mailbox.withdraw.remote(Act.HALT))
     assert not ray.get(mailbox.has_halted.remote())
@@ -93,3 +116,29 @@ def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local: None) -> None:
     assert sender.look() is None
     sender.send(Warned(text="anything"))
     assert wait_until(sender.look, 30, "the answer to what was sent") == stop
+
+
+@pytest.mark.parametrize("number", SECONDS)
+def test_a_mailbox_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
+    number: signal.Signals, ray_local: None
+) -> None:
+    before = set(pids_of(open_mailbox()))
+    mailbox = open_mailbox()
+    raylet_of(mailbox)
+    (pid,) = set(pids_of(mailbox)) - before
+    sender = Sender(mailbox, rank=0)
+    lines: list[str] = []
+    with received(mailbox) as events:
+        attendant = Attendant({"mailbox": mailbox}, SECONDS[number], lines.append)
+        sender.send(record(1))
+        sender.send(Warned(text="all is well"))
+        wait_until(lambda: len(events) == 2 and attendant.is_content, 60, "the first events")
+        os.kill(pid, number)
+        for step in range(2, 502):
+            sender.send(record(step))
+        wait_until(lambda: len(events) == 502, 120, f"all events; {len(events)} {lines}")
+        sender.close()
+        attendant.close()
+    assert events == [record(1), Warned(text="all is well"), *map(record, range(2, 502))]
+    assert not Path(f"/proc/{pid}").exists()
+    assert number == signal.SIGKILL or lines

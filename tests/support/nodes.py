@@ -88,6 +88,12 @@ def workers_of(driver: int) -> list[psutil.Process]:
     return [process for process in below if _command(process).startswith("ray::RayTrainWorker")]
 
 
+def helpers_of(driver: int, name: str) -> list[psutil.Process]:
+    """The processes of all actors of one class, of the cluster that a driver started for itself."""
+    below = psutil.Process(driver).children(recursive=True)
+    return [process for process in below if _command(process).startswith(f"ray::{name}")]
+
+
 def send(process: psutil.Process, number: signal.Signals) -> None:
     os.kill(process.pid, number)
 

@@ -69,7 +69,8 @@ class CheckpointConfig(Config):
     steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
     """Most steps that a lost worker costs: a copy of the state goes into the memory of other
-    processes twice in so many steps. 0: no such copies."""
+    processes twice in so many steps. Those that take seconds longer are not waited for, and cost
+    more. 0: no such copies."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
     """Most memory that those copies may take on a node."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
@@ -78,7 +79,8 @@ class CheckpointConfig(Config):
     @property
     def hot_every(self) -> int:
         """Steps from one copy in memory to the next. One that is begun waits until the one before
-        is complete, so two intervals are the most that can be lost."""
+        is complete, up to five seconds, so two intervals are the most that can be lost where the
+        copies arrive."""
         return max(1, self.hot_steps // 2)
 
 

@@ -17,6 +17,8 @@ START_SECONDS = 60.0
 """How long a new keeper may take to start: a process, on a machine that is busy training."""
 _ANSWER_SECONDS = 2.0
 """A keeper that takes longer is passed over: its node may be gone without a word."""
+_REPLACE_SECONDS = 20.0
+"""A keeper that takes longer to answer its own node's writer is replaced: it may be stopped."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class HotDirectory:
         self._group = ""
         self._assigned: dict[str, list[str]] = {}
 
+    async def ping(self) -> None:
+        """Answers."""
+
     async def assign(self, node: str, group: str) -> list[Any]:
         """The keepers that take the files of the processes on a node.
 
@@ -66,7 +71,7 @@ class HotDirectory:
         for gone in self._keepers.keys() - alive:
             self._forget(gone)
         self._assigned[node] = [node]
-        keepers = [await self._answering(node)]
+        keepers = [await self._own_keeper(node)]
         for other in ring_from(node, alive, self._assigned):
             self._assigned[node] = [node, other]
             try:
@@ -94,8 +99,7 @@ class HotDirectory:
         needed = {node for nodes in self._assigned.values() for node in nodes}
         for node in self._keepers.keys() - needed:
             if not await _files(self._keepers[node]):
-                ray.kill(self._keepers[node])
-                self._forget(node)
+                self._end(node)
 
     async def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a keeper which answers."""
@@ -111,23 +115,39 @@ class HotDirectory:
             if group_of(folder) != self._group:
                 await self.delete(folder)
 
-    async def _answering(self, node: str) -> Any:
+    async def _own_keeper(self, node: str) -> Any:
+        """The keeper on a writer's node; one that does not answer for long is replaced."""
+        asked = self._keepers.get(node)
+        try:
+            return await self._answering(node, _REPLACE_SECONDS)
+        except OSError:
+            if node not in self._started:
+                raise
+            if self._keepers.get(node) is asked:  # else another rank has replaced it
+                self._end(node)
+            return await self._answering(node)
+
+    def _end(self, node: str) -> None:
+        ray.kill(self._keepers[node])  # Ray sends SIGKILL after 5 s, to stopped ones too
+        self._forget(node)
+
+    async def _answering(self, node: str, seconds: float = _ANSWER_SECONDS) -> Any:
         """The keeper on a node, started where there is none or the one there was has died."""
         if keeper := self._keepers.get(node):
             try:
-                return await self._waited_for(keeper, node)
+                return await self._waited_for(keeper, node, seconds)
             except ray.exceptions.ActorDiedError:
                 if self._keepers.get(node) is keeper:
                     self._forget(node)
         if node not in self._keepers:
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             self._keepers[node] = start_keeper(self._limit_bytes, here)
-        return await self._waited_for(self._keepers[node], node)
+        return await self._waited_for(self._keepers[node], node, seconds)
 
-    async def _waited_for(self, keeper: Any, node: str) -> Any:
-        seconds = _ANSWER_SECONDS if node in self._started else START_SECONDS
+    async def _waited_for(self, keeper: Any, node: str, seconds: float) -> Any:
+        limit = seconds if node in self._started else START_SECONDS
         try:
-            await asyncio.wait_for(keeper.files.remote(), seconds)
+            await asyncio.wait_for(keeper.files.remote(), limit)
         except TimeoutError:
             raise OSError(f"the keeper on node {node[:8]} does not answer") from None
         self._started.add(node)

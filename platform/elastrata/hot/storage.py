@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
@@ -106,9 +107,7 @@ class HotStorage:
         """
         path = "/".join(parts)
         here = ray.get_runtime_context().get_node_id()
-        keepers = self._ask(
-            START_SECONDS + _ANSWER_SECONDS, "assign", here, group_of(path.partition("/")[0])
-        )
+        keepers = self._assigned(here, group_of(path.partition("/")[0]))
         upload = HotUpload(keepers, path)
         try:
             yield cast("IO[bytes]", upload)
@@ -127,6 +126,15 @@ class HotStorage:
     def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a keeper, by the node's id."""
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
+
+    def _assigned(self, node: str, group: str) -> list[Any]:
+        """The keepers for a node's files. They may take a minute to start; a directory that is away
+        for seconds is not waited for."""
+        answer = self.directory.assign.remote(node, group)
+        deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
+        while not ray.wait([answer], timeout=_ANSWER_SECONDS)[0] and time.monotonic() < deadline:
+            self._ask(_ANSWER_SECONDS, "ping")
+        return cast("list[Any]", answered(answer, 0.0))
 
     def _holding(self, path: str) -> Listing:
         """A listing that has the file."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+
+import ray
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.hot.storage import HotStorage, close_hot_tier, open_hot_tier
@@ -26,9 +29,12 @@ from elastrata.tracking.tracker import Status, Tracker
 from elastrata.training.ends import ControllerLostError, TrainingError
 from elastrata.training.request import Act, Request
 from elastrata.training.target import TargetConfig, is_over
+from elastrata.workers.attendant import Attendant
 from elastrata.workers.events import Event, Lost, Warned
 from elastrata.workers.job import Job
-from elastrata.workers.mailbox import Receiver
+from elastrata.workers.mailbox import raylet_of
+from elastrata.workers.receiver import Receiver
+from elastrata.workers.sentry import Sentry
 from elastrata.workers.source import Source
 from elastrata.workers.watchdog import Watchdog
 from elastrata_pipelines.errors import UserError
@@ -97,20 +103,22 @@ class Drive:
 
         receiver = Receiver(self.mailbox, handle)
         try:
-            self.interrupt.run(
-                lambda: self._controlled(handle, observer, number, hot),
-                recipe.checkpoint.grace_seconds,
-                lambda name: ask_to_stop(self.mailbox, name),
-            )
+            with self._guarded(hot, lambda line: observer([Warned(text=line)])):
+                try:
+                    self.interrupt.run(
+                        lambda: self._controlled(handle, observer, number, hot),
+                        recipe.checkpoint.grace_seconds,
+                        lambda name: ask_to_stop(self.mailbox, name),
+                    )
+                finally:
+                    receiver.close()
         except TrainingError:
-            receiver.close()
             if observer.refused:
                 raise UserError(*observer.refused) from None
             if self.interrupt.signal:
                 raise KeyboardInterrupt(self.interrupt.signal) from None
             raise
         finally:
-            receiver.close()
             watchdog.close()
             if hot:
                 close_hot_tier(hot)
@@ -119,6 +127,22 @@ class Drive:
                 "the last checkpoint could not be saved; the same command redoes the steps after "
                 "the one before"
             )
+
+    @contextmanager
+    def _guarded(self, hot: HotStorage | None, warn: Callable[[str], None]) -> Iterator[None]:
+        """Replaces helpers that do not answer, or are stopped, while its block runs."""
+        seconds = self.recipe.workers.hang_seconds
+        helpers = {"mailbox": self.mailbox}
+        if hot:
+            helpers["directory of the hot copies"] = hot.directory
+        attendant = Attendant(helpers, seconds, warn)
+        job: str = ray.get_runtime_context().get_job_id()
+        sentry = Sentry(lambda: raylet_of(self.mailbox), job, seconds, warn)
+        try:
+            yield
+        finally:
+            attendant.close()
+            sentry.close()
 
     def _controlled(
         self,

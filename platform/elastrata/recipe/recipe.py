@@ -66,7 +66,8 @@ class WorkersConfig(Config):
     """Keeps an idle process with the imports done beside every worker, for the next group: seconds
     less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node."""
     hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
-    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
+    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced; so
+    is every process of the run that is stopped for so long, and a helper that does not answer."""
     threads: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
     memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None

@@ -31,11 +31,13 @@ from elastrata.workers.events import (
     Started,
     Warned,
 )
-from elastrata.workers.mailbox import Sender
+from elastrata.workers.sender import Sender
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
 """Who waits for a save says so this often; silence would be taken for a hang."""
+_SECONDS_FOR_A_COPY = 5.0
+"""How long a copy in memory waits for the one before, once: then steps go on without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,7 @@ class Keeper:
         self._retry = Backoff()
         self._newest: Saving | None = None
         self._overdue = False
+        self._is_stuck = False
         self._durable = DurableSaver(
             self._checkpoints,
             attempt=attempt,
@@ -168,7 +171,7 @@ class Keeper:
         if act > Act.GO_ON or is_last or record.step % self._config.every == 0:
             seconds += self._save_durably(waits=act >= Act.HALT or is_last)
         if self._hot and (act >= Act.HALT or record.step % self._config.hot_every == 0):
-            seconds += self._save(self._hot)
+            seconds += self._copy(self._hot)
         if seconds:
             self._sender.send(Stalled(step=record.step, seconds=seconds))
 
@@ -238,6 +241,14 @@ class Keeper:
             return 0.0
         self._await(self._durable)
         return self._save(self._durable)
+
+    def _copy(self, saver: DurableSaver) -> float:
+        """Copies into memory; not now where the copy before is stuck, as its keeper may be gone."""
+        started = time.perf_counter()
+        saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
+        self._is_stuck = not saver.all_idle()
+        waited = time.perf_counter() - started
+        return waited if self._is_stuck else waited + self._save(saver)
 
     def _save(self, saver: DurableSaver) -> float:
         assert self._newest is not None

@@ -1,49 +1,53 @@
-"""The mailbox: how events get from the workers to the driver, and requests to the workers."""
+"""The mailbox: how events get from the workers to the driver, and requests to the workers.
+
+It may die, or stop answering and be killed, at any time: an empty one takes its place, and who has
+sent what the driver has not handled sends it again. Nobody's steps wait for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastrata.training.record import StepRecord
 from elastrata.training.request import Act, Request
-from elastrata.workers.events import Event, Halted, Heard, Refused, Started
+from elastrata.workers.events import Event, Halted, Heard, Started
+from elastrata.workers.letters import Letter, Parcel, Receipt, Shelf
 
-POST_SECONDS = 0.2
-"""Step records are posted together at most this often: a post costs the step some 0.2 ms."""
-_TAKE_SECONDS = 1.0
+_ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+@ray.remote(num_cpus=0, max_restarts=-1)
 class _Mailbox:
-    """Where it is killed, as Ray does where memory runs out, an empty one takes its place."""
+    """Where it is killed, an empty one takes its place. Who calls it calls again."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._shelf = Shelf()
         self._arrived = asyncio.Event()
         self._request: Request | None = None
         self._halted = False
 
-    async def post(self, events: list[Event]) -> Request | None:
-        """Takes events, and returns what is asked of the workers."""
-        self._events.extend(events)
-        self._arrived.set()
+    async def ping(self) -> None:
+        """Answers."""
+
+    async def raylet(self) -> int:
+        """The pid of the process that has started this one."""
+        return os.getppid()
+
+    async def post(self, parcel: Parcel) -> Receipt:
+        """Takes events, and returns how they stand and what is asked of the workers."""
+        events, receipt = self._shelf.put(parcel)
         for event in events:
-            if isinstance(event, Started):
-                self._halted = False
-            elif isinstance(event, Heard) and event.act == Act.SAVE:
-                self._drop(Act.SAVE)
-            elif isinstance(event, Halted):
-                self._halted = True
-                self._drop(Act.HALT)
-        return self._request
+            self._note(event)
+        if events:
+            self._arrived.set()
+        return Receipt(receipt.expected, receipt.handled, self._request)
 
     async def ask(self, request: Request) -> None:
         """Asks this of the workers; a request that asks for less than one that waits is dropped."""
@@ -59,14 +63,29 @@ class _Mailbox:
         """Whether the group of workers has saved its state and takes no more steps."""
         return self._halted
 
-    async def take(self, seconds: float) -> list[Event]:
-        """All events since the last take; waits for the first one, but no longer than `seconds`."""
-        if not self._events:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), seconds)
+    async def take(self, seconds: float, handled: Mapping[str, int]) -> list[Letter]:
+        """All letters that are not handled; waits for the first one, but no longer than `seconds`.
+
+        Args:
+            seconds: 0 waits for none.
+            handled: by sender, below which number all letters are handled.
+        """
         self._arrived.clear()
-        taken, self._events = self._events, []
-        return taken
+        if found := self._shelf.unhandled(handled):
+            return found
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), seconds)
+        return self._shelf.unhandled(handled)
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._halted = False
+            case Heard(act=Act.SAVE):
+                self._drop(Act.SAVE)
+            case Halted():
+                self._halted = True
+                self._drop(Act.HALT)
 
     def _drop(self, most: Act) -> None:
         if self._request and self._request.act <= most:
@@ -79,77 +98,10 @@ def open_mailbox() -> Any:
     return _Mailbox.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
-class Sender:
-    """The workers' side; any thread may send. Ranks beside rank 0 send nothing but refusals."""
-
-    def __init__(self, mailbox: Any, *, rank: int) -> None:
-        self._mailbox = mailbox
-        self._speaks = rank == 0
-        self._lock = Lock()
-        self._waiting: list[Event] = []
-        self._under_way: Any = None
-        self._is_read = True
-        self._posted = time.monotonic()
-        self._request: Request | None = None
-
-    def send(self, event: Event) -> None:
-        """Sends an event; step records go together with the next ones."""
-        if not self._speaks and not isinstance(event, Refused):
-            return
-        with self._lock:
-            self._waiting.append(event)
-            now = time.monotonic()
-            if not isinstance(event, StepRecord) or now - self._posted >= POST_SECONDS:
-                self._post()
-                self._posted = now
-
-    def look(self) -> Request | None:
-        """What is asked, by the newest answer that has come; waits for none."""
-        with self._lock:
-            if not self._is_read and ray.wait([self._under_way], timeout=0)[0]:
-                self._read()
-            return self._request
-
-    def flush(self) -> None:
-        """Sends what is left and waits until all has arrived."""
-        with self._lock:
-            self._post()
-            self._read()
-
-    def _post(self) -> None:
-        # The mailbox runs calls as they come, not in order: the one before must have arrived. It
-        # has, nearly always, and this costs nothing.
-        if not self._is_read:
-            self._read()
-        self._under_way = self._mailbox.post.remote(self._waiting)
-        self._is_read = False
-        self._waiting = []
-
-    def _read(self) -> None:
-        self._request = ray.get(self._under_way)
-        self._is_read = True
-
-
-class Receiver:
-    """The driver's side: calls `handle` with all events, in order, from a thread of its own."""
-
-    def __init__(self, mailbox: Any, handle: Callable[[Sequence[Event]], None]) -> None:
-        self._mailbox = mailbox
-        self._handle = handle
-        self._open = True
-        self._thread = Thread(target=self._receive, name="elastrata-events", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Handles what has arrived, then stops."""
-        self._open = False
-        self._thread.join()
-
-    def _receive(self) -> None:
-        while True:
-            last = not self._open
-            events = ray.get(self._mailbox.take.remote(0 if last else _TAKE_SECONDS))
-            if events:
-                self._handle(events)
-            if last:
-                return
+def raylet_of(mailbox: Any) -> int:
+    """The pid of the raylet on the mailbox's node; -1, which nobody has, where Ray has ended."""
+    while ray.is_initialized():
+        with contextlib.suppress(ray.exceptions.RayError):
+            return int(ray.get(mailbox.raylet.remote(), timeout=_ANSWER_SECONDS))
+        time.sleep(_PAUSE_SECONDS)
+    return -1

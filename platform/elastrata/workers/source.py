@@ -15,6 +15,7 @@ from elastrata.hot.storage import HotStorage
 from elastrata.workers.backoff import patiently
 from elastrata.workers.events import Warned
 from elastrata.workers.newest_state import newest_state
+from elastrata.workers.sender import tell
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
@@ -41,4 +42,4 @@ class Source:
         )
 
     def _warn(self, line: str) -> None:
-        self.mailbox.post.remote([Warned(text=line)])
+        tell(self.mailbox, Warned(text=line))

@@ -27,6 +27,7 @@ from elastrata.workers.events import Lost
 from elastrata.workers.job import Job
 from elastrata.workers.orphans import remove_orphans
 from elastrata.workers.resize import ResizePolicy
+from elastrata.workers.sender import tell
 from elastrata.workers.source import Source
 from elastrata.workers.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata_pipelines.errors import UserError
@@ -211,7 +212,7 @@ class _Faults(UserCallback):
         lost = dead or causes  # the others only miss the dead
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
-        self._mailbox.post.remote([Lost(text=text, ranks=tuple(sorted(lost)))])
+        tell(self._mailbox, Lost(text=text, ranks=tuple(sorted(lost))))
 
 
 def _cause(error: Exception) -> Exception:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -25,12 +26,16 @@ from ray._private.utils import get_runtime_env_info
 from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 from ray.runtime_env import RuntimeEnv
 
+from elastrata.workers.processes import PROCESSES, children, environment, title
+
 SECONDS_KEPT = 3600
 """After this time Ray may end a spare, where it has more idle processes than idle CPUs."""
-_SECONDS_BETWEEN_LOOKS = 2.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_START = 60.0
+"""After which Ray gives a new process up."""
 _SECONDS_TO_ANSWER = 10.0
 _MODULES = "ELASTRATA_IMPORT_AHEAD"
-_PROCESSES = Path("/proc")
+_IDLE = "ray::IDLE"
 
 
 def runtime_env(modules: Iterable[str]) -> dict[str, Any]:
@@ -69,7 +74,7 @@ class Spares:
     def __init__(self, count: int, *, after: float = 0.0) -> None:
         self._count, self._after = count, after
         self._closed = Event()
-        if count and _PROCESSES.is_dir():
+        if count and PROCESSES.is_dir():
             Thread(target=self._watch, name="elastrata-spares", daemon=True).start()
 
     def close(self) -> None:
@@ -77,13 +82,47 @@ class Spares:
         self._closed.set()
 
     def _watch(self) -> None:
-        wait = self._after
+        orders, wait = Orders(self._count), self._after
         while not self._closed.wait(wait):
-            # A raylet that starts as many processes as it has CPUs forgets what else it was asked.
-            if missing := self._count - len(waiting()):
+            if orders.is_due(_own(_is_idle), _own(_is_starting), time.monotonic()):
                 with contextlib.suppress(Exception):  # a spare is a convenience; asked for again
-                    _start(missing)
+                    _start_one()
             wait = _SECONDS_BETWEEN_LOOKS
+
+
+class Orders:
+    """When to ask a raylet for a spare; the clock is passed in.
+
+    A raylet starts few processes at a time and serves requests in their order: those for the actors
+    that a run waits for would come after all that it has been asked for. So there is one at a time.
+
+    Args:
+        count: of spares that are wanted.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._known: frozenset[int] = frozenset()
+        self._asked: float | None = None
+
+    def is_due(self, idle: Iterable[int], starting: Iterable[int], now: float) -> bool:
+        """Whether to ask for one now; then it counts as asked for.
+
+        Args:
+            idle: the pids of the spares there are.
+            starting: the pids of those that do not work yet.
+            now: by a clock that never goes back.
+        """
+        ready, known = frozenset(idle), self._known
+        self._known = ready.union(starting)
+        if self._known - known:
+            self._asked = None
+        if self._known - ready or len(ready) >= self._count:
+            return False
+        if self._asked is not None and now - self._asked < _SECONDS_TO_START:
+            return False
+        self._asked = now
+        return True
 
 
 def waiting() -> list[int]:
@@ -91,54 +130,44 @@ def waiting() -> list[int]:
 
     A process without a `runtime_env` of this module takes plain idle processes for spares.
     """
+    return _own(lambda process: _is_idle(process) or _is_starting(process))
+
+
+def _own(kind: Callable[[Path], bool]) -> list[int]:
+    """The pids of the processes of one kind that have the caller's environment and job."""
     own = _identity(Path("/proc/self"))
     return [
         int(process.name)
-        for process in _siblings()
-        if _is_waiting(process) and _identity(process) == own
+        for process in children(os.getppid())
+        if kind(process) and _identity(process) == own
     ]
 
 
-def _siblings() -> Iterator[Path]:
-    """The processes that the caller's raylet started."""
-    for process in _PROCESSES.iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if process.name.isdigit() and _parent(process) == os.getppid():
-                yield process
+def _is_idle(process: Path) -> bool:
+    return title(process) == _IDLE
 
 
-def _parent(process: Path) -> int:
-    # the name, in brackets, may hold spaces and brackets
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+def _is_starting(process: Path) -> bool:
+    found = title(process)
+    return bool(found) and not found.startswith(("ray::", ":"))
 
 
-def _is_waiting(process: Path) -> bool:
-    with contextlib.suppress(OSError):
-        title = (process / "cmdline").read_bytes().partition(b"\0")[0]
-        return title == b"ray::IDLE" or not title.startswith((b"ray::", b":"))
-    return False
+def _identity(process: Path) -> dict[str, str]:
+    """Job and modules, as the process was started with them."""
+    return environment(process, "RAY_JOB_ID", _MODULES)
 
 
-def _identity(process: Path) -> set[bytes]:
-    """Job, hook and modules, as the process was started with them."""
-    names = tuple(f"{n}=".encode() for n in ("RAY_JOB_ID", _MODULES))
-    with contextlib.suppress(OSError):
-        environment = (process / "environ").read_bytes().split(b"\0")
-        return {entry for entry in environment if entry.startswith(names)}
-    return set()
-
-
-def _start(count: int) -> None:
+def _start_one() -> None:
     own = ray.get_runtime_context().get_node_id()
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     node = next(node for node in nodes if node["NodeID"] == own)
     address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
     with contextlib.closing(init_grpc_channel(address)) as channel:
         raylet = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
-        raylet.PrestartWorkers(_request(count), timeout=_SECONDS_TO_ANSWER)
+        raylet.PrestartWorkers(_request(), timeout=_SECONDS_TO_ANSWER)
 
 
-def _request(count: int) -> Any:
+def _request() -> Any:
     context = ray.get_runtime_context()
     serialized = context.get_runtime_env_string()  # type: ignore[no-untyped-call]
     environment = get_runtime_env_info(RuntimeEnv.deserialize(serialized))
@@ -148,5 +177,5 @@ def _request(count: int) -> Any:
         job_id=bytes.fromhex(context.get_job_id()),
         runtime_env_info=environment,
         keep_alive_duration_secs=SECONDS_KEPT,
-        num_workers=count,
+        num_workers=1,
     )

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
 
@@ -15,6 +14,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.workers.events import Event, Halted, Lost, Started
+from elastrata.workers.patience import Patience
+from elastrata.workers.processes import PROCESSES, state
 
 _LOOK_SECONDS = 0.5
 _LONGEST_WAIT_FOR_A_KILL = 30.0
@@ -25,6 +26,7 @@ class Watchdog:
 
     A process that is stopped, or waits for ever in a collective, answers nobody; but it sends no
     events either. It is awake from the moment a group is ready to the moment it halts or is lost.
+    Only what it was told counts: while nobody can hear of events, they are not missed.
 
     Args:
         seconds: the longest time from one event to the next.
@@ -32,19 +34,22 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, bark: Callable[[Lost], None]) -> None:
-        self._seconds = seconds
+        self._patience = Patience(seconds)
+        self._is_over = False
         self._bark = bark
         self._lock = Lock()
         self._pids: Mapping[int, tuple[str, int]] = {}
-        self._heard = time.monotonic()
         self._closed = Flag()
         self._thread = Thread(target=self._watch, name="elastrata-watchdog", daemon=True)
         self._thread.start()
 
     def hear(self, events: Sequence[Event]) -> None:
-        """Takes events as they come."""
+        """Takes events as they come; called without any where it is certain that there were none,
+        at least every two seconds."""
         with self._lock:
-            self._heard = time.monotonic()
+            if events:
+                self._patience.heard()
+            self._is_over = self._patience.is_over(time.monotonic())
             for event in events:
                 if isinstance(event, Started):
                     self._pids = event.pids
@@ -59,8 +64,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             with self._lock:
-                silent = time.monotonic() - self._heard
-                pids = self._pids if silent > self._seconds else {}
+                pids = self._pids if self._is_over else {}
+                silent = self._patience.silent
                 if pids:
                     self._pids = {}
             if pids:
@@ -100,21 +105,14 @@ def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill_here(pids: Mapping[int, int]) -> dict[int, str]:
-    states = {rank: _state(pid) for rank, pid in pids.items()}
+    states = {rank: state(PROCESSES / str(pid)) for rank, pid in pids.items()}
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return states
 
 
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
 def _report(states: Mapping[int, str], silent: float) -> Lost:
-    stopped = tuple(sorted(rank for rank, state in states.items() if state == "T"))
+    stopped = tuple(sorted(rank for rank, letter in states.items() if letter == "T"))
     why = f"; stopped: rank {', '.join(map(str, stopped))}" if stopped else ""
     return Lost(text=f"no sign of the workers for {silent:.0f} s: killed{why}", ranks=stopped)

@@ -30,7 +30,8 @@ from elastrata.workers.held_out import HeldOut
 from elastrata.workers.job import Job
 from elastrata.workers.keeper import Keeper, Saving
 from elastrata.workers.learner import Learner
-from elastrata.workers.mailbox import Sender
+from elastrata.workers.sender import Sender
+from elastrata.workers.sentry import Sentry
 from elastrata.workers.warm import Spares
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
@@ -53,12 +54,14 @@ def train_worker(config: dict[str, Any]) -> None:
         sender.send(Refused(problems=error.problems))
         raise
     finally:
-        sender.flush()
+        sender.close()
 
 
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     phases, context, recipe = Phases(), ray.train.get_context(), job.recipe
+    if context.get_local_rank() == 0:
+        _post_sentry(recipe.workers.hang_seconds, sender)
     rank, world_size = context.get_world_rank(), context.get_world_size()
     per_node = context.get_local_world_size()
     data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
@@ -128,6 +131,12 @@ def _train(job: Job, sender: Sender) -> None:
         if commit and start.tier == "hot" and was_over:
             keeper.continued(_saving(commit))
     ray.train.report({})
+
+
+def _post_sentry(seconds: float, sender: Sender) -> None:
+    """Watches this node's processes, while this one lives."""
+    job: str = ray.get_runtime_context().get_job_id()
+    Sentry(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
 
 
 def _has_reached(

@@ -1,0 +1,48 @@
+"""The processes that a raylet has started on this machine. Only Linux tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PROCESSES = Path("/proc")
+
+
+def children(parent: int) -> Iterator[Path]:
+    """The folders of a process's children in `/proc`."""
+    if not PROCESSES.is_dir():
+        return
+    for process in PROCESSES.iterdir():
+        with suppress(OSError, ValueError):
+            if process.name.isdigit() and int(_status(process)[1]) == parent:
+                yield process
+
+
+def state(process: Path) -> str:
+    """The state of a process, in one letter as in /proc (T: stopped, X: gone)."""
+    try:
+        return _status(process)[0]
+    except OSError:
+        return "X"
+
+
+def title(process: Path) -> str:
+    """What a process calls itself; empty where it has ended."""
+    with suppress(OSError):
+        return (process / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+    return ""
+
+
+def environment(process: Path, *names: str) -> dict[str, str]:
+    """Those of these variables that a process was started with."""
+    with suppress(OSError):
+        entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+        pairs = (entry.partition("=") for entry in entries)
+        return {name: value for name, _, value in pairs if name in names}
+    return {}
+
+
+def _status(process: Path) -> list[str]:
+    # the name, in brackets, may hold spaces and brackets
+    return (process / "stat").read_text().rpartition(")")[2].split()
