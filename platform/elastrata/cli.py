@@ -61,7 +61,7 @@ _COMMANDS = (
 class _Commands(typer.core.TyperGroup):
     """The commands. Typer would make an exit code of an interrupt, and tell nothing."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

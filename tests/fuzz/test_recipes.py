@@ -84,7 +84,7 @@ def _loads(folder: Path, case: Hostile) -> bool:
 
 
 def _numbers(recipe: Recipe) -> None:
-    for part in recipe.parts:
+    for part in (part for part in recipe.parts if part.steps is not None):
         samples_in(part.steps, full=part.batch_size, warmup=part.batch_size_warmup)
     for step in (0, recipe.steps_in_all // 2, recipe.steps_in_all - 1):
         assert 0 <= recipe.learning_rate(step) < float("inf")

@@ -16,7 +16,7 @@ import torch
 from elastrata.bench.lone_group import lone_group
 from elastrata.checkpoints.commit import MARKER, commits, problems
 from elastrata.checkpoints.dcp_metadata import read_metadata
-from elastrata.checkpoints.export import chosen
+from elastrata.checkpoints.export import chosen_commit
 from elastrata.launch.drive import is_finished
 from elastrata.launch.launch import look_over
 from elastrata.recipe.recipe import Recipe
@@ -113,7 +113,7 @@ def exported(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     """All that `export` reads of a run."""
     if read_identity(run) is None:
         raise UserError(f"{run.uri()}: no run here")
-    checkpoints, commit = run.sub("checkpoints"), chosen(run, "newest")
+    checkpoints, commit = run.sub("checkpoints"), chosen_commit(run, "newest")
     if damaged := problems(checkpoints, commit):
         raise UserError(f"{checkpoints.uri(commit.folder)}: {damaged[0]}")
     held = read_metadata(checkpoints, commit).state_dict_metadata

@@ -151,7 +151,7 @@ def test_a_source_that_gives_nothing_is_named_with_what_was_skipped(tmp_path: Pa
     wanted["sources"] += ({"paths": [str(tmp_path / "bad.jsonl")], "name": "bad"},)
     line = "sources.1: bad: nothing is left of it: 0 documents, skipped 2 no text field, 1 not JSON"
     assert problems(tmp_path, PrepareConfig.model_validate(wanted)) == [line]
-    trained = train_tokenizer([TEXT], config("").tokenizer, seq_len=32)
+    trained = train_tokenizer([TEXT], config(tmp_path).tokenizer, seq_len=32)
     write(tmp_path / "tokenizer.json", trained.tokenizer_json)
     loaded = {**wanted, "tokenizer": {"load": str(tmp_path / "tokenizer.json")}}
     assert problems(tmp_path, PrepareConfig.model_validate(loaded)) == [line]

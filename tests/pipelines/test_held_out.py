@@ -17,11 +17,13 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, MANIFEST, Manifest, read_held_out
 from elastrata_pipelines.format.manifest import AGAIN
 from elastrata_pipelines.inspection import verify
+from elastrata_pipelines.preparation.provenance import Provenance
 from elastrata_pipelines.preparation.target import Target
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe, write_data_set
 
 MANIFEST_PATH = f"{HELD_OUT}/{MANIFEST}"
+ASKED = Provenance(configuration={}, files={})
 
 
 def _another(data: Path) -> None:
@@ -92,7 +94,7 @@ def test_what_was_held_out_is_missed_by_every_reader(
         assert str(data) in told
     assert not (tmp_path / "runs").exists()
     with pytest.raises(UserError, match=line):
-        Target(Storage(str(data))).prepared("", held_out=True, overwrite=False)
+        Target(Storage(str(data))).prepared("", ASKED, held_out=True, overwrite=False)
 
 
 def test_a_recipe_may_name_another_one(data: Path, tmp_path: Path) -> None:
@@ -130,10 +132,10 @@ def test_preparing_over_what_is_broken(data: Path) -> None:
     storage = Storage(str(data))
     target = Target(storage)
     manifest = Manifest.read(storage)
-    assert target.prepared("", held_out=True, overwrite=False) == manifest
+    assert target.prepared("", ASKED, held_out=True, overwrite=False) == manifest
     (data / "lengths.npy").unlink()
     with pytest.raises(UserError, match=r"lengths.npy: missing; bring it back, or prepare the"):
-        target.prepared("", held_out=True, overwrite=False)
+        target.prepared("", ASKED, held_out=True, overwrite=False)
     kept = data.parent / "kept"
     shutil.move(data / HELD_OUT, kept)
     (data / HELD_OUT).symlink_to(kept)

@@ -151,8 +151,9 @@ def test_names_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
     texts, problems = read(source(tmp_path))
     assert sorted(texts) == ["this one", "what [ab].txt and the like would match"]
     assert problems == []
-    assert read(source(tmp_path / name)) == (["this one"], [])
-    assert read(source(f"file://{tmp_path}/{name}")) == (["this one"], [])
+    if name.isprintable():  # a configuration holds no other text
+        assert read(source(tmp_path / name)) == (["this one"], [])
+        assert read(source(f"file://{tmp_path}/{name}")) == (["this one"], [])
 
 
 @pytest.mark.parametrize("name", ["a\nb\x1b.jsonl", os.fsdecode(b"caf\xe9.jsonl")])

@@ -65,7 +65,7 @@ def test_the_target_names_what_differs_and_what_was_not_kept(tmp_path: Path) -> 
 
     def problems() -> tuple[str, ...]:
         with pytest.raises(UserError) as caught:
-            Target(storage).prepared("0" * 64, asked, overwrite=False)
+            Target(storage).prepared("0" * 64, asked, held_out=False, overwrite=False)
         return caught.value.problems
 
     first, second = problems()

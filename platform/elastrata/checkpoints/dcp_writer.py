@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import FileRecord
+from elastrata.checkpoints.commit import METADATA, FileRecord
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_files import HashingStream, StorageFiles
-from elastrata.checkpoints.dcp_metadata import METADATA
 from elastrata.checkpoints.dcp_planner import RememberingPlanner
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.clusters.outline import ClusterOutline
-from elastrata.launch.doctor import NICENESS, Finding
+from elastrata.launch.doctor import Finding
+from elastrata.launch.ray_processes import NICENESS
 from elastrata.recipe.recipe import WorkersConfig
 
 _READERS_CPUS = 1

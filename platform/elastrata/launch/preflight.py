@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Literal
 
 from elastrata.planner.choice import budgets
 from elastrata.recipe.phase import PhaseKeys
@@ -68,13 +69,21 @@ class TrainingData:
     @property
     def inputs(self) -> tuple[DataInput, ...]:
         """What is read, for the record."""
-        read = [(phase.batches, "training") for phase in self.phases]
-        read += [(held_out, "evaluation") for held_out in self.held_out if held_out]
-        return tuple(
-            DataInput(url=batches.url, purpose=purpose, fingerprint=batches.manifest.fingerprint,
-                      samples=batches.manifest.samples, tokens=batches.manifest.tokens)
-            for batches, purpose in read
-        )  # fmt: skip
+        held_out = (batches for batches in self.held_out if batches)
+        return (
+            *(_input(phase.batches, "training") for phase in self.phases),
+            *(_input(batches, "evaluation") for batches in held_out),
+        )
+
+
+def _input(batches: Batches, purpose: Literal["training", "evaluation"]) -> DataInput:
+    return DataInput(
+        url=batches.url,
+        purpose=purpose,
+        fingerprint=batches.manifest.fingerprint,
+        samples=batches.manifest.samples,
+        tokens=batches.manifest.tokens,
+    )
 
 
 def training_data(recipe: Recipe) -> TrainingData:

@@ -63,7 +63,8 @@ def stored_recipe(values: Any, file: str) -> Recipe:
 
 def _lengths(text: RecipeText) -> list[str]:
     """A line where nothing says how long the run is, which the model alone could not tell."""
-    parts = text.values.get("phases") or [text.values]
+    phases = text.values.get("phases")
+    parts = phases if isinstance(phases, list) and phases else [text.values]
     sections = [part for part in parts if isinstance(part, dict)]
     if all(text.values.keys() & LENGTHS or part.keys() & LENGTHS for part in sections):
         return []

@@ -36,7 +36,8 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str) -> None:
 
     # Without the id of its record, which MLflow would look up in whatever store is its default.
     model = Model(signature=_texts())
-    add_to_model(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
+    add: Any = add_to_model  # MLflow does not annotate it
+    add(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
     tokenizer = _copy_tokenizer(exported, folder / _TOKENIZER)
     pipeline, loader = _classes(task)
     model.add_flavor(
@@ -67,7 +68,7 @@ def _classes(task: str) -> tuple[str, str]:
     """The names of the pipeline and of the model's class that transformers has for a task."""
     from transformers.pipelines import check_task
 
-    found: dict[str, Any] = check_task(task)[1]  # type: ignore[no-untyped-call]
+    found: dict[str, Any] = check_task(task)[1]
     implementation = found["impl"]
     name = implementation if isinstance(implementation, str) else implementation.__name__
     return name.rpartition(".")[2], found["pt"][0].__name__
