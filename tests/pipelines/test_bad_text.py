@@ -84,7 +84,7 @@ def test_json_lines_that_are_broken_or_lack_the_field(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
     assert problems(tmp_path, config(tmp_path / "a.jsonl")) == [
         "./a.jsonl:3: not valid JSON (Expecting value: line 1 column 10 (char 9))",
-        "./a.jsonl:4: no field 'text'; it has body, id",
+        "./a.jsonl:4: no field 'text' (text_field, --text-field); it has body, id",
         "./a.jsonl:5: field 'text' is int, not text",
         "./a.jsonl:6: a JSON object was expected, not list",
         "./a.jsonl:7: field 'text' holds half of a surrogate pair",
@@ -99,7 +99,8 @@ def test_parquet_without_the_column_or_with_gaps(tmp_path: Path) -> None:
     write(tmp_path / "d.parquet", b"PAR1 not at all")
     found = problems(tmp_path, config(tmp_path))
     assert found[:2] == [
-        "./a.parquet: cannot be read (no column 'text'; it has body, id)",
+        "./a.parquet: cannot be read (no column 'text' (text_field, --text-field); it has body, "
+        "id)",
         "./b.parquet: cannot be read (column 'text' holds int64, not text)",
     ]
     assert found[2].startswith("./d.parquet: cannot be read (")

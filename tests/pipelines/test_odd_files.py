@@ -199,8 +199,8 @@ def test_json_lines_that_are_hostile(tmp_path: Path) -> None:
         "4: not UTF-8 (byte 0 of the line)",
         "5: not UTF-8 (byte 10 of the line)",
         "6: field 'text' holds half of a surrogate pair",
-        "7: no field 'text'; it has \\ud800",
-        "8: no field 'text'; it has key 0\\nxxxxxxxxxxxxx"[:47],
+        "7: no field 'text' (text_field, --text-field); it has \\ud800"[:47],
+        "8: no field 'text' (text_field, --text-field); it has key 0\\nxxx"[:47],
         "9: not valid JSON (Exceeds the limit (4300 digi"[:47],
         "10: not valid JSON (Expecting value: line 1 col"[:47],
         "11: not valid JSON (Invalid control character at"[:47],
@@ -237,11 +237,13 @@ def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
     pq.write_table(many, tmp_path / "e.parquet")
     shown = ", ".join(f"column {number}\\n" for number in range(20))
     assert lines(source(tmp_path), tmp_path) == [
-        "./a.parquet: cannot be read (2 columns are named 'text'; it has text, text)",
+        "./a.parquet: cannot be read (2 columns are named 'text' (text_field, --text-field); it "
+        "has text, text)",
         "./b.parquet: cannot be read (column 'text' holds struct<a: string>, not text)",
         "./c.parquet: cannot be read (column 'text' holds list<element: string>, not text)",
         "./d.parquet: cannot be read (column 'text' holds binary, not text)",
-        f"./e.parquet: cannot be read (no column 'text'; it has {shown}, ...)",
+        "./e.parquet: cannot be read (no column 'text' (text_field, --text-field); it has "
+        f"{shown}, ...)",
     ]
 
 

@@ -21,7 +21,14 @@ from typing import Any
 import pytest
 
 from elastrata.runs import ownership
-from elastrata.runs.ownership import DRIVER_FILE, Owner, own_run, owner_is_alive, read_owner
+from elastrata.runs.ownership import (
+    DRIVER_FILE,
+    NewestStep,
+    Owner,
+    own_run,
+    owner_is_alive,
+    read_owner,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -371,3 +378,13 @@ def main(url: str, beat_seconds: str, boot_id: str = "") -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_a_beat_says_how_far_the_run_is(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path / "run"))
+    newest = NewestStep(step=3, samples=24, tokens=240, loss=5.0)
+    with own_run(run, lost=lambda _: None, beat_seconds=0.05) as ownership:
+        ownership.note(newest)
+    owner = read_owner(run)
+    assert owner is not None
+    assert owner.newest == newest

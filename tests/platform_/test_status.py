@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastrata.cli import run
+from elastrata.runs.ownership import NewestStep
 from elastrata.runs.recoveries import recoveries
 from elastrata.runs.state import SILENT_SECONDS, Driver, run_state
 from elastrata.runs.status import Status, summary
@@ -193,3 +194,16 @@ def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     part.unlink()
     assert run(["status", str(tmp_path / "one")]) == 2
     assert "recipe.yaml: damaged: KeyError: 'seed'" in capsys.readouterr().err
+
+
+def test_a_running_run_is_as_far_as_its_driver_has_said() -> None:
+    entries = [started(1, 0, time=LONG_AGO), *_steps(1, 1, 5, time=LONG_AGO + 1)]
+    newest = NewestStep(step=9, samples=72, tokens=900, loss=3.5)
+    running = _summary(entries, Driver(alive=True, newest=newest))
+    assert (running.steps, running.samples_seen, running.tokens_seen) == (9, 72, 900)
+    assert (running.loss, running.progress) == (3.5, 9 / 40)
+    assert _summary(entries, Driver(alive=False, newest=newest)).steps == 5
+    behind = Driver(alive=True, newest=newest.model_copy(update={"step": 4}))
+    assert _summary(entries, behind).steps == 5
+    not_finite = Driver(alive=True, newest=newest.model_copy(update={"loss": None}))
+    assert _summary(entries, not_finite).loss is None

@@ -7,6 +7,8 @@ from typing import Any
 
 from elastrata_pipelines.errors import UserError, in_one_line
 
+NAMED_BY = "text_field, --text-field"
+"""What says which field, or column, holds the text."""
 _SHOWN_FIELDS, _SHOWN_CHARACTERS = 20, 60
 
 
@@ -20,7 +22,7 @@ def text_of_line(raw: bytes, field: str) -> str:
     if not isinstance(row, dict):
         raise UserError(f"a JSON object was expected, not {type(row).__name__}")
     if field not in row:
-        raise UserError(f"no field {field!r}; it has {_some_names(row)}")
+        raise UserError(f"no field {field!r} ({NAMED_BY}); it has {_some_names(row)}")
     text = row[field]
     if not isinstance(text, str):
         raise UserError(f"field {field!r} is {type(text).__name__}, not text")

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.json_lines import NAMED_BY
 from elastrata_pipelines.preparation.pieces import Piece, open_file
 from elastrata_pipelines.preparation.sources import SourceFile
 
@@ -44,7 +45,7 @@ def _check_column(schema: pa.Schema, name: str) -> None:
         some = ", ".join(map(in_one_line, schema.names[:_SHOWN_COLUMNS]))
         more = ", ..." if len(schema.names) > _SHOWN_COLUMNS else ""
         found = f"{count} columns are named {name!r}" if count else f"no column {name!r}"
-        raise OSError(f"{found}; it has {some}{more}")
+        raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}")
     kind = schema.field(name).type
     text = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(is_text(text) for is_text in _TEXT_TYPES):

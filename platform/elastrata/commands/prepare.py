@@ -66,6 +66,13 @@ def prepare(
             "0.01."
         ),
     ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            help="With --text: the field of JSON Lines, or the column of Parquet, that holds it. "
+            "Default: text."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the data set that is there.")] = False,
     address: Address = None,
     json: Json = False,
@@ -73,7 +80,15 @@ def prepare(
     """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
     given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
     if text:
-        plans = _from_options([*text, *(arguments or [])], out, given)
+        source: dict[str, Any] = {"paths": [*text, *(arguments or [])]}
+        if text_field is not None:
+            source["text_field"] = text_field
+        plans = _from_options(source, out, given)
+    elif text_field is not None:
+        raise UserError(
+            f"--text-field: {text_field}: unexpected without --text: text_field of each of the "
+            "recipe's data.prepare.sources says it"
+        )
     else:
         plans = _from_recipe(arguments or [], out, given)
     from elastrata.launch.ray_session import ray_session
@@ -140,7 +155,7 @@ def _given(
 
 
 def _from_options(
-    paths: list[str], out: str | None, given: dict[str, Any]
+    source: dict[str, Any], out: str | None, given: dict[str, Any]
 ) -> dict[str, PrepareConfig]:
     from pydantic import ValidationError
 
@@ -150,7 +165,7 @@ def _from_options(
 
     if out is None:
         raise UserError("--out: missing: expected the folder or URL of the data set to write")
-    values: dict[str, Any] = {"sources": [{"paths": paths}], "tokenizer": {}, **_WITHOUT_RECIPE}
+    values: dict[str, Any] = {"sources": [source], "tokenizer": {}, **_WITHOUT_RECIPE}
     for key, value in given.items():
         section, _, name = key.rpartition(".")
         (values[section] if section else values)[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Thread
@@ -42,13 +43,14 @@ from elastrata.runs.folder import (
 )
 from elastrata.runs.going_back import find_commit, go_back
 from elastrata.runs.history import HistoryWriter
-from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.runs.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
 from elastrata.runs.time_to_target import time_to_target
 from elastrata.runs.unwritten import restore_history
 from elastrata.tracking.facts import recipe_params, start_tags
 from elastrata.tracking.observer import catch_up
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.training.phases import Phases
+from elastrata.training.record import StepRecord
 from elastrata.training.target import TargetConfig
 from elastrata.workers.autoscaler import launches_nodes
 from elastrata.workers.events import Committed, Event, Launched, Warned
@@ -99,7 +101,8 @@ def train(
     phases.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
-    with _owned(run, interrupt, show, origin):
+    with _owned(run, interrupt, show, origin) as ownership:
+        show = _noting(ownership, show)
         identity = read_identity(run)
         if identity:
             for commit in commits(run.sub("checkpoints"))[:1]:
@@ -158,7 +161,7 @@ def look_over(
 @contextmanager
 def _owned(
     run: Storage, interrupt: Interrupt, show: Callable[[Event], None], origin: Commit | None
-) -> Iterator[None]:
+) -> Iterator[Ownership]:
     """Runs its block as the run's only driver, gone back to `origin` where there is one. A run that
     was never begun leaves no folder."""
     ownership: Ownership | None = None
@@ -170,10 +173,24 @@ def _owned(
             if before and not before.released:
                 clear_away(before.process, lambda line: show(Warned(text=line)))
                 _note_death(run, f"the driver is gone ({before})", show)
-            yield
+            yield ownership
     finally:
         if ownership and not ownership.is_lost and run.names() == [DRIVER_FILE]:
             run.delete()
+
+
+def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Event], None]:
+    """`show`, with every step put where `status` finds it at once."""
+
+    def noted(event: Event) -> None:
+        if isinstance(event, StepRecord):
+            loss = event.loss if math.isfinite(event.loss) else None
+            ownership.note(
+                NewestStep(step=event.step, samples=event.samples, tokens=event.tokens, loss=loss)
+            )
+        show(event)
+
+    return noted
 
 
 def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:

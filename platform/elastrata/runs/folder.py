@@ -153,13 +153,15 @@ def check_same_run(
         UserError: the recipe differs in keys that may not change, or the data set is another one.
     """
     # Through the model: keys that came with a later version have their defaults.
-    before = flatten(read_recipe(run).model_dump(mode="json"))
-    now = flatten(recipe.model_dump(mode="json"))
+    stored = read_recipe(run)
+    before, now = _comparable(stored, recipe), _comparable(recipe, stored)
     problems = [
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
-        f"{now.get(key)!r} in this recipe"
+        f"{now.get(key)!r} in this recipe{_how_to_go_on(key, stored)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _may_change(key)
+        if before.get(key) != now.get(key)
+        and not _may_change(key)
+        and not _goes_on(key, stored, recipe)
     ]
     for before_set, data_set in zip(identity.data, data, strict=False):
         if data_set.fingerprint != before_set.fingerprint:
@@ -169,6 +171,44 @@ def check_same_run(
     if problems:
         advice = f"run '{identity.name}' exists; choose another --name, or give it back its recipe"
         raise UserError(*problems, advice)
+
+
+def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
+    """What a recipe says, by dotted path; one that has no phases counts as one phase where the
+    other has some."""
+    from elastrata.recipe.phase import PhaseKeys
+
+    values = recipe.model_dump(mode="json")
+    if (other.phases and not recipe.phases) or (recipe.phases and not other.phases):
+        keys = set(PhaseKeys.model_fields)
+        values = {key: value for key, value in values.items() if key not in keys}
+        values["phases"] = [part.model_dump(mode="json", include=keys) for part in recipe.parts]
+    return flatten(values)
+
+
+def _goes_on(key: str, before: Recipe, now: Recipe) -> bool:
+    """Whether a difference makes the run longer and leaves as it is what it has done."""
+    if phase := re.match(r"phases\.(\d+)\.", key):
+        return int(phase[1]) >= len(before.parts)
+    old, new = before.parts[0], now.parts[0]
+    return key == "steps" and _is_endless(before) and (new.steps or 0) >= (old.steps or 0)
+
+
+def _is_endless(recipe: Recipe) -> bool:
+    """Whether no step depends on how many come after it."""
+    part = recipe.parts[0]
+    constant = part.schedule.shape == "constant" and part.schedule.warmup_ratio is None
+    return not recipe.phases and constant and part.sparsity is None
+
+
+def _how_to_go_on(key: str, before: Recipe) -> str:
+    """What to do for more steps, at the end of the line that refuses them."""
+    if key != "steps" or _is_endless(before):
+        return ""
+    return (
+        f"; the schedule ({before.parts[0].schedule.shape}) ends with the run: more steps are a "
+        "new phase, as in phases: [{}, {steps: ...}]"
+    )
 
 
 def _may_change(key: str) -> bool:

@@ -41,6 +41,18 @@ _CLOSING_SECONDS = 10.0
 Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
 
 
+class NewestStep(BaseModel):
+    """The newest step that the owner has heard of; the history has it some seconds later."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: NonNegativeInt
+    samples: NonNegativeInt
+    tokens: NonNegativeInt
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None
+    """None: not finite."""
+
+
 class Owner(BaseModel):
     """Who drives a run; what `driver.json` says."""
 
@@ -67,6 +79,8 @@ class Owner(BaseModel):
     """Unix time, by the host's own clock, of the newest beat."""
     released: bool = False
     """Whether it has ended and said so."""
+    newest: NewestStep | None = None
+    """None: no step yet."""
 
     @property
     def process(self) -> Process | None:
@@ -85,6 +99,7 @@ class Ownership:
 
     def __init__(self, run: Storage, owner: Owner, lost: Callable[[str], None]) -> None:
         self._run, self._owner, self._lost = run, owner, lost
+        self._newest: NewestStep | None = None
         self._ending, self._was_lost = Event(), Event()
         self._thread = Thread(target=self._keep, name="elastrata-ownership", daemon=True)
         self._thread.start()
@@ -98,6 +113,10 @@ class Ownership:
     def is_lost(self) -> bool:
         """Whether another driver has taken the run over: nothing may be written into it then."""
         return self._was_lost.is_set()
+
+    def note(self, newest: NewestStep) -> None:
+        """Takes what the next beat is to say of the run."""
+        self._newest = newest
 
     def release(self) -> None:
         """Gives the run back. Waits some seconds for storage to take that in, but not for ever."""
@@ -116,7 +135,12 @@ class Ownership:
 
     def _beat(self, *, released: bool = False) -> None:
         """Writes the file anew, unless it is another driver's now."""
-        changed = {"beat": self._owner.beat + 1, "time": time.time(), "released": released}
+        changed = {
+            "beat": self._owner.beat + 1,
+            "time": time.time(),
+            "released": released,
+            "newest": self._newest,
+        }
         self._owner = self._owner.model_copy(update=changed)
         try:
             rival = read_owner(self._run)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from elastrata.runs.ownership import owner_is_alive, read_owner
+from elastrata.runs.ownership import NewestStep, owner_is_alive, read_owner
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -29,6 +29,8 @@ class Driver:
     """Unix time at which it took the run over."""
     seen: float = 0.0
     """Unix time of its last sign of life."""
+    newest: NewestStep | None = None
+    """What it has said of the run last."""
 
 
 def look_at_driver(run: Storage) -> Driver:
@@ -37,7 +39,9 @@ def look_at_driver(run: Storage) -> Driver:
         owner = read_owner(run)
         if owner is None:
             return Driver()
-        return Driver(alive=owner_is_alive(run), since=owner.since, seen=owner.time)
+        return Driver(
+            alive=owner_is_alive(run), since=owner.since, seen=owner.time, newest=owner.newest
+        )
     except UserError:
         return Driver()
 

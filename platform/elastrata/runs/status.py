@@ -160,6 +160,8 @@ def summary(
     outcome = time_to_target(entries, target) if target else None
     done = last["step"] >= steps_in_all or (outcome is not None and outcome.step == last["step"])
     state, text = run_state(entries, done=done, driver=driver, now=now)
+    if state == "running" and driver.newest and driver.newest.step > last["step"]:
+        last = driver.newest.model_dump()
     recovered = recoveries(entries)
     seconds = seconds_in_all(entries)
     lost = sum(recovery.seconds + recovery.seconds_rolled_back for recovery in recovered)
@@ -174,7 +176,7 @@ def summary(
         target=outcome,
         samples_seen=last["samples"],
         tokens_seen=last["tokens"],
-        loss=last["loss"] if math.isfinite(last["loss"]) else None,
+        loss=_finite(last["loss"]),
         checkpoint=checkpoint,
         world_sizes=_world_sizes(entries),
         faults=_faults(entries),
@@ -185,6 +187,10 @@ def summary(
         chain=chain,
         problems=tuple(problems),
     )
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def seconds_in_all(entries: Sequence[Entry]) -> float:
