@@ -57,7 +57,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["inspect", "nowhere"], "no data set here (manifest.json is missing)"),
         (["export", "nowhere", "--out", "x"], "no run here"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere: neither a run"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: no run here"),
         (["generate", "nowhere"], "expected --prompt TEXT to continue, or --file PATH"),
         (["bench", "setp"], "No such command 'setp'. Did you mean 'step'?"),
         (["bench", "step", "bert/tiny", "--lengths", "ful"], "--lengths: ful: expected data, full"),
