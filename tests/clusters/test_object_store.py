@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, newest_verified
+from elastrata.checkpoints.commit import (
+    MARKER,
+    METADATA,
+    Commit,
+    FileRecord,
+    FolderName,
+    newest_verified,
+)
 from elastrata_pipelines import patience
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -116,9 +123,10 @@ def test_reading_does_not_wait_where_that_cannot_help(bucket: str, faults: Fault
 def _put(checkpoints: Storage, step: int) -> str:
     """A commit of one small file; its folder."""
     folder, content = str(FolderName(1, step, "0a1b2c")), b"state %d" % step
-    checkpoints.write(content, folder, "state")
+    for name in ("state", METADATA):
+        checkpoints.write(content, folder, name)
     record = FileRecord(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    files = {"state": record}
+    files = {"state": record, METADATA: record}
     commit = Commit(folder=folder, step=step, samples=0, tokens=0, extra={}, files=files)
     checkpoints.write(commit.to_json(), folder, MARKER)
     return folder

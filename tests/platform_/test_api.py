@@ -18,8 +18,7 @@ from support.synthetic import tiny_recipe, write_data_set
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("api")
-    write_data_set(folder / "data", samples=150)
-    write_data_set(folder / "data" / "held_out", samples=40, seed=1)
+    write_data_set(folder / "data", samples=150, held_out=40)
     values = tiny_recipe(folder / "data", folder / "runs", name="first", batch_size=25)
     del values["steps"]
     workers = {**values["workers"], "max": "auto"}
@@ -90,7 +89,7 @@ def test_the_commands_are_functions(trained: tuple[TrainResult, str]) -> None:
     data = Path(result.run_dir).parents[1] / "data"
     seen = elastrata.inspect(str(data), workers=3)
     assert (seen.samples, seen.workers, seen.batch_size) == (150, 3, 48)
-    with pytest.raises(elastrata.UserError, match="expected one that predicts the next token"):
+    with pytest.raises(elastrata.UserError, match="expected a model that predicts the next token"):
         elastrata.generate(result.run_dir, "A text")
 
 

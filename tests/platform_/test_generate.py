@@ -222,7 +222,7 @@ def test_a_bert_continues_nothing(tmp_path: Path) -> None:
     vocabulary = Vocabulary(size=97, pad_id=0, mask_id=4, special_ids=(0, 4), continuation_ids=())
     state = bert.build_model(vocabulary, 64).state_dict()
     bert.export(state, vocabulary, 64, None, tmp_path)
-    with pytest.raises(UserError, match="a BertForMaskedLM: expected one that predicts"):
+    with pytest.raises(UserError, match="a BertForMaskedLM: expected a model that predicts"):
         load_language_model(str(tmp_path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from elastrata.cli import run
 from elastrata.terminal.console import open_console
 from elastrata.terminal.data_report import show_excerpts, show_sources
 from elastrata_pipelines.excerpts import Excerpt
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format.manifest import SourceEntry
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.source_accounts import SourceAccount, source_accounts
 from elastrata_pipelines.storage import Storage
@@ -98,8 +99,10 @@ def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
         "name": "texts", "weight": 1.0, "documents": 90, "documents_skipped": 3, "bytes_read": 5,
         "samples": 100, "tokens": manifest.tokens,
     }  # fmt: skip
-    replace(manifest, sources=(entry,)).write(Storage(str(tmp_path)))
-    (account,) = source_accounts(Storage(str(tmp_path)), replace(manifest, sources=(entry,)))
+    earlier = manifest.model_copy(update={"sources": (SourceEntry.model_validate(entry),)})
+    earlier.write(Storage(str(tmp_path)))
+    written = Manifest.read(Storage(str(tmp_path)))
+    (account,) = source_accounts(Storage(str(tmp_path)), written)
     assert account.skipped == {"reason not kept": 3}
     assert (account.share, account.unknown_share, account.held_out) == (1.0, None, 0)
 

@@ -145,7 +145,7 @@ def test_a_trial_has_its_values_and_all_else_from_the_base() -> None:
     base = base_recipe("bert/tiny", SOUND["changes"])
     recipe = base.trial({"optimizer.name": "lamb", "optimizer.betas.1": 0.95, "clip.max_norm": 2.0})
     assert (recipe.optimizer.name, recipe.optimizer.betas) == ("lamb", (0.9, 0.95))
-    assert (recipe.clip.max_norm, recipe.steps, recipe.optimizer.lr) == (2.0, 40, 1e-3)
+    assert (recipe.clip.max_norm, recipe.steps, recipe.optimizer.lr) == (2.0, 40, 2e-3)
     assert base.recipe.optimizer.name == "adamw"
 
 

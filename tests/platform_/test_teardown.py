@@ -45,6 +45,7 @@ cli.main()
 @pytest.fixture(autouse=True)
 def keep_signal_handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -189,11 +189,12 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     assert json.loads(done.stdout.splitlines()[-1])["world_sizes"] == [1, 1]
     _assert_same_run(recipe, "damaged")
 
-    for commit in commits(Storage(str(checkpoints))):
+    redone = commits(Storage(str(checkpoints)))
+    for commit in redone:
         _alter(checkpoints / commit.folder / "__0_0.distcp")
     done = run("train", recipe, "--name", "damaged")
     assert done.returncode == 2
-    assert done.stderr.count("__0_0.distcp is altered") == len(commits(Storage(str(checkpoints))))
+    assert f"{redone[0].folder}: __0_0.distcp is altered" in done.stderr
 
 
 def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> None:
@@ -277,7 +278,7 @@ def test_damaged_shards_are_told(recipe, tmp_path) -> None:
     shard.write_bytes(whole[:-100])
     done = run("train", recipe, f"data.path={data}", "--name", "truncated")
     assert done.returncode == 2
-    assert f"{shard}: {len(whole) - 100} bytes, but the manifest says {len(whole)}" in done.stderr
+    assert f"{shard}: {len(whole) - 100} bytes, the manifest says {len(whole)}" in done.stderr
 
     shard.unlink()
     done = run("train", recipe, f"data.path={data}", "--name", "missing")

@@ -24,8 +24,7 @@ def lone_run(folder: Path, name: str = "run", **changes: Any) -> Path:
     """
     data = folder / "data"
     if not data.exists():
-        write_data_set(data, samples=300)
-        write_data_set(data / "held_out", samples=40, seed=1)
+        write_data_set(data, samples=300, held_out=40)
     kept = {"every": EVERY, "keep_last": 9}
     evaluation = {"every": EVERY, "samples": 32}
     values = tiny_recipe(

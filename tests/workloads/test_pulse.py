@@ -47,7 +47,9 @@ def _small(name: str, data: Path, storage: Path) -> Recipe:
     assert prepare is not None
     changes = {
         **TINY,
-        "workers.max": min(plain.workers.max, MOST_WORKERS),
+        "workers.max": MOST_WORKERS
+        if plain.workers.max == "auto"
+        else min(plain.workers.max, MOST_WORKERS),
         "data.path": str(data / ("pairs" if prepare.pairs else "texts")),
         "storage": str(storage),
     }

@@ -44,8 +44,7 @@ def _run(installed: Path, cwd: Path, *arguments: object) -> subprocess.Completed
 
 
 def test_it_trains_by_its_recipe_and_is_exported(installed: Path, tmp_path: Path) -> None:
-    write_data_set(tmp_path / "data", samples=120)
-    write_data_set(tmp_path / "data" / "held_out", samples=30, seed=1)
+    write_data_set(tmp_path / "data", samples=120, held_out=30)
     settings = ["data.path=data", "steps=6", "batch_size=20", "schedule.warmup_steps=1"]
     workers = "workers={min: 2, max: 2, cpus: 0.4, threads: 1, spares: false}"
     done = _run(installed, tmp_path, "train", "lstm/tiny", *settings, workers, "--json")

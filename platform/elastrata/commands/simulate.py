@@ -61,7 +61,7 @@ def simulate(
     from elastrata.launch.data_outline import data_outline
     from elastrata.planner.cluster import read_cluster
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.length import in_steps
+    from elastrata.recipe.length import as_if_full, in_steps
     from elastrata.simulation import simulate as simulation
     from elastrata.simulation.pace import step_seconds as paced
     from elastrata.simulation.recovery import RecoverySeconds, read_recovery
@@ -73,6 +73,7 @@ def simulate(
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
     given = read_trace(trace) if trace else None
     outline = data_outline(loaded)
+    loaded = as_if_full(loaded, outline.seq_len)
     model = loaded.workload.transformer(outline.vocabulary, outline.seq_len)
     pace, group = _pace(loaded, where, step_seconds)
     at = simulation.conditions(

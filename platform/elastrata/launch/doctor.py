@@ -200,10 +200,10 @@ def _run_tasks(address: str, niceness: list[int]) -> str:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        task = ray.remote(lambda: os.nice(0)).options(num_cpus=0)
+        task = ray.remote(lambda: os.nice(0))
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        refs = [task.options(scheduling_strategy=place).remote() for place in places]
+        refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
     if address == "local":
         return "a local cluster starts, runs a task and stops"

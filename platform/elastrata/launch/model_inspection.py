@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elastrata.launch.data_outline import DataOutline, data_outline
 from elastrata.launch.preflight import TrainingData
+from elastrata.recipe.length import as_if_full
 from elastrata.recipe.recipe import Recipe
 from elastrata.training.optimizers.groups import ParameterGroup
 from elastrata.training.outline_model import outline_model
@@ -55,6 +56,7 @@ def num_parameters(workload: Workload, data: TrainingData) -> int:
 def _sparsity(recipe: Recipe, outline: DataOutline) -> tuple[SparsityPlan, ...]:
     if not any(part.sparsity for part in recipe.parts):
         return ()
+    recipe = as_if_full(recipe, outline.seq_len)
     shapes = layer_shapes(recipe.workload)
     work = recipe.workload.work(outline.vocabulary)
     return tuple(

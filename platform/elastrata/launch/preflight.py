@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from elastrata.planner.choice import budgets
+from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.runs.folder import DataSet
@@ -94,6 +95,7 @@ def training_data(recipe: Recipe) -> TrainingData:
     """
     problems: list[str] = []
     found = []
+    recipe = in_steps(recipe)
     for number, part in enumerate(recipe.parts):
         prefix = f"phases.{number}." if recipe.phases else ""
         try:

@@ -15,6 +15,7 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.search import Found, search
 from elastrata.planner.stack import elastrata
 from elastrata.planner.transformer import Transformer
+from elastrata.recipe.length import full_part
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
@@ -51,6 +52,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
             or its workload cannot be planned.
     """
     outline = data_outline(recipe)
+    part = full_part(part, outline.seq_len)
     model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
     machine = machine_of(recipe, cluster)
     if part.batch_size < 1:

@@ -33,6 +33,29 @@ def in_steps(recipe: Recipe) -> Recipe:
     return counted
 
 
+def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
+    """The recipe with `steps` in the place of `tokens`, of samples that are all of full length, as
+    the planner counts them: for where the data that would tell is not there.
+
+    Args:
+        recipe: of which a phase that says `epochs` stays as it is.
+        seq_len: tokens of every sample.
+    """
+    if recipe.phases:
+        phases = tuple(full_part(part, seq_len) for part in recipe.phases)
+        return recipe.model_copy(update={"phases": phases})
+    return full_part(recipe, seq_len)
+
+
+def full_part(part: Part, seq_len: int) -> Part:
+    """The same of a phase."""
+    if part.steps is not None or part.tokens is None:
+        return part
+    samples = -(-part.tokens // seq_len)
+    steps = steps_for(samples, full=part.batch_size, warmup=part.batch_size_warmup)
+    return part.model_copy(update={"steps": steps, "tokens": None})
+
+
 def samples_of(part: PhaseKeys, manifest: Manifest) -> int:
     """Samples of a phase whose length is given in epochs or tokens of that data set."""
     if part.epochs is not None:

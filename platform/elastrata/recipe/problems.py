@@ -65,7 +65,18 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
             (inherited if _is_inherited(place.path, text.values) else said).extend(lines)
     if more := flat[_SHOWN_PROBLEMS:]:
         said.append(f"{text.file}: and {len(more)} more mistakes")
-    return list(dict.fromkeys(said or inherited))
+    return _fullest(list(dict.fromkeys(said or inherited)))
+
+
+def _fullest(lines: list[str]) -> list[str]:
+    """Of lines about one value, which members of a union refuse for reasons of their own, the one
+    that says most."""
+    by_value: dict[str, str] = {}
+    for line in lines:
+        value, expected_is, _ = line.partition(": expected ")
+        key = value if expected_is else line
+        by_value[key] = max(by_value.get(key, ""), line, key=len)
+    return list(by_value.values())
 
 
 def misread_booleans(model: Model, text: RecipeText) -> list[str]:

@@ -14,7 +14,7 @@ from elastrata.recipe.config import Config
 from elastrata.training.optimizers.groups import ParameterGroup
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, le=1e6)]
+Positive = Annotated[float, Field(gt=0, le=1e38)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
