@@ -35,6 +35,7 @@ def _leftovers() -> Finding:
     return next(f for f in examine(storage=None, tracking=None) if f.name == "leftovers")
 
 
+@pytest.mark.slow
 def test_its_head_and_then_its_driver_are_killed(
     recipe: Any, undisturbed: list[Any], tmp_path: Any
 ) -> None:
