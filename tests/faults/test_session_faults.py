@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+import pytest
 
 from elastrata.launch import ray_processes
 from elastrata.launch.doctor import Finding, examine
