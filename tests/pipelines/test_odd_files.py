@@ -236,14 +236,17 @@ def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
     many = pa.table({f"column {number}\n": [1] for number in range(100)})
     pq.write_table(many, tmp_path / "e.parquet")
     shown = ", ".join(f"column {number}\\n" for number in range(20))
-    assert lines(source(tmp_path), tmp_path) == [
+    *told, last = lines(source(tmp_path), tmp_path)
+    assert last.startswith(
+        "./e.parquet: cannot be read (no column 'text' (text_field, --text-field); it has "
+        f"{shown[:180]}"
+    )
+    assert told == [
         "./a.parquet: cannot be read (2 columns are named 'text' (text_field, --text-field); it "
         "has text, text)",
         "./b.parquet: cannot be read (column 'text' holds struct<a: string>, not text)",
         "./c.parquet: cannot be read (column 'text' holds list<element: string>, not text)",
         "./d.parquet: cannot be read (column 'text' holds binary, not text)",
-        "./e.parquet: cannot be read (no column 'text' (text_field, --text-field); it has "
-        f"{shown}, ...)",
     ]
 
 

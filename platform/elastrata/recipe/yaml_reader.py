@@ -64,7 +64,7 @@ def read_recipe_text(
         _merge(text, text.values, values, (), model, shown)
     problems = [problem for override in overrides if (problem := _override(text, override, model))]
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))
     return text
 
 
