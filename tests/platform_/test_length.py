@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastrata.launch.cluster_share import with_workers
-from elastrata.launch.preflight import MOST_EPOCHS, repetition, training_data
+from elastrata.launch.doubts import MOST_EPOCHS, repetition
+from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe

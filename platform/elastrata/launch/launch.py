@@ -12,6 +12,7 @@ import ray
 
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.launch.cluster_share import gpus_per_worker, with_workers
+from elastrata.launch.doubts import doubts
 from elastrata.launch.drive import Drive, ask_to_stop, is_finished
 from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.model_inspection import num_parameters
@@ -19,7 +20,6 @@ from elastrata.launch.preflight import (
     TrainingData,
     check_storage,
     cluster_problems,
-    doubts,
     mask_problems,
     training_data,
 )

@@ -18,7 +18,6 @@ from elastrata.training.evaluate import EVALUATION_SEED
 from elastrata.training.sparsity.config import GivenConfig
 from elastrata.training.sparsity.layers import layer_shapes
 from elastrata.training.sparsity.mask_file import read_masks
-from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
@@ -116,42 +115,6 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
     return TrainingData(
         phases=one_after_another(phases), held_out=tuple(held_out for _, held_out in found)
-    )
-
-
-def doubts(recipe: Recipe, data: TrainingData) -> list[str]:
-    """A line for each thing that can be trained, and that nobody would want to."""
-    manifests = {phase.batches.url: phase.batches.manifest for phase in data.phases}
-    lines = [
-        f"data.path: {url}: {line}"
-        for url, manifest in manifests.items()
-        for line in recipe.workload.advice(manifest)
-    ]
-    repeated = repetition(recipe, data)
-    return [*lines, repeated] if repeated else lines
-
-
-MOST_EPOCHS = 40
-"""A data set that is gone through more often than that is learned by heart."""
-
-
-def repetition(recipe: Recipe, data: TrainingData) -> str | None:
-    """A line about the data set that the run goes through most often, where that is too often."""
-    samples, sizes = dict[str, int](), dict[str, int]()
-    for phase in data.phases:
-        url, taken = (
-            phase.batches.url,
-            samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup),
-        )
-        samples[url] = samples.get(url, 0) + taken
-        sizes[url] = phase.batches.manifest.samples
-    url = max(samples, key=lambda url: samples[url] / sizes[url])
-    epochs = samples[url] / sizes[url]
-    if epochs <= MOST_EPOCHS:
-        return None
-    return (
-        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
-        f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
     )
 
 
