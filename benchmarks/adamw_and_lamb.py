@@ -22,7 +22,7 @@ from report import RESULTS, write_result
 from sweeps import changes
 
 import elastrata
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata.sweeps.result import SweepResult
 
 OPTIMIZERS = {"adamw": "#1769aa", "lamb": "#d1495b"}

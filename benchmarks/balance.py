@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.balance import drawn_batches, measure_balance, ordered_batches
 from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.format import Manifest

@@ -14,13 +14,13 @@ from padded_bert import Attention, attention_by, dense_attention
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.bench.lone_group import lone_group
 from elastrata.bench.samples import Samples, bench_samples
+from elastrata.core.device import current_device
+from elastrata.core.forward_backward import weighted
+from elastrata.core.lone_group import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.device import current_device
-from elastrata.training.passes import weighted
-from elastrata.workers.engine import sharded_model
+from elastrata.trainer.engine import sharded_model
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.segments import Segments
 

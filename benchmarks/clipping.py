@@ -38,17 +38,17 @@ from report import RESULTS, write_result
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.bucket_clip import RANGE
+from elastrata.core.clip import Clip, build_clip
+from elastrata.core.control_signal import Act
+from elastrata.core.forward_backward import WholeModel
+from elastrata.core.loop import Loop
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.parallelize import parallelize, rank_mesh
+from elastrata.core.step import train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.bucket_clip import RANGE
-from elastrata.training.clip import Clip, build_clip
-from elastrata.training.loop import Loop
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import parallelize, rank_mesh
-from elastrata.training.passes import WholeModel
-from elastrata.training.request import Act
-from elastrata.training.step import train_step
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 

@@ -33,7 +33,7 @@ import numpy as np
 from preparation import documents
 from report import versions_in, write_result
 
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage

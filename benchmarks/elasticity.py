@@ -27,7 +27,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from report import RESULTS, write_result
 
-from elastrata.runs.comparison import compare, relative_difference
+from elastrata.run.comparison import compare, relative_difference
 from support.chaos import KINDS, Chaos
 from support.command import run_json
 from support.live_run import LiveRun

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from report import write_result
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.training.optimizer import build_optimizer
+from elastrata.run import history
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import decode
 from elastrata_pipelines.storage import Storage

@@ -28,7 +28,7 @@ from typing import Any
 from report import RESULTS, write_result
 
 from elastrata.recipe.file import load_recipe
-from elastrata.runs.history import effective_steps
+from elastrata.run.history import effective_steps
 from elastrata.simulation.recovery import RecoverySeconds, read_recovery
 from elastrata.simulation.run import Run
 from elastrata.simulation.simulate import conditions

@@ -33,12 +33,12 @@ from report import RESULTS, versions_in, write_result
 from training_text import ARTICLE, VOCABULARY, prepare
 from wikitext import command
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.evaluate import held_out_step
 from elastrata.launch.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.training.evaluate import held_out_step
+from elastrata.run import history
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
 

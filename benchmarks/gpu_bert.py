@@ -45,17 +45,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastrata.bench.lengths import read_histogram
-from elastrata.bench.lone_group import lone_group
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import MFU_CONVENTION, measure_steps
+from elastrata.core.bucket_clip import RANGE
+from elastrata.core.clip import Clip
+from elastrata.core.control_signal import Act
+from elastrata.core.device import current_device, device_name
+from elastrata.core.lone_group import lone_group
+from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.bucket_clip import RANGE
-from elastrata.training.clip import Clip
-from elastrata.training.device import current_device, device_name
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.request import Act
-from elastrata.workers.engine import divided_model, training_loop
+from elastrata.trainer.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 
 PUBLISHED = {"A100": 281, "H100": 833}

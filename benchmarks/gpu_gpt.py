@@ -41,8 +41,8 @@ from report import write_result
 
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import MFU_CONVENTION, measure_steps
+from elastrata.core.device import current_device, device_name, peak_flops
 from elastrata.recipe.file import load_recipe
-from elastrata.training.device import current_device, device_name, peak_flops
 
 MODELS = ("gpt/125m", "gpt/350m", "gpt/760m", "gpt/1.3b", "gpt/7b")
 PUBLISHED = {

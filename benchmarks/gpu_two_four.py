@@ -36,13 +36,13 @@ from torch.sparse import SparseSemiStructuredTensor
 
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import measure_steps
+from elastrata.core.device import current_device, device_name
+from elastrata.core.sparsity.config import TwoFourConfig
+from elastrata.core.sparsity.draw import drawn
+from elastrata.core.sparsity.kernels import SemiStructured, compressed
+from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.device import current_device, device_name
-from elastrata.training.sparsity.config import TwoFourConfig
-from elastrata.training.sparsity.draw import drawn
-from elastrata.training.sparsity.kernels import SemiStructured, compressed
-from elastrata.training.sparsity.layers import layer_shapes
 from elastrata_pipelines.errors import UserError
 
 MODELS = ("gpt/1.3b", "gpt/7b")

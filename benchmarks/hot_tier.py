@@ -32,8 +32,8 @@ from elastrata.checkpoints.checkpoint import DurableSaver, hot_saver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.hot.storage import close_hot_tier, newest_hot, open_hot_tier
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
+from elastrata.replicas.storage import close_hot_tier, newest_hot, open_hot_tier
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2

@@ -81,9 +81,9 @@ def train(
     import torch
 
     from elastrata.bench.samples import bench_samples
-    from elastrata.training.optimizer import build_optimizer
-    from elastrata.training.request import Act
-    from elastrata.workers.engine import divided_model, training_loop
+    from elastrata.core.control_signal import Act
+    from elastrata.core.optimizer import build_optimizer
+    from elastrata.trainer.engine import divided_model, training_loop
     from elastrata_pipelines.batches import Start
 
     recipe = recipe_of(name, changes)
@@ -130,7 +130,6 @@ def rates() -> tuple[float, float]:
 
 def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[Any, Any]:
     """The planner's memory and time."""
-    from elastrata.launch.data_outline import data_outline
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
     from elastrata.planner.efficiency import CPU
@@ -139,6 +138,7 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     from elastrata.planner.memory import memory
     from elastrata.planner.stack import elastrata
     from elastrata.planner.step_time import step_time
+    from elastrata.recipe.data_spec import data_outline
 
     recipe, processes = recipe_of(name, {}), LAYOUTS[name][0]
     outline = data_outline(recipe)

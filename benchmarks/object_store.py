@@ -21,7 +21,7 @@ from typing import Any
 
 from report import write_result
 
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.ceph import BUCKET, ceph
 from support.synthetic import Sizes, write_data_set

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 
 CORPUS_BYTES = 100 * 10**6

@@ -18,7 +18,7 @@ from typing import Any
 
 from report import RESULTS, write_result
 
-from elastrata.terminal.data_report import SCHEMES
+from elastrata.cli.data_report import SCHEMES
 from elastrata.tracking.plots import imbalance_curves
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.comparison import compare

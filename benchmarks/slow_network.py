@@ -48,13 +48,13 @@ from report import RESULTS, write_result
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.clip import Clip, build_clip
+from elastrata.core.forward_backward import WholeModel
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.parallelize import parallelize, rank_mesh
+from elastrata.core.step import reduce_sums, train_step
 from elastrata.recipe.file import load_recipe
-from elastrata.training.clip import Clip, build_clip
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.parallel import parallelize, rank_mesh
-from elastrata.training.passes import WholeModel
-from elastrata.training.step import reduce_sums, train_step
+from elastrata.trainer.preflight import training_data
 
 RANKS = 2
 RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}

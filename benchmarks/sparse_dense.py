@@ -37,8 +37,8 @@ from report import RESULTS, write_result
 from training_text import ARTICLE, prepare, sources
 from wikitext import command
 
-from elastrata.runs import history
-from elastrata.runs.flops import flops_by_phase
+from elastrata.run import history
+from elastrata.run.flops import flops_by_phase
 from elastrata_pipelines.storage import Storage
 
 DENSE, CONTROL = "dense", "dense, two phases"

@@ -18,8 +18,8 @@ from typing import Any
 from report import write_result
 
 import elastrata
-from elastrata.launch.ray_session import ray_session
-from elastrata.runs import history
+from elastrata.cluster.ray_session import ray_session
+from elastrata.run import history
 from elastrata.sweeps.folder import JOURNAL
 from elastrata.sweeps.result import SweepResult
 from elastrata_pipelines.storage import Storage

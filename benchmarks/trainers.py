@@ -49,10 +49,10 @@ from report import versions_in, write_result
 from training_text import VOCABULARY, Documents, prepare, sources
 from wikitext import command
 
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
+from elastrata.run import history
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 from elastrata_workloads.bert import Bert, cost

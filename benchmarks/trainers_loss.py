@@ -34,14 +34,14 @@ from matplotlib.figure import Figure
 from report import RESULTS, write_result
 from training_text import VOCABULARY, prepare, sources
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.clip import build_clip
+from elastrata.core.evaluate import evaluate, held_out_step
+from elastrata.core.forward_backward import WholeModel
+from elastrata.core.optimizer import build_optimizer, set_learning_rate
+from elastrata.core.step import train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.clip import build_clip
-from elastrata.training.evaluate import evaluate, held_out_step
-from elastrata.training.optimizer import build_optimizer, set_learning_rate
-from elastrata.training.passes import WholeModel
-from elastrata.training.step import train_step
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.payload import StepLayout, decode, encode
 from elastrata_pipelines.rows import Rows

@@ -36,11 +36,11 @@ import torch.distributed as dist
 from corpus import SEQ_LEN, prepare_corpus
 from report import write_result
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.workload import Workload
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.workload import Workload
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines import schemes
 from elastrata_pipelines.balance import ordered_batches
 from elastrata_pipelines.batches import Batches, Start

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from report import RESULTS, write_result
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.evaluate import EVALUATION_SEED, held_out_step
 from elastrata.recipe.file import load_recipe
-from elastrata.runs import history
-from elastrata.tracking.pictures import FOLDER, LOSS_CURVE
-from elastrata.training.evaluate import EVALUATION_SEED, held_out_step
+from elastrata.run import history
+from elastrata.run.pictures import FOLDER, LOSS_CURVE
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
 
 RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100

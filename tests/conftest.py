@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from support.left_behind import begin, end_commands, kill_ray
 from support.s3 import s3_bucket
 

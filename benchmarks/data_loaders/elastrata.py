@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_loaders.samples import BATCH_SIZE, SHUFFLE_BUFFER, Batch
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest

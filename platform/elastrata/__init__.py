@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastrata.api import generate, inspect, prepare, status, sweep, train
+    from elastrata.core.workload import Workload
     from elastrata.launch.result import TrainResult
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.recipe import Recipe
     from elastrata.sweeps.file import load_sweep
     from elastrata.sweeps.result import SweepResult
     from elastrata.sweeps.sweep import SweepConfig
-    from elastrata.training.workload import Workload
     from elastrata_pipelines.errors import UserError
     from elastrata_pipelines.preparation import PrepareConfig
 
@@ -45,7 +45,7 @@ _HOMES = {
     "SweepResult": "elastrata.sweeps.result",
     "TrainResult": "elastrata.launch.result",
     "UserError": "elastrata_pipelines.errors",
-    "Workload": "elastrata.training.workload",
+    "Workload": "elastrata.core.workload",
     "generate": "elastrata.api",
     "inspect": "elastrata.api",
     "load_recipe": "elastrata.recipe.file",

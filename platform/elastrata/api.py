@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from elastrata.cluster.ray_session import ray_session
+from elastrata.core.events import Event
 from elastrata.launch.launch import train as train_on_ray
-from elastrata.launch.ray_session import ray_session
 from elastrata.launch.result import TrainResult
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.sweep import SweepConfig
-from elastrata.workers.events import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig
@@ -22,7 +22,7 @@ from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     from elastrata.inference.continuation import Continuation
-    from elastrata.runs.status import Status
+    from elastrata.run.status import Status
     from elastrata_pipelines.inspection import Inspection
 
 
@@ -121,7 +121,7 @@ def status(run: str) -> Status:
     Raises:
         UserError: there is no such run.
     """
-    from elastrata.runs.status import status
+    from elastrata.run.status import status
 
     return status(Storage(run))
 

@@ -12,10 +12,10 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from elastrata import shipped
-from elastrata.clusters.file import read_cluster
-from elastrata.launch.ray_processes import NICENESS
+from elastrata.cluster.gauges import COUNTERS, GAUGES
+from elastrata.cluster.ray_processes import NICENESS
+from elastrata.deploy.cluster_file import read_cluster
 from elastrata.shipped import cluster_files
-from elastrata.tracking.gauges import COUNTERS, GAUGES
 from support.crd import crd_problems
 
 CLOUDS = ("aws", "gcp", "azure")

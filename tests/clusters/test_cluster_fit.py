@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.cli import run
-from elastrata.clusters.file import read_cluster
-from elastrata.clusters.outline import ClusterOutline, NodeGroup
+from elastrata.cli.main import run
+from elastrata.deploy.cluster_file import read_cluster
+from elastrata.deploy.cluster_spec import ClusterOutline, NodeGroup
 from elastrata_pipelines.errors import UserError
 
 SIZES = st.integers(0, 4)

@@ -12,10 +12,10 @@ from threading import Event, Thread
 
 import pytest
 
-from elastrata.cli import run
-from elastrata.spot.drain import Nodes
-from elastrata.spot.guard import wait_for_notice
-from elastrata.spot.notices import aws, azure, gcp
+from elastrata.cli.main import run
+from elastrata.deploy.drain import Nodes
+from elastrata.deploy.guard import wait_for_notice
+from elastrata.deploy.notices import aws, azure, gcp
 from support.command import start, wait_until
 from support.metadata import Metadata, metadata_server
 from support.nodes import Nodes as Cluster

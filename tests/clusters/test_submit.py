@@ -18,8 +18,8 @@ import psutil
 import pytest
 import ray
 
-from elastrata.cli import run
-from elastrata.runs import history
+from elastrata.cli.main import run
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import ELASTRATA, wait_until
 from support.served import Served, client_environment, served
@@ -266,12 +266,12 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
 
 
 def _drivers() -> list[psutil.Process]:
-    """The processes `elastrata train` of jobs: those that `elastrata.jobs.entrypoint` started."""
+    """The processes `elastrata train` of jobs: those that `elastrata.deploy.job_entrypoint` started."""
     found = []
     for process in psutil.process_iter():
         try:
             parent = process.parent()
-            if parent and "elastrata.jobs.entrypoint" in parent.cmdline():
+            if parent and "elastrata.deploy.job_entrypoint" in parent.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

@@ -9,13 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
-from elastrata.launch import ray_processes
+from elastrata.cluster import ray_processes
 from elastrata.launch.doctor import Finding, examine
 from support.command import wait_until
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
-GUARDIAN = "elastrata.launch.ray_guardian"
+GUARDIAN = "elastrata.cluster.ray_guardian"
 
 
 def _session(driver: int) -> dict[int, str]:

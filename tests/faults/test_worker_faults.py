@@ -8,10 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
+from elastrata.cluster.ray_session import ray_session
 from elastrata.launch.launch import train
-from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.faulty import MEMORY_LIMIT, RANK, FaultyBert
 from support.nodes import nodes

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from elastrata.launch.preflight import TrainingData, training_data
+from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks, read_masks
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.sparsity.mask_file import MASKS_FILE, packed_masks, read_masks
+from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError

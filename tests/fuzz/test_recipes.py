@@ -13,13 +13,13 @@ from types import FrameType
 import pytest
 
 from elastrata.launch.model_inspection import inspect_model
-from elastrata.launch.preflight import mask_problems, training_data
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.plan import plan
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.trainer.preflight import mask_problems, training_data
 from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
 from support.hostile_recipes import (

@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from elastrata.bench.lone_group import lone_group
 from elastrata.checkpoints.commit import MARKER, commits, problems
 from elastrata.checkpoints.dcp_metadata import read_metadata
-from elastrata.checkpoints.export import chosen_commit
-from elastrata.launch.drive import is_finished
+from elastrata.cluster.driver import is_finished
+from elastrata.cluster.observer import catch_up
+from elastrata.core.lone_group import lone_group
 from elastrata.launch.launch import look_over
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.runs.audit import audit
-from elastrata.runs.folder import read_identity, read_recipe
-from elastrata.runs.history import HistoryWriter
-from elastrata.runs.ownership import own_run
-from elastrata.runs.status import status
-from elastrata.runs.unwritten import restore_history
+from elastrata.run import history
+from elastrata.run.audit import audit
+from elastrata.run.export import chosen_commit
+from elastrata.run.folder import read_identity, read_recipe
+from elastrata.run.history import HistoryWriter
+from elastrata.run.ownership import own_run
+from elastrata.run.status import status
+from elastrata.run.unwritten import restore_history
 from elastrata.sweeps.lone_trial import LoneTrial
-from elastrata.tracking.observer import catch_up
 from elastrata.tracking.silent import SilentTracker
-from elastrata.workers.newest_state import newest_state
+from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.forgeries import forgeries

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import DataSet, RunIdentity, write_identity
-from elastrata.runs.history import HistoryWriter
+from elastrata.run.folder import DataSet, RunIdentity, write_identity
+from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.folder import JOURNAL, TRIALS, check_same_sweep, sweep_digest, write_sweep
 from elastrata.sweeps.launch import check_journal
 from elastrata.sweeps.past import Past

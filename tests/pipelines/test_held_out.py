@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastrata.cli import run
-from elastrata.launch.preflight import training_data
+from elastrata.cli.main import run
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, MANIFEST, Manifest, read_held_out
 from elastrata_pipelines.format.manifest import AGAIN

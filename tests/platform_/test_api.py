@@ -10,7 +10,7 @@ import pytest
 
 import elastrata
 from elastrata import Recipe, TrainResult
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe, write_data_set
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.cli import run
-from elastrata.runs.audit import position_problems, sample_problems, sequence_problems
-from elastrata.runs.comparison import compare, relative_difference
-from elastrata.runs.expectation import Expectation, expectation
-from elastrata.runs.history import read
+from elastrata.cli.main import run
+from elastrata.run.audit import position_problems, sample_problems, sequence_problems
+from elastrata.run.comparison import compare, relative_difference
+from elastrata.run.expectation import Expectation, expectation
+from elastrata.run.history import read
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import run_json

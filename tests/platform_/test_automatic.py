@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.cli import run as run_command
+from elastrata.cli.main import run as run_command
+from elastrata.core.events import Chosen
+from elastrata.core.parallelize import ParallelConfig
 from elastrata.planner.block import Machine
 from elastrata.planner.choice import Choice, Choices, budgets
 from elastrata.planner.cluster import read_cluster
@@ -24,9 +26,7 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
-from elastrata.training.parallel import ParallelConfig
-from elastrata.workers.automatic import Automatic, PhaseChoices
-from elastrata.workers.events import Chosen
+from elastrata.trainer.auto import Automatic, PhaseChoices
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows

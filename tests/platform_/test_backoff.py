@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.workers import backoff as module
-from elastrata.workers.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff, patiently
+from elastrata.core import backoff as module
+from elastrata.core.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff, patiently
 from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.expectation import expectation
+from elastrata.run.expectation import expectation
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.storage import Storage

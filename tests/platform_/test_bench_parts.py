@@ -11,8 +11,8 @@ from elastrata.bench.balance import measure_balances
 from elastrata.bench.buckets import bucket_sizes
 from elastrata.bench.input import read_here, read_through_ray
 from elastrata.bench.reduction import measure_reduction
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.inspection import inspect
 from elastrata_pipelines.storage import Storage

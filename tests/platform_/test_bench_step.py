@@ -17,7 +17,7 @@ import torch
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import StepFigures, measure_steps
-from elastrata.cli import run
+from elastrata.cli.main import run
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.errors import UserError
@@ -213,7 +213,7 @@ def test_a_phase_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> No
 def test_it_needs_neither_ray_nor_mlflow() -> None:
     script = f"""
 import sys
-from elastrata.cli import run
+from elastrata.cli.main import run
 code = run(["bench", "step", "bert/tiny", *{TINY}, "--steps", "1", "--warm-up", "0", "--json"])
 foreign = ("ray", "mlflow", "transformers", "tokenizers", "safetensors", "matplotlib")
 print(code, [name for name in foreign if name in sys.modules])

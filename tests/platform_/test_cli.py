@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.cli import outcome, run
+from elastrata.cli.main import outcome, run
 from support.command import ELASTRATA
 from support.synthetic import write_data_set
 

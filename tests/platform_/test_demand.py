@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.workers.demand import SECONDS_TO_JUDGE, Demand
+from elastrata.cluster.demand import SECONDS_TO_JUDGE, Demand
 
 PATIENCE = 60.0
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from elastrata.bench.reduction import ReductionFigures
-from elastrata.cli import app, run
+from elastrata.cli.main import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
 from elastrata.planner.cluster import _KEYS as CLUSTER_KEYS

@@ -12,7 +12,7 @@ import pytest
 import transformers
 import yaml
 
-from elastrata.cli import run as run_here
+from elastrata.cli.main import run as run_here
 from support.documented import documented_keys
 from support.lone_run import lone_run
 from support.synthetic import tiny_recipe

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from elastrata.cli import run as run_here
+from elastrata.cli.main import run as run_here
 from elastrata.inference.continuation import Sampling, chosen, continuation
 from elastrata.inference.language_model import LanguageModel, load_language_model
 from elastrata.inference.perplexity import perplexity

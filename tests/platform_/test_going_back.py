@@ -12,23 +12,23 @@ import pytest
 import torch
 import yaml
 
-from elastrata.bench.lone_group import lone_group
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
-from elastrata.cli import run as run_command
-from elastrata.launch.preflight import training_data
+from elastrata.cli.main import run as run_command
+from elastrata.core.lone_group import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.runs.audit import audit, sequence_problems
-from elastrata.runs.evidence import check_continuation, evidence
-from elastrata.runs.folder import RunIdentity, write_identity
-from elastrata.runs.going_back import SET_ASIDE, find_commit, go_back
-from elastrata.runs.history import HistoryWriter
-from elastrata.runs.recoveries import recoveries
-from elastrata.runs.status import status
-from elastrata.runs.unwritten import unwritten
+from elastrata.run import history
+from elastrata.run.audit import audit, sequence_problems
+from elastrata.run.evidence import check_continuation, evidence
+from elastrata.run.folder import RunIdentity, write_identity
+from elastrata.run.going_back import SET_ASIDE, find_commit, go_back
+from elastrata.run.history import HistoryWriter
+from elastrata.run.recoveries import recoveries
+from elastrata.run.status import status
+from elastrata.run.unwritten import unwritten
 from elastrata.sweeps.lone_trial import LoneTrial
-from elastrata.workers.newest_state import newest_state
+from elastrata.trainer.newest_state import newest_state
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import read_part, record, started, stepped, write_part

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.runs import history
-from elastrata.runs.attempts import attempts, undone_steps
-from elastrata.runs.lineage import Event
+from elastrata.run import history
+from elastrata.run.attempts import attempts, undone_steps
+from elastrata.run.lineage import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import Entry, said, started, stepped

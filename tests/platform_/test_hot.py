@@ -21,9 +21,9 @@ from torch import Tensor
 
 from elastrata.checkpoints.checkpoint import DurableSaver, load
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
-from elastrata.hot.directory import ring_from
-from elastrata.hot.keeper import CHUNK_BYTES
-from elastrata.hot.storage import HotStorage, close_hot_tier, newest_hot, open_hot_tier
+from elastrata.replicas.registry import ring_from
+from elastrata.replicas.storage import HotStorage, close_hot_tier, newest_hot, open_hot_tier
+from elastrata.replicas.store import CHUNK_BYTES
 from elastrata_pipelines.storage import Storage
 from support.actors import answers, driver_of_nodes, head_id, on_node
 from support.hot_ranks import DeadlyHotStorage, Rank
@@ -193,7 +193,7 @@ def test_a_keeper_that_nobody_needs_ends(storage: HotStorage, writers: list[Any]
 def test_nothing_outlives_the_driver(nodes: Nodes) -> None:
     code = """
 import os, ray, sys
-from elastrata.hot.storage import open_hot_tier
+from elastrata.replicas.storage import open_hot_tier
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 storage = open_hot_tier(1000)
 storage.write(b"x", "a")
@@ -225,7 +225,7 @@ def test_the_ring_gives_every_writer_another_node(alive: set[str], writing: set[
 
 
 def test_a_driver_opens_a_tier_without_torch() -> None:
-    check = "import sys, elastrata.hot.storage; sys.exit('torch' in sys.modules)"
+    check = "import sys, elastrata.replicas.storage; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastrata.cli import run
+from elastrata.cli.data_report import show_excerpts, show_sources
+from elastrata.cli.main import run
 from elastrata.terminal.console import open_console
-from elastrata.terminal.data_report import show_excerpts, show_sources
 from elastrata_pipelines.excerpts import Excerpt
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import SourceEntry

@@ -9,13 +9,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastrata.launch.cluster_share import with_workers
+from elastrata.cluster.cluster_share import with_workers
+from elastrata.core.schedule import ScheduleConfig, learning_rate
 from elastrata.launch.doubts import MOST_EPOCHS, repetition
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.schedule import ScheduleConfig, learning_rate
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in, steps_for
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

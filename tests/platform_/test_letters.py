@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from elastrata.workers import letters
-from elastrata.workers.events import Event, Warned
-from elastrata.workers.letters import Letter, Outgoing, Shelf, handled_after, unhandled
+from elastrata.cluster import letters
+from elastrata.cluster.letters import Letter, Outgoing, Shelf, handled_after, unhandled
+from elastrata.core.events import Event, Warned
 from support.histories import record
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import ray
 
-from elastrata.training.request import Act, Request
-from elastrata.workers.attendant import Attendant
-from elastrata.workers.events import Committed, Event, Halted, Heard, Refused, Warned
-from elastrata.workers.mailbox import open_mailbox, raylet_of
-from elastrata.workers.processes import children, title
-from elastrata.workers.receiver import Receiver
-from elastrata.workers.sender import Sender, tell
+from elastrata.cluster.attendant import Attendant
+from elastrata.cluster.control_channel import open_mailbox, raylet_of
+from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.event_sender import Sender, tell
+from elastrata.cluster.processes import children, title
+from elastrata.core.control_signal import Act, Request
+from elastrata.core.events import Committed, Event, Halted, Heard, Refused, Warned
 from support.command import wait_until
 from support.histories import record
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
-from elastrata.runs import history
-from elastrata.workers.newest_state import newest_state
+from elastrata.run import history
+from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 

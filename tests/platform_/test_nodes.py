@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ray
 
+from elastrata.cluster import nodes
+from elastrata.cluster.ray_session import ray_session
 from elastrata.launch.doctor import examine
-from elastrata.launch.ray_session import ray_session
-from elastrata.workers import nodes
 from support.command import wait_until
 from support.nodes import nodes as cluster_of_nodes
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from elastrata.runs import history
-from elastrata.tracking.observer import Observer
+from elastrata.cluster.observer import Observer
+from elastrata.core.events import Event, Lost, Started
+from elastrata.core.record import StepRecord
+from elastrata.run import history
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
-from elastrata.training.record import StepRecord
-from elastrata.workers.events import Event, Lost, Started
 from elastrata_pipelines.storage import Storage
 from support.histories import record
 

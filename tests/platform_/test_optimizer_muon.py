@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastrata.training.optimizers.muon import Muon, MuonConfig
-from elastrata.training.optimizers.newton_schulz import orthogonalized
-from elastrata.training.optimizers.whole_matrices import share_out
+from elastrata.core.optimizers.muon import Muon, MuonConfig
+from elastrata.core.optimizers.newton_schulz import orthogonalized
+from elastrata.core.optimizers.whole_matrices import share_out
 
 SHAPES = ((16, 8), (8, 24), (5, 5))
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from elastrata.runs import ownership
-from elastrata.runs.ownership import (
+from elastrata.run import ownership
+from elastrata.run.ownership import (
     DRIVER_FILE,
     NewestStep,
     Owner,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastrata.training.partial_model import partial_model
-from elastrata.training.workload import workload_class
+from elastrata.core.partial_model import partial_model
+from elastrata.core.workload import workload_class
 from elastrata_pipelines.format import Vocabulary
 
 VOCABULARY = Vocabulary(size=97, pad_id=3, mask_id=4, special_ids=(3, 4), continuation_ids=())

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastrata.workers.patience import Patience
-from elastrata.workers.processes import children, environment, state, title
-from elastrata.workers.sentry import Sentry, Stops
-from elastrata.workers.warm import Orders
+from elastrata.cluster.patience import Patience
+from elastrata.cluster.prestarted import Orders
+from elastrata.cluster.processes import children, environment, state, title
+from elastrata.cluster.sentry import Sentry, Stops
 from support.command import wait_until
 
 JOB = "0a000000"

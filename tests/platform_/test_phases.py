@@ -13,7 +13,7 @@ from elastrata.checkpoints.commit import commits
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.preparations import preparations
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage

@@ -12,9 +12,9 @@ import torch
 
 from elastrata.checkpoints.checkpoint import load_full_model_state
 from elastrata.checkpoints.commit import commits
-from elastrata.launch.preflight import training_data
+from elastrata.core.data_rank import data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.data_rank import data_rank
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
 from support.pipeline_ranks import travel
 from support.ranks import run_fresh_ranks, run_ranks

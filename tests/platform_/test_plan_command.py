@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.cli import run
+from elastrata.cli.main import run
 from elastrata.recipe.file import load_recipe
 from support.documented import documented_keys
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.launch.data_outline import data_outline
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.efficiency import GPU
@@ -22,6 +21,7 @@ from elastrata.planner.reasons import why_slower
 from elastrata.planner.search import search
 from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, step_time
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.errors import UserError
 from support.published import gpt

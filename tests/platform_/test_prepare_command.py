@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastrata import cli
-from elastrata.commands.prepare import _from_recipe, _given
+from elastrata.cli import main as cli
+from elastrata.cli.prepare import _from_recipe, _given
 from elastrata_pipelines.preparation import PrepareConfig
 from support.command import run, run_json
 from support.documented import documented_keys
@@ -114,7 +114,7 @@ def test_an_option_that_cannot_be_is_one_line(
 def test_a_mistaken_path_is_told_before_anything_heavy_starts(tmp_path: Path) -> None:
     script = f"""
 import sys
-from elastrata.cli import run
+from elastrata.cli.main import run
 print(run(["prepare", "--text", "{tmp_path}/nope", "--out", "{tmp_path}/out"]))
 print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
 """

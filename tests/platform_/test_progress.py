@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from elastrata.core.events import Committed, Started, Warned
 from elastrata.terminal.progress import Progress
 from elastrata.terminal.stage_progress import StageProgress, counted
-from elastrata.workers.events import Committed, Started, Warned
 from support.histories import record
 
 RECORD = replace(

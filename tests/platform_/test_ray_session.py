@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.launch import doctor, ray_processes
-from elastrata.launch.ray_processes import Session, clear_away, read_mark
+from elastrata.cluster import ray_processes
+from elastrata.cluster.ray_processes import Session, clear_away, read_mark
+from elastrata.launch import doctor
 from support.command import wait_until
 
 OWN_AND_GONE = """
 import os
 import ray
 from pathlib import Path
-from elastrata.launch.ray_processes import MARK, NICENESS
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_processes import MARK, NICENESS
+from elastrata.cluster.ray_session import ray_session
 
 def folder():
     return Path(ray._private.worker._global_node.get_session_dir_path()).parent
@@ -61,7 +62,7 @@ def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
 
 def test_a_cluster_that_does_not_answer_is_told() -> None:
     code = """
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 with ray_session('127.0.0.1:1'): pass
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -70,7 +71,7 @@ with ray_session('127.0.0.1:1'): pass
 
 WAITING = """
 import ray, sys
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 
 with ray_session(num_cpus=1):
     print(ray._private.worker._global_node.get_session_dir_path(), flush=True)

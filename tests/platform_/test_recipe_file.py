@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 import yaml
 
+from elastrata.core.optimizers.adamw import AdamWConfig
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.recipe.yaml_values import parse_yaml
-from elastrata.training.optimizers.adamw import AdamWConfig
 from elastrata_pipelines.errors import UserError
 
 GOOD = """\

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastrata.bench.samples import Samples, bench_samples
+from elastrata.core.recomputation import Recomputation, recompute
+from elastrata.core.workload import Workload
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.recomputation import Recomputation, recompute
-from elastrata.training.workload import Workload
 from support.ranks import run_ranks
 from support.reduction_ranks import train_each_way
 from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set

@@ -13,7 +13,7 @@ import torch
 import transformers
 from mlflow import MlflowClient
 
-from elastrata.cli import run as run_here
+from elastrata.cli.main import run as run_here
 from elastrata.tracking.client import quiet_client
 from elastrata.tracking.mlmodel import write_mlmodel
 from elastrata.tracking.models import LoadableModel, Models

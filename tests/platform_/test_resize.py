@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.train.v2.api.config import ScalingConfig
 
-from elastrata.workers.resize import ResizePolicy
+from elastrata.cluster.scaling_policy import ResizePolicy
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RECIPE_FILE, DataSet, RunIdentity, check_same_run, write_identity
+from elastrata.run.folder import RECIPE_FILE, DataSet, RunIdentity, check_same_run, write_identity
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastrata.training.schedule import ScheduleConfig, learning_rate
+from elastrata.core.schedule import ScheduleConfig, learning_rate
 
 
 @st.composite

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.cli import run
+from elastrata.cli.main import run
 from elastrata.recipe.file import load_recipe
 from elastrata.simulation.interval import daly_seconds, young_seconds
 from elastrata.simulation.pace import Pace, step_seconds

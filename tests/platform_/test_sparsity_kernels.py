@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastrata.core.sparsity.kernels import SemiStructured, has_kernels
 from elastrata.recipe.file import load_recipe
-from elastrata.training.sparsity.kernels import SemiStructured, has_kernels
 from elastrata_pipelines.errors import UserError
 from support.ranks import run_ranks
 from support.sparse_ranks import train_all_with_kernels

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from safetensors.torch import save
 
-from elastrata.cli import run as run_here
+from elastrata.cli.main import run as run_here
+from elastrata.core.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
+from elastrata.core.sparsity.draw import drawn
+from elastrata.core.sparsity.hashes import element_hashes
+from elastrata.core.sparsity.levels import erdos_renyi, layer_levels
+from elastrata.core.sparsity.mask_file import packed_masks, read_masks
+from elastrata.core.sparsity.plan import sparsity_plan
+from elastrata.core.sparsity.rigl import adapted, drop_fraction
 from elastrata.launch.model_inspection import inspect_model
-from elastrata.launch.preflight import mask_problems
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
-from elastrata.training.sparsity.draw import drawn
-from elastrata.training.sparsity.hashes import element_hashes
-from elastrata.training.sparsity.levels import erdos_renyi, layer_levels
-from elastrata.training.sparsity.mask_file import packed_masks, read_masks
-from elastrata.training.sparsity.plan import sparsity_plan
-from elastrata.training.sparsity.rigl import adapted, drop_fraction
+from elastrata.trainer.preflight import mask_problems
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary

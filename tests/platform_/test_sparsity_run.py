@@ -12,10 +12,10 @@ import yaml
 from safetensors.torch import load_file
 
 from elastrata.checkpoints.commit import commits
+from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.mask_file import MASKS_FILE, read_masks
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.training.sparsity.layers import layer_shapes
-from elastrata.training.sparsity.mask_file import MASKS_FILE, read_masks
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run_json, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.training.bubble import bubble, one_stage_order
-from elastrata.training.stage_spans import stage_spans
+from elastrata.core.pipeline.bubble import bubble, one_stage_order
+from elastrata.core.pipeline.spans import stage_spans
 
 
 def _largest(costs: list[int], cuts: tuple[int, ...]) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from elastrata.cli import run
-from elastrata.runs.ownership import NewestStep
-from elastrata.runs.recoveries import recoveries
-from elastrata.runs.state import SILENT_SECONDS, Driver, run_state
-from elastrata.runs.status import Status, summary
+from elastrata.cli.main import run
+from elastrata.run.ownership import NewestStep
+from elastrata.run.recoveries import recoveries
+from elastrata.run.state import SILENT_SECONDS, Driver, run_state
+from elastrata.run.status import Status, summary
 from support.documented import documented_keys
 from support.histories import Entry, said, started, stepped, write_run
 

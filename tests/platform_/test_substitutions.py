@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastrata.cluster.observer import Observer
+from elastrata.core.device import Abilities, abilities
+from elastrata.core.events import Event, Started, Substituted
+from elastrata.core.fallbacks import substitutions
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.runs.folder import RunIdentity, check_same_run, write_identity
-from elastrata.tracking.observer import Observer
+from elastrata.run import history
+from elastrata.run.folder import RunIdentity, check_same_run, write_identity
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
-from elastrata.training.device import Abilities, abilities
-from elastrata.training.substitutions import substitutions
-from elastrata.workers.events import Event, Started, Substituted
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 

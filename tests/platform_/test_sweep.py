@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 import elastrata
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata.sweeps.folder import JOURNAL, PLOTS, REPORT_FILE
 from elastrata.sweeps.plots import PICTURES
 from elastrata.sweeps.result import SweepResult, read_result

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.cli import run
+from elastrata.cli.main import run
 from elastrata.launch.launch import TrainResult
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.history import HistoryWriter
+from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.best import best_recipe, find_sweep
 from elastrata.sweeps.folder import JOURNAL, write_sweep
 from elastrata.sweeps.standings import CONCLUDED, SUGGESTED

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.cli import run
+from elastrata.cli.main import run
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.sweeps.file import load_sweep
 from elastrata.sweeps.folder import check_same_sweep, write_sweep

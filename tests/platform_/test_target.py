@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastrata.checkpoints.commit import Commit
-from elastrata.cli import run
-from elastrata.launch.preflight import training_data
+from elastrata.cli.main import run
+from elastrata.core.evaluate import EvaluationConfig, evaluation_due
+from elastrata.core.target import TargetConfig, is_over, reached
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RECIPE_FILE
-from elastrata.runs.state import Driver
-from elastrata.runs.status import Status, summary
-from elastrata.runs.time_to_target import TimeToTarget, time_to_target
-from elastrata.training.evaluate import EvaluationConfig, evaluation_due
-from elastrata.training.target import TargetConfig, is_over, reached
+from elastrata.run.folder import RECIPE_FILE
+from elastrata.run.state import Driver
+from elastrata.run.status import Status, summary
+from elastrata.run.time_to_target import TimeToTarget, time_to_target
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.errors import UserError
 from support.histories import BATCH, Entry, said, started, stepped, write_run

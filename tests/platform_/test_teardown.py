@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastrata.cli import app, run
-from elastrata.commands.schema import schema
-from elastrata.launch.interrupt import Interrupt
-from elastrata.launch.teardown import SIGNALS, is_ending, undisturbed
+from elastrata.cli.main import app, run
+from elastrata.cli.schema import schema
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.teardown import SIGNALS, is_ending, undisturbed
 
 ENDING = """
 import os, signal, sys
-from elastrata import cli
-from elastrata.launch.teardown import undisturbed
+from elastrata.cli import main as cli
+from elastrata.cluster.teardown import undisturbed
 
 def press():
     os.kill(os.getpid(), signal.SIGINT)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from elastrata.core.data_rank import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
-from elastrata.training.data_rank import data_rank
 from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe, write_data_set
 from support.tensor_ranks import norms_of_weights, resume_all, save_all, train_all

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from elastrata.run.facts import hardware, recipe_params
 from elastrata.tracking.client import quiet_client
 from elastrata.tracking.entities import DataInput
-from elastrata.tracking.facts import hardware, recipe_params
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
 from elastrata.tracking.uri import shown, tracking_uri

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
-from elastrata.runs.status import status
+from elastrata.run import history
+from elastrata.run.status import status
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run, run_json, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
 from support.command import kill_group, run, start, wait_until

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
-from elastrata.training.record import StepRecord
-from elastrata.training.schedule import ScheduleConfig, learning_rate
+from elastrata.core.record import StepRecord
+from elastrata.core.schedule import ScheduleConfig, learning_rate
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
 from support.command import kill_group, run, start, wait_until

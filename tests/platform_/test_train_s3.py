@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import run, run_json
 from support.synthetic import tiny_recipe, write_data_set

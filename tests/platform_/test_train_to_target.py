@@ -14,9 +14,9 @@ import elastrata
 from elastrata import TrainResult, UserError
 from elastrata.checkpoints.commit import commits
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs import history
-from elastrata.runs.audit import audit
-from elastrata.runs.status import status
+from elastrata.run import history
+from elastrata.run.audit import audit
+from elastrata.run.status import status
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run, run_json, start, wait_until
 from support.live_run import LiveRun

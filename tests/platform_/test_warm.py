@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastrata.workers import warm
+from elastrata.cluster import prestarted
 from support.command import wait_until
 
 MODULE = "wsgiref.simple_server"
@@ -27,10 +27,10 @@ class Worker:
         return os.getpid(), self._knew_at_birth
 
     def keep_warm(self, spares: int) -> None:
-        self._spares = warm.Spares(spares)
+        self._spares = prestarted.Spares(spares)
 
     def waiting(self) -> set[int]:
-        return set(warm.waiting())
+        return set(prestarted.waiting())
 
 
 @ray.remote(num_cpus=0)
@@ -39,7 +39,7 @@ def pid() -> int:
 
 
 def _worker(*modules: str) -> Any:
-    return Worker.options(runtime_env=warm.runtime_env(modules)).remote()
+    return Worker.options(runtime_env=prestarted.runtime_env(modules)).remote()
 
 
 def _births(workers: list[Any]) -> dict[int, bool]:
@@ -89,5 +89,5 @@ def test_what_cannot_be_imported_is_left_to_the_worker() -> None:
 def test_a_process_that_ran_a_task_is_given_to_no_actor() -> None:
     """Why spares are not made by tasks."""
     modules = [MODULE, "wsgiref.headers"]
-    ran = ray.get(pid.options(runtime_env=warm.runtime_env(modules)).remote())
+    ran = ray.get(pid.options(runtime_env=prestarted.runtime_env(modules)).remote())
     assert ran not in _births([_worker(*modules)])

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from elastrata.launch.preflight import training_data
+from elastrata.core.control_signal import Act
+from elastrata.core.data_rank import data_rank
+from elastrata.core.evaluate import evaluate, held_out_step
+from elastrata.core.events import Chosen
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.record import StepRecord
+from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.data_rank import data_rank
-from elastrata.training.evaluate import evaluate, held_out_step
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.record import StepRecord
-from elastrata.training.request import Act
-from elastrata.training.step import StepLoss
-from elastrata.workers.automatic import automatic
-from elastrata.workers.engine import divided_model, phase_masks, training_loop
-from elastrata.workers.events import Chosen
+from elastrata.trainer.auto import automatic
+from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 

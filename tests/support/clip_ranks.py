@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastrata.training.bucket_clip import bucket_limits
-from elastrata.training.clip import Clip, ClipConfig, build_clip
-from elastrata.training.parallel import (
+from elastrata.core.bucket_clip import bucket_limits
+from elastrata.core.clip import Clip, ClipConfig, build_clip
+from elastrata.core.parallelize import (
     ParallelConfig,
     parallelize,
     rank_mesh,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.training.workload import Loss
+from elastrata.core.workload import Loss
 from elastrata_workloads.bert import Bert
 
 RANK = 1

@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import DataSet, RunIdentity, write_identity
-from elastrata.training.record import StepRecord
+from elastrata.run.folder import DataSet, RunIdentity, write_identity
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from elastrata.checkpoints.checkpoint import hot_saver
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.training_state import restore
-from elastrata.hot.storage import HotStorage
+from elastrata.replicas.storage import HotStorage
 from platform_.checkpoint_ranks import ROWS, Training
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastrata.hot.storage import HotStorage
+from elastrata.replicas.storage import HotStorage
 
 
 class Writer:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from elastrata.launch.ray_processes import Session, dead_sessions
+from elastrata.cluster.ray_processes import Session, dead_sessions
 from support.command import kill_started, wait_until
 
 _TEST = "ELASTRATA_TEST"

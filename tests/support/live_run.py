@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.runs import history
+from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import start, wait_until
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.core.clip import Clip
+from elastrata.core.record import StepRecord
+from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.clip import Clip
-from elastrata.training.record import StepRecord
-from elastrata.training.step import StepLoss
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining

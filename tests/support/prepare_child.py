@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.efficiency import GPU_PRIOR, Efficiency
@@ -17,7 +18,6 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.stack import ALEPH_ALPHA_2023, MEGATRON_2021, ZERO3_2021, Stack
 from elastrata.planner.step_time import StepTime, step_time
-from elastrata.planner.transformer import Transformer
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "benchmarks" / "published" / "layouts_2311_05610_runs.csv"

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from elastrata.training.parallel import synchronize_gradients
-from elastrata.training.record import StepRecord
+from elastrata.core.parallelize import synchronize_gradients
+from elastrata.core.record import StepRecord
 from support.bare_loop import train_on_ranks
 from support.clip_ranks import Case, Clipped, clip_on_ranks
 from support.uneven import VOCABULARY, Arrays, Section, Training

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import load, restore, training_state
+from elastrata.core.clip import Clip
+from elastrata.core.optimizers.sharding import local
+from elastrata.core.record import StepRecord
+from elastrata.core.sparsity import rigl
+from elastrata.core.sparsity.kernels import use_kernels
+from elastrata.core.sparsity.smallest import smallest
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.clip import Clip
-from elastrata.training.optimizers.sharding import local
-from elastrata.training.record import StepRecord
-from elastrata.training.sparsity import rigl
-from elastrata.training.sparsity.kernels import use_kernels
-from elastrata.training.sparsity.smallest import smallest
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.core.norm import gradient_norm
+from elastrata.core.record import StepRecord
+from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.norm import gradient_norm
-from elastrata.training.record import StepRecord
-from elastrata.training.step import StepLoss
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining, train_on_ranks

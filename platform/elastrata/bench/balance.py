@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import choose_lengths
-from elastrata.launch.data_outline import data_outline
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.automatic_rules import fixed_tokens
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
 from elastrata_pipelines.deal import Ints
 from elastrata_pipelines.storage import Storage

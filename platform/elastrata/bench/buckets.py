@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastrata.launch.data_outline import data_outline
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.recipe import Recipe
 
 

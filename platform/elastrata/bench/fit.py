@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastrata.launch.data_outline import DataOutline
+from elastrata.recipe.data_spec import DataOutline
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

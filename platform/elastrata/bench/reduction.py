@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.multiprocessing.spawn import spawn
 
 from elastrata.bench.quartiles import Quartiles, quartiles
-from elastrata.training.parallel import rank_mesh
+from elastrata.core.parallelize import rank_mesh
 
 _PATIENCE = timedelta(seconds=120)
 _REDUCED = torch.float32

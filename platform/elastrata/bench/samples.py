@@ -8,10 +8,10 @@ from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import DATA, choose_lengths
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.rank_steps import rank_steps
-from elastrata.launch.data_outline import data_outline
-from elastrata.launch.preflight import training_data
 from elastrata.recipe.automatic_rules import fixed_tokens
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.payload import RankStep
 

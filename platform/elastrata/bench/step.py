@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastrata.bench.lone_group import lone_group
 from elastrata.bench.quartiles import Quartiles, quartiles
 from elastrata.bench.samples import Samples
-from elastrata.recipe.recipe import Recipe
-from elastrata.training.device import (
+from elastrata.core.control_signal import Act
+from elastrata.core.device import (
     abilities,
     current_device,
     device_name,
     peak_flops,
     peak_memory_bytes,
 )
-from elastrata.training.optimizer import build_optimizer
-from elastrata.training.record import StepRecord
-from elastrata.training.request import Act
-from elastrata.workers.engine import divided_model, missing_here, phase_masks, training_loop
+from elastrata.core.lone_group import lone_group
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.record import StepRecord
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import divided_model, missing_here, phase_masks, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 

@@ -41,7 +41,7 @@ from elastrata.checkpoints.training_state import (
     restore,
     training_state,
 )
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 
 __all__ = [
     "CheckpointConfig",

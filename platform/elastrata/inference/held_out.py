@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastrata.bench.lone_group import lone_group
-from elastrata.checkpoints.export import chosen_commit
-from elastrata.launch.preflight import training_data
+from elastrata.core.data_rank import data_rank
+from elastrata.core.device import current_device
+from elastrata.core.events import Evaluated
+from elastrata.core.lone_group import lone_group
+from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
-from elastrata.training.data_rank import data_rank
-from elastrata.training.device import current_device
-from elastrata.training.parallel import ParallelConfig
-from elastrata.workers.events import Evaluated
-from elastrata.workers.held_out import HeldOut
-from elastrata.workers.learner import Learner
+from elastrata.run.export import chosen_commit
+from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
+from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.preflight import training_data
+from elastrata.trainer.trainer import Learner
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from elastrata.checkpoints.export import export
-from elastrata.runs.folder import RUN_FILE, read_recipe
+from elastrata.run.export import export
+from elastrata.run.folder import RUN_FILE, read_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.packing import Frame
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from elastrata.launch.ray_processes import NICENESS, dead_sessions
+from elastrata.cluster.ray_processes import NICENESS, dead_sessions
 from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.run.facts import versions
 from elastrata.shipped import cluster_files, tested_versions
-from elastrata.tracking.facts import versions
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -120,7 +120,7 @@ def _machine() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    from elastrata.training.device import peak_flops
+    from elastrata.core.device import peak_flops
 
     if not torch.cuda.is_available():
         yield Finding(name="gpus", status="ok", found="none; training runs on the CPU")
@@ -194,7 +194,7 @@ def _ray(address: str | None) -> Iterator[Finding]:
 
 def _run_tasks(address: str, niceness: list[int]) -> str:
     """Runs a task on every node; adds the nice value that each had."""
-    from elastrata.launch.ray_session import ray_session
+    from elastrata.cluster.ray_session import ray_session
 
     with ray_session(address):
         import ray

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastrata.launch.preflight import TrainingData
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.batch_size_warmup import samples_in
 
 MOST_EPOCHS = 40

@@ -11,28 +11,29 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.launch.cluster_share import gpus_per_worker, with_workers
+from elastrata.cluster.autoscaler import launches_nodes
+from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
+from elastrata.cluster.control_channel import open_mailbox
+from elastrata.cluster.driver import Drive, ask_to_stop, is_finished
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.observer import catch_up
+from elastrata.cluster.ray_processes import clear_away
+from elastrata.cluster.ray_session import ray_session
+from elastrata.core.events import Committed, Event, Launched, Warned
+from elastrata.core.record import StepRecord
+from elastrata.core.stopwatch import Phases
+from elastrata.core.target import TargetConfig
 from elastrata.launch.doubts import doubts
-from elastrata.launch.drive import Drive, ask_to_stop, is_finished
-from elastrata.launch.interrupt import Interrupt
 from elastrata.launch.model_inspection import num_parameters
-from elastrata.launch.preflight import (
-    TrainingData,
-    check_storage,
-    cluster_problems,
-    mask_problems,
-    training_data,
-)
-from elastrata.launch.ray_processes import clear_away
-from elastrata.launch.ray_session import ray_session
 from elastrata.launch.result import TrainResult
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
-from elastrata.runs import history
-from elastrata.runs.evidence import check_continuation, is_begun
-from elastrata.runs.folder import (
+from elastrata.run import history
+from elastrata.run.evidence import check_continuation, is_begun
+from elastrata.run.facts import recipe_params, start_tags
+from elastrata.run.folder import (
     RECIPE_FILE,
     RUN_FILE,
     DataSet,
@@ -41,20 +42,19 @@ from elastrata.runs.folder import (
     read_identity,
     write_identity,
 )
-from elastrata.runs.going_back import find_commit, go_back
-from elastrata.runs.history import HistoryWriter
-from elastrata.runs.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
-from elastrata.runs.time_to_target import time_to_target
-from elastrata.runs.unwritten import restore_history
-from elastrata.tracking.facts import recipe_params, start_tags
-from elastrata.tracking.observer import catch_up
+from elastrata.run.going_back import find_commit, go_back
+from elastrata.run.history import HistoryWriter
+from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
+from elastrata.run.time_to_target import time_to_target
+from elastrata.run.unwritten import restore_history
 from elastrata.tracking.tracker import Tracker, open_tracker
-from elastrata.training.phases import Phases
-from elastrata.training.record import StepRecord
-from elastrata.training.target import TargetConfig
-from elastrata.workers.autoscaler import launches_nodes
-from elastrata.workers.events import Committed, Event, Launched, Warned
-from elastrata.workers.mailbox import open_mailbox
+from elastrata.trainer.preflight import (
+    TrainingData,
+    check_storage,
+    cluster_problems,
+    mask_problems,
+    training_data,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -214,7 +214,7 @@ def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None
 def _import_ahead() -> None:
     """Imports what is needed next while Ray starts, which leaves a core idle: saves 1 to 2 s."""
 
-    import elastrata.workers.trainer  # noqa: F401
+    import elastrata.cluster.worker_group  # noqa: F401
 
 
 def _cluster_resources() -> dict[str, float]:

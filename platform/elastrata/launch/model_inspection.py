@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.launch.data_outline import DataOutline, data_outline
-from elastrata.launch.preflight import TrainingData
+from elastrata.core.meta_model import outline_model
+from elastrata.core.optimizers.groups import ParameterGroup
+from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.plan import SparsityPlan, sparsity_plan
+from elastrata.core.workload import Workload
+from elastrata.recipe.data_spec import DataOutline, data_outline
 from elastrata.recipe.length import as_if_full
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.optimizers.groups import ParameterGroup
-from elastrata.training.outline_model import outline_model
-from elastrata.training.sparsity.layers import layer_shapes
-from elastrata.training.sparsity.plan import SparsityPlan, sparsity_plan
-from elastrata.training.workload import Workload
+from elastrata.trainer.preflight import TrainingData
 
 
 @dataclass(frozen=True, kw_only=True)

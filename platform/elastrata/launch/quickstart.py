@@ -150,7 +150,7 @@ def fill_masks(model: Path) -> list[Filled]:
 
 def last_evaluation(run: Storage) -> dict[str, float]:
     """The metrics of the run's last evaluation."""
-    from elastrata.runs import history
+    from elastrata.run import history
 
     entries = [e for e in history.read(run.sub("history")) if e["kind"] == "evaluated"]
     last = entries[-1] if entries else {}

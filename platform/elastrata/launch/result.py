@@ -8,15 +8,15 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastrata.runs import history
-from elastrata.runs.time_to_target import TimeToTarget
+from elastrata.run import history
+from elastrata.run.time_to_target import TimeToTarget
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from elastrata.runs.audit import Audit
+    from elastrata.run.audit import Audit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TrainResult:
 
     def plot(self) -> Figure:
         """Training and held-out loss over the steps."""
-        from elastrata.tracking.pictures import losses
+        from elastrata.run.pictures import losses
         from elastrata.tracking.plots import loss_figure
 
         entries = history.read(Storage(self.run_dir).sub("history"))
@@ -72,7 +72,7 @@ class TrainResult:
         Raises:
             UserError: there is no such checkpoint, or `out` is in use.
         """
-        from elastrata.checkpoints.export import export
+        from elastrata.run.export import export
 
         return export(self.run_dir, Path(out), checkpoint=checkpoint)
 
@@ -88,7 +88,7 @@ class TrainResult:
 
     def audit(self) -> Audit:
         """Proof of what the run was trained on, step by step."""
-        from elastrata.runs.audit import audit
+        from elastrata.run.audit import audit
 
         return audit(Storage(self.run_dir))
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.efficiency import Efficiency
 from elastrata.planner.hardware import Device
 from elastrata.planner.kernels import matmul_seconds, traffic_seconds
 from elastrata.planner.layout import Checkpointing
 from elastrata.planner.stack import Stack
-from elastrata.planner.transformer import Transformer
 
 _FP32 = 4
 _FLASH_BACKWARD = 2.5

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Checkpointing, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
-from elastrata.planner.transformer import Transformer
 
 MOST_SAMPLES = 64
 """Longest samples in a micro-batch: devices are full long before."""

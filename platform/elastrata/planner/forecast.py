@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory
 from elastrata.planner.step_time import StepTime
-from elastrata.planner.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastrata.core.model_spec import Transformer
+from elastrata.core.parallelize import ParallelConfig
 from elastrata.planner.choice import Choices, budgets
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.correction import USABLE
 from elastrata.planner.hardware import device_like
 from elastrata.planner.layout import Checkpointing, Layout
 from elastrata.planner.plan import machine_of
-from elastrata.planner.transformer import Transformer
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.parallel import ParallelConfig
 
 
 def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:

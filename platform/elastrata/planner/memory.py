@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.hardware import Device
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import Stack
-from elastrata.planner.transformer import Transformer
 
 _FP32 = 4
 
@@ -165,7 +165,7 @@ def _stage(
 
 def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> float:
     """Of a block, for the backward pass: all of it, its input alone, or with that what `selective`
-    keeps (`training/recomputation.py`)."""
+    keeps (`core/recomputation.py`)."""
     if layout.checkpointing == "none":
         return block
     tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1

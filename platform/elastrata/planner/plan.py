@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from elastrata.launch.data_outline import data_outline
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.efficiency import CPU, GPU
@@ -14,7 +14,7 @@ from elastrata.planner.hardware import DEVICES
 from elastrata.planner.layout import Layout
 from elastrata.planner.search import Found, search
 from elastrata.planner.stack import elastrata
-from elastrata.planner.transformer import Transformer
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.length import full_part
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.forecast import Forecast, forecast
 from elastrata.planner.layout import Checkpointing, Layout, Schedule
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
-from elastrata.planner.transformer import Transformer
 
 _MOST_SAMPLES = 64
 """In a micro-batch: devices are full long before."""

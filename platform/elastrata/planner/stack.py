@@ -57,7 +57,7 @@ def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16
     element = 4 if precision == "fp32" else 2
     return Stack(
         name="elastrata",
-        source="training/parallel.py",
+        source="core/parallelize.py",
         sharding="all",
         flash=True,
         fused=False,

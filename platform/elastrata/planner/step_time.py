@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.model_spec import Transformer
 from elastrata.planner.block import Machine, Passes, again_seconds, block_passes, head_passes
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.kernels import traffic_seconds
 from elastrata.planner.layout import Layout
 from elastrata.planner.messages import gather_seconds, neighbour_seconds, sum_seconds
-from elastrata.planner.transformer import Transformer
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the

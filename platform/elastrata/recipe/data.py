@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata_pipelines.preparation import PrepareConfig
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import dump_yaml
-from elastrata.training.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
 

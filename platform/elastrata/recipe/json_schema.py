@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastrata.recipe.installed import installed_workloads
+from elastrata.core.installed import installed_workloads
+from elastrata.core.workload import workload_class
 from elastrata.recipe.phase import LENGTHS
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.workload import workload_class
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from elastrata.config import Config
+from elastrata.core.optimizer import OptimizerConfig
+from elastrata.core.schedule import ScheduleConfig
+from elastrata.core.sparsity.config import SparsityConfig
 from elastrata.recipe.alternatives import merged
-from elastrata.recipe.config import Config
 from elastrata.recipe.data import DataConfig
-from elastrata.training.optimizer import OptimizerConfig
-from elastrata.training.schedule import ScheduleConfig
-from elastrata.training.sparsity.config import SparsityConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
 

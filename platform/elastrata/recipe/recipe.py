@@ -17,16 +17,16 @@ from pydantic import (
 )
 
 from elastrata.checkpoints.checkpoint import CheckpointConfig
-from elastrata.recipe.config import Config
+from elastrata.config import Config
+from elastrata.core.clip import ClipConfig
+from elastrata.core.evaluate import EvaluationConfig
+from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.recomputation import Recomputation
+from elastrata.core.schedule import learning_rate
+from elastrata.core.target import TargetConfig
+from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.phase import Phase, PhaseKeys, with_inherited
 from elastrata.tracking.tracker import TrackingConfig
-from elastrata.training.clip import ClipConfig
-from elastrata.training.evaluate import EvaluationConfig
-from elastrata.training.parallel import ParallelConfig
-from elastrata.training.recomputation import Recomputation
-from elastrata.training.schedule import learning_rate
-from elastrata.training.target import TargetConfig
-from elastrata.training.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
 

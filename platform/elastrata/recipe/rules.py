@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastrata.core.evaluate import evaluation_metrics
+from elastrata.core.optimizers.adamw import AdamWConfig
+from elastrata.core.sparsity.config import TwoFourConfig
+from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.problems import sparsity_problems
 from elastrata.recipe.automatic_rules import automatic_problems
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
 from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
 from elastrata.recipe.recipe import Recipe
-from elastrata.training.evaluate import evaluation_metrics
-from elastrata.training.optimizers.adamw import AdamWConfig
-from elastrata.training.sparsity.config import TwoFourConfig
-from elastrata.training.sparsity.layers import layer_shapes
-from elastrata.training.sparsity.problems import sparsity_problems
 from elastrata_pipelines.errors import nearest
 
 

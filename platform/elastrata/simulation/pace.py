@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from elastrata.bench.balance import batches_of_lengths
-from elastrata.launch.data_outline import data_outline
+from elastrata.recipe.data_spec import data_outline
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import least_loaded
 

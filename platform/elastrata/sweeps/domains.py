@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata_pipelines.errors import nearest
 
 _LEAST = 1e-100

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastrata.core.ends import TrainingError
 from elastrata.sweeps.report import State
-from elastrata.training.ends import TrainingError
 
 _NOT_FINITE = "not finite"
 

@@ -11,10 +11,10 @@ from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import dump_yaml
-from elastrata.runs import history
-from elastrata.runs.chain import foreign_lines
-from elastrata.runs.folder import flatten, read_values
-from elastrata.runs.history import History
+from elastrata.run import history
+from elastrata.run.chain import foreign_lines
+from elastrata.run.folder import flatten, read_values
+from elastrata.run.history import History
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.checked_json import list_names, read_bytes
 from elastrata_pipelines.errors import UserError

@@ -7,15 +7,15 @@ from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
 
-from elastrata.launch.interrupt import Interrupt
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.core.events import Evaluated, Event
+from elastrata.core.record import StepRecord
+from elastrata.core.target import is_over
 from elastrata.launch.launch import train
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.report import Report
 from elastrata.tracking.silent import SilentTracker
-from elastrata.training.record import StepRecord
-from elastrata.training.target import is_over
-from elastrata.workers.events import Evaluated, Event
 from elastrata_pipelines.storage import Storage
 
 

@@ -8,16 +8,15 @@ from contextlib import contextmanager
 
 import ray
 
-from elastrata.launch.interrupt import Interrupt
-from elastrata.launch.preflight import check_storage, training_data
-from elastrata.launch.ray_processes import clear_away
-from elastrata.launch.ray_session import ray_session
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.ray_processes import clear_away
+from elastrata.cluster.ray_session import ray_session
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.ownership import DRIVER_FILE, Ownership, own_run, read_owner
-from elastrata.runs.parts import part_names
-from elastrata.sweeps.drive import Drive, Show
+from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.run.parts import part_names
+from elastrata.sweeps.driver import Drive, Show
 from elastrata.sweeps.file import check_sweep
 from elastrata.sweeps.folder import TRIALS, check_same_sweep, read_journal, write_sweep
 from elastrata.sweeps.job import TrialJob
@@ -28,6 +27,7 @@ from elastrata.sweeps.space import grid_points
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import at_home
+from elastrata.trainer.preflight import check_storage, training_data
 from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

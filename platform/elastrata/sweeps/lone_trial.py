@@ -13,24 +13,24 @@ from dataclasses import replace
 import torch
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.launch.preflight import TrainingData, training_data
+from elastrata.core.control_signal import Act
+from elastrata.core.data_rank import data_rank
+from elastrata.core.device import current_device
+from elastrata.core.events import Evaluated, Started
+from elastrata.core.record import StepRecord
+from elastrata.core.stopwatch import Phases
+from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
-from elastrata.runs.folder import RunIdentity, write_identity
-from elastrata.runs.succession import take_over
+from elastrata.run.folder import RunIdentity, write_identity
+from elastrata.run.succession import take_over
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.post import Post
 from elastrata.sweeps.report import Report
-from elastrata.training.data_rank import data_rank
-from elastrata.training.device import current_device
-from elastrata.training.phases import Phases
-from elastrata.training.record import StepRecord
-from elastrata.training.request import Act
-from elastrata.training.target import is_over
-from elastrata.workers.events import Evaluated, Started
-from elastrata.workers.held_out import HeldOut
-from elastrata.workers.keeper import Keeper
-from elastrata.workers.learner import Learner
-from elastrata.workers.newest_state import newest_state
+from elastrata.trainer.checkpoint_manager import Keeper
+from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.newest_state import newest_state
+from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.trainer.trainer import Learner
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep, decode
@@ -138,7 +138,7 @@ class LoneTrial:
             attempt=attempt,
             rank=0,
             config=self.recipe.checkpoint,
-            sender=self._post,  # type: ignore[arg-type]
+            channel=self._post,
             state=self._learner.state,
             extra=self._learner.extra,
         )

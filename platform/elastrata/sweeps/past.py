@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from elastrata.checkpoints.commit import commits
-from elastrata.runs import history
-from elastrata.runs.entries import metrics_of, step_record
-from elastrata.runs.unwritten import restore_history
+from elastrata.core.record import StepRecord
+from elastrata.run import history
+from elastrata.run.entries import metrics_of, step_record
+from elastrata.run.unwritten import restore_history
 from elastrata.sweeps.report import Report
-from elastrata.training.record import StepRecord
 from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from threading import Condition
 
-from elastrata.training.request import Request
-from elastrata.workers.events import Committed, Event
+from elastrata.core.control_signal import Request
+from elastrata.core.events import Committed, Event
 
 
 class Post:
-    """Takes what a `Sender` takes; remembers which checkpoints are complete."""
+    """A channel that remembers which checkpoints are complete."""
 
     def __init__(self) -> None:
         self._folders: dict[int, str] = {}

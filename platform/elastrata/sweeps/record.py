@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastrata.recipe.recipe import Recipe
+from elastrata.run.facts import recipe_params
 from elastrata.sweeps.past import Past
 from elastrata.sweeps.report import Report, State, Trial
-from elastrata.tracking.facts import recipe_params
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata_pipelines.storage import Storage

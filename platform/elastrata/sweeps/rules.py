@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from elastrata.core.evaluate import evaluation_metrics
+from elastrata.core.workload import Workload
 from elastrata.recipe.problems import shown_value
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import known_paths
@@ -12,8 +14,6 @@ from elastrata.sweeps.searchers import GridConfig, RandomConfig, missing_package
 from elastrata.sweeps.space import condition_problems, reaching
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import BaseRecipe
-from elastrata.training.evaluate import evaluation_metrics
-from elastrata.training.workload import Workload
 from elastrata_pipelines.errors import UserError, nearest
 
 SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata.sweeps.domains import Choice, Domain, Int, Value
 
 Tokens = Annotated[int, Field(gt=0, le=10**18)]

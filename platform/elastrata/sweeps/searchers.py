@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata.sweeps.domains import Choice, Domain, Int, LogUniform, Uniform, Value
 from elastrata.sweeps.space import Point, draw, grid_points
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata.sweeps.domains import Domain
 from elastrata.sweeps.schedulers import NoneConfig, SchedulerConfig
 from elastrata.sweeps.searchers import RandomConfig, SearcherConfig

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from ray.tune import Trainable
 
-from elastrata.bench.lone_group import lone_group
+from elastrata.core.device import current_device
+from elastrata.core.lone_group import lone_group
 from elastrata.sweeps.failure import failure
 from elastrata.sweeps.group_trial import GroupTrial
 from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.sweeps.report import Copied, Report
 from elastrata.sweeps.schedulers import TOKENS
-from elastrata.training.device import current_device
 from elastrata_pipelines.storage import Storage
 
 REPORT = "report"

@@ -13,10 +13,7 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from elastrata.terminal.live_view import LiveView
-from elastrata.terminal.stage_progress import counted, quantity
-from elastrata.training.record import StepRecord
-from elastrata.workers.events import (
+from elastrata.core.events import (
     Chosen,
     Committed,
     Evaluated,
@@ -27,6 +24,9 @@ from elastrata.workers.events import (
     Substituted,
     Warned,
 )
+from elastrata.core.record import StepRecord
+from elastrata.terminal.live_view import LiveView
+from elastrata.terminal.stage_progress import counted, quantity
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe

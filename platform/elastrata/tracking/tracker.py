@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastrata.recipe.config import Config
+from elastrata.config import Config
 from elastrata.tracking.client import alone, experiment_of, find_run, quiet_client
 from elastrata.tracking.entities import DataInput, log_inputs
 from elastrata.tracking.models import LoadableModel, Models

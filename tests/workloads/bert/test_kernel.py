@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.training.device import Abilities
+from elastrata.core.device import Abilities
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention

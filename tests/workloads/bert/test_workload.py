@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastrata.training.evaluate import evaluate, evaluation_metrics
-from elastrata.training.passes import WholeModel
-from elastrata.training.workload import workload_class
+from elastrata.core.evaluate import evaluate, evaluation_metrics
+from elastrata.core.forward_backward import WholeModel
+from elastrata.core.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.bert import Bert
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastrata.training.workload import Loss, Metric
+from elastrata.core.workload import Loss, Metric
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.sample_rng import SampleRng

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastrata.planner.transformer import Transformer
+from elastrata.core.model_spec import Transformer
 from elastrata_workloads.bert.shape import BertShape
 
 _TOKEN_TYPES = 2

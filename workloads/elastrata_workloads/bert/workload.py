@@ -10,9 +10,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from elastrata.planner.transformer import Transformer
-from elastrata.training.device import Abilities
-from elastrata.training.workload import Batch, ExportedAs, Loss, Workload
+from elastrata.core.device import Abilities
+from elastrata.core.model_spec import Transformer
+from elastrata.core.workload import Batch, ExportedAs, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows

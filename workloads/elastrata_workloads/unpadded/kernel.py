@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from elastrata.training.device import Abilities
+from elastrata.core.device import Abilities
 
 Kernel = Literal["auto", "varlen", "dense"]
 

@@ -1,0 +1,145 @@
+"""`elastrata audit`: the proof that a run saw every sample as it should, and as another run did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastrata.cli.options import Json, RunName
+from elastrata.terminal.console import open_console, print_json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.run.attempts import Attempt
+    from elastrata.run.audit import Audit
+    from elastrata.run.comparison import Comparison
+
+_PROBLEM_LINES = 10
+
+
+def audit(
+    run: RunName,
+    other: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Another run, to compare it with.")
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, help="Largest relative difference of two losses that is none."),
+    ] = 1e-4,
+    steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
+    json: Json = False,
+) -> None:
+    """Prove that a run saw every sample once in each epoch, and the same ones as another run."""
+    from elastrata.run.audit import audit as audit_run
+    from elastrata.run.comparison import compare
+    from elastrata.run.names import named_run
+
+    console = open_console(as_json=json)
+    found = [audit_run(named_run(url)) for url in (run, other) if url is not None]
+    compared = (
+        compare(found[0].steps, found[1].steps, tolerance=tolerance) if len(found) == 2 else None
+    )
+    for one in found:
+        _show(console, one, with_steps=steps)
+    if compared:
+        _show_comparison(console, compared, tolerance)
+    if json:
+        print_json_line(_result(found, compared))
+    same = compared is None or (compared.equal and compared.first_difference is None)
+    if not (same and all(one.partition_ok for one in found)):
+        raise typer.Exit(1)
+
+
+def _result(found: list[Audit], compared: Comparison | None) -> dict[str, Any]:
+    """The JSON of the command: that of the first run, and what the second one adds."""
+    first, *others = (one.to_dict() for one in found)
+    difference = compared and compared.first_difference
+    return {
+        **first,
+        "partition_ok": all(one.partition_ok for one in found),
+        "equal": compared and compared.equal,
+        "first_difference": difference and asdict(difference),
+        "max_relative_loss_difference": compared and compared.max_relative_loss_difference,
+        "other": others[0] if others else None,
+    }
+
+
+def _show(console: Console, found: Audit, *, with_steps: bool) -> None:
+    console.print(f"run  {found.run}", markup=False)
+    _show_attempts(console, found.attempts)
+    if with_steps:
+        _show_steps(console, found)
+    for line in found.problems[:_PROBLEM_LINES]:
+        _verdict(console, "FAIL", line)
+    if (more := len(found.problems) - _PROBLEM_LINES) > 0:
+        _verdict(console, "FAIL", f"and {more:,} more")
+    if found.data.state != "checked":
+        _verdict(console, "warn", f"the digests could not be checked: {found.data.text}")
+    for line in _proven(found) if found.partition_ok else ():
+        _verdict(console, "ok", line)
+    console.print()
+
+
+def _proven(found: Audit) -> list[str]:
+    last = found.steps[-1]
+    lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
+    if found.chain == "whole":
+        lines.append("every part of the history goes on after the one before it")
+    if found.data.state == "checked":
+        times = " and ".join(f"{epochs:,.2f}" for epochs in found.epochs)
+        lines.append(
+            f"every digest is that of the data set{'s' * (len(found.epochs) > 1)}, {times} times "
+            "through: every sample once in each epoch"
+        )
+    return lines
+
+
+def _show_attempts(console: Console, attempts: tuple[Attempt, ...]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for heading in ("attempt", "workers", "steps", "from", "rolled back later"):
+        table.add_column(heading, justify="left" if heading == "from" else "right")
+    for attempt in attempts:
+        table.add_row(
+            str(attempt.attempt),
+            str(attempt.world_size),
+            f"{attempt.first}-{attempt.last}" if attempt.steps else "none",
+            attempt.state + (f", step {attempt.step}" if attempt.step else ""),
+            f"{attempt.rolled_back:,}" if attempt.rolled_back else "",
+        )
+    console.print(table)
+
+
+def _show_steps(console: Console, found: Audit) -> None:
+    """Lines, not a table: there may be very many."""
+    form = "{:>10}  {:>7}  {:>7}  {:<16}  {}"
+    console.print(form.format("step", "attempt", "workers", "digest", "loss"), style="bold")
+    for step in found.steps:
+        loss = f"{step['loss']:.6f}" + (" (skipped)" if step.get("skipped") else "")
+        numbers = step["step"], step["attempt"], step["world_size"]
+        console.print(form.format(*numbers, step["digest"], loss), markup=False)
+
+
+def _show_comparison(console: Console, compared: Comparison, tolerance: float) -> None:
+    if compared.equal:
+        _verdict(console, "ok", "equal: the same steps, with the same samples in each")
+    largest = f"{compared.max_relative_loss_difference:.2g}, relative"
+    difference = compared.first_difference
+    if difference:
+        one, two = ("none" if value is None else value for value in difference.values)
+        where = f"step {difference.step}: {difference.what}"
+        _verdict(console, "FAIL", f"the runs first differ at {where}: {one} and {two}")
+        _verdict(console, "warn", f"losses differ by at most {largest}")
+    else:
+        _verdict(console, "ok", f"losses differ by at most {largest} (tolerance {tolerance:g})")
+
+
+def _verdict(console: Console, sign: str, line: str) -> None:
+    from rich.text import Text
+
+    style = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}[sign]
+    console.print(Text.assemble((f"{sign:<5}", style), line))

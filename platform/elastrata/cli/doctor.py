@@ -1,0 +1,94 @@
+"""`elastrata doctor`: whether this machine, or a cluster that is to be, is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastrata.cli.options import Json, Overrides
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.launch.doctor import Finding
+
+_SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAIL", "bold red")}
+
+
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="With --cluster: a recipe that is to run there."),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Look at a cluster file instead of this machine; or a name, such as aws.",
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Folder or URL to try: writes, reads back, deletes.")
+    ] = None,
+    tracking: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI to try to reach.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to look at, instead of one that is started here."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option(help="End what dead drivers have left here, and delete Ray's logs.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
+    from elastrata.launch.doctor import examine
+
+    if recipe is not None and cluster is None:
+        raise UserError(f"{recipe}: expected --cluster FILE with it, to look whether it fits there")
+    console = open_console(as_json=json)
+    findings = []
+    for finding in (
+        _examine_cluster(cluster, recipe, overrides or [])
+        if cluster is not None
+        else examine(storage=storage, tracking=tracking, address=address, clean=clean)
+    ):
+        _show(console, finding)
+        findings.append(finding)
+    problems = sum(finding.status == "problem" for finding in findings)
+    console.print("all is well" if not problems else f"{problems} to put right")
+    if json:
+        checks = [asdict(finding) for finding in findings]
+        print_json_line({"ok": not problems, "checks": checks})
+    if problems:
+        raise typer.Exit(1)
+
+
+def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
+    from elastrata.deploy.cluster_file import find_cluster_file, read_cluster
+    from elastrata.deploy.cluster_fit import cluster_findings, fit_findings, niceness_findings
+    from elastrata.recipe.file import load_recipe
+
+    outline = read_cluster(cluster)
+    chosen = load_recipe(recipe, overrides) if recipe is not None else None
+    yield from cluster_findings(outline)
+    yield from niceness_findings(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
+    if chosen is not None:
+        yield from fit_findings(chosen.workers, outline)
+
+
+def _show(console: Console, finding: Finding) -> None:
+    from rich.text import Text
+
+    sign, style = _SIGNS[finding.status]
+    line = Text.assemble((f"{sign:<5}", style), f"{finding.name:<13}", finding.found)
+    if finding.advice:
+        line.append(f"\n{'':<18}-> {finding.advice}", style="yellow")
+    console.print(line)

@@ -1,0 +1,168 @@
+"""`elastrata plan`: memory, time and money of a recipe on a cluster that nobody has rented yet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastrata.cli.options import Json, Overrides, Phase, RecipeName, part_of
+from elastrata.cli.plan_report import plan_result, show_automatic, show_plan, show_terms
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.planner.forecast import Forecast
+    from elastrata.planner.group import Planned
+    from elastrata.planner.plan import Plan
+    from elastrata.recipe.phase import PhaseKeys
+    from elastrata.recipe.recipe import Recipe
+
+ClusterOption = Annotated[
+    str, typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB, or a YAML file.")
+]
+
+
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    cluster: ClusterOption = "8xA100-80GB",
+    best: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of a device for an hour. Default: the file's.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every term of the best layout.")
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="New recipe file that trains under the best layout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG file: speed and memory of all layouts.")
+    ] = None,
+    phase: Phase = 0,
+    json: Json = False,
+) -> None:
+    """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
+    from elastrata.planner.cluster import read_cluster
+    from elastrata.planner.plan import plan as make_plan
+    from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import in_steps
+
+    console = open_console(as_json=json)
+    loaded = in_steps(load_recipe(recipe, overrides or []))
+    where = read_cluster(cluster)
+    if price is not None:
+        where = replace(where, price=price)
+    if write is not None and write.exists():
+        raise UserError(f"--write: {write}: there is such a file; expected a new one")
+    found = make_plan(loaded, part_of(loaded, phase), where)
+    families = found.found.families[:best]
+    console.print(
+        f"{recipe} on {where.devices}x{where.device.name}: {found.model.parameters / 1e9:.4g} "
+        f"billion parameters, {found.batch_size:,} samples of {found.model.seq_len:,} tokens a "
+        f"step, {found.steps:,} steps\n",
+        markup=False,
+    )
+    show_plan(console, found, families)
+    if explain:
+        show_terms(console, found, families[0])
+    chosen = _runnable(loaded, found)
+    if chosen is not None and chosen is not families[0]:
+        console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
+    left_open = _left_open(loaded, part_of(loaded, phase), found)
+    if left_open is not None:
+        show_automatic(console, found, left_open)
+    if write is not None:
+        _write(write, recipe, overrides or [], loaded, found, chosen)
+        console.print(f"\nrecipe {write}", markup=False)
+    if plot is not None:
+        _draw(found, plot)
+        console.print(f"\nplot {plot}", markup=False)
+    if json:
+        written = None if write is None else str(write)
+        print_json_line(
+            {
+                "recipe": recipe,
+                **plan_result(found, families),
+                "automatic": left_open and asdict(left_open),
+                "written": written,
+            }
+        )
+
+
+def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> Planned | None:
+    """What `auto` would stand for with all devices, divided as the recipe says; None where it
+    leaves nothing open, or those devices cannot be divided so."""
+    from elastrata.planner.group import planned
+
+    size = recipe.parallel.group_size
+    if not recipe.is_automatic or found.cluster.devices % size:
+        return None
+    return planned(recipe, part, found.model, found.cluster)
+
+
+def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:
+    """The fastest layout that recipes of this version can say."""
+    from elastrata.planner.plan import problems_of
+
+    return next(
+        (
+            one
+            for one in found.found.families
+            if not problems_of(recipe, one.layout, found.model.seq_len)
+        ),
+        None,
+    )
+
+
+def _write(
+    path: Path,
+    recipe: str,
+    overrides: list[str],
+    loaded: Recipe,
+    found: Plan,
+    chosen: Forecast | None,
+) -> None:
+    """A variant of the recipe that says the layout, and what the command line changed."""
+    from elastrata.planner.plan import recipe_keys
+    from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
+
+    if chosen is None:
+        raise UserError("--write: this version trains this recipe under none of the layouts")
+    values: dict[str, Any] = {}
+    for override in overrides:
+        dotted, _, raw = override.partition("=")
+        _set(values, dotted, parse_yaml(raw, dotted, count_lines=False))
+    for dotted, value in recipe_keys(loaded, chosen.layout, found.model.seq_len).items():
+        _set(values, dotted, value)
+    base = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
+    header = f"# {chosen.layout}, by elastrata plan for {found.cluster.devices}x"
+    header += f"{found.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for name in sections:
+        values = values.setdefault(name, {})
+    values[key] = value
+
+
+def _draw(found: Plan, plot: Path) -> None:
+    from elastrata.tracking.plots import layout_cloud
+
+    layout_cloud(
+        [
+            (one.memory.total / 2**30, one.tokens_per_second, one.layout.pipeline)
+            for one in found.found.forecasts
+        ],
+        [(one.memory.total / 2**30, one.tokens_per_second, str(one.layout))
+         for one in found.found.families[:3]],
+        found.cluster.device.memory_bytes / 2**30,
+        plot,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""`elastrata prepare`: text to shards."""
+
+from __future__ import annotations
+
+import json as json_text
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastrata.cli.options import Address, Json
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata_pipelines.format import Manifest
+    from elastrata_pipelines.preparation import PrepareConfig
+
+_TRAINED = ("wordpiece", "bpe")
+_WITHOUT_RECIPE = {"seq_len": 128, "packing": "none", "held_out": 0.01}
+
+
+def prepare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe with data.prepare, and changes to it. With --text: more paths.",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files, folders or globs of text, JSON Lines or Parquet; local or URLs."),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder or URL of the data set. Default: the recipe's.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="wordpiece or bpe to train one, a folder or a hub name. Default: the recipe's, or "
+            "wordpiece."
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Ids of the trained tokenizer. Default: the recipe's, or 8192."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Most tokens in a sample. Default: the recipe's, or 128.")
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(help="none, concat or best_fit. Default: the recipe's, or none."),
+    ] = None,
+    held_out: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the documents kept for evaluation; 0: none. Default: the recipe's, or "
+            "0.01."
+        ),
+    ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            help="With --text: the field of JSON Lines, or the column of Parquet, that holds it. "
+            "Default: text."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the data set that is there.")] = False,
+    address: Address = None,
+    json: Json = False,
+) -> None:
+    """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
+    given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
+    if text:
+        source: dict[str, Any] = {"paths": [*text, *(arguments or [])]}
+        if text_field is not None:
+            source["text_field"] = text_field
+        plans = _from_options(source, out, given)
+    elif text_field is not None:
+        raise UserError(
+            f"--text-field: {text_field}: unexpected without --text: text_field of each of the "
+            "recipe's data.prepare.sources says it"
+        )
+    else:
+        plans = _from_recipe(arguments or [], out, given)
+    from elastrata.cluster.ray_session import ray_session
+    from elastrata.terminal.stage_progress import StageProgress
+    from elastrata_pipelines.preparation import prepare as prepare_data
+
+    console = open_console(as_json=json)
+    results = []
+    for target, config in plans.items():
+        started = time.monotonic()
+        console.print(f"preparing {target}", markup=False)
+        with _told_what_is_kept(console, target), StageProgress(console) as progress:
+            manifest = prepare_data(
+                config,
+                target,
+                overwrite=overwrite,
+                progress=progress,
+                session=lambda: ray_session(address),
+            )
+        results.append(_result(manifest, target, time.monotonic() - started))
+        _summarize(console, results[-1])
+    if json:
+        print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
+
+
+@contextmanager
+def _told_what_is_kept(console: Console, target: str) -> Iterator[None]:
+    """Says of an interrupted preparation what the next one need not do again."""
+    from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
+    from elastrata_pipelines.storage import Storage
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if Storage(target).exists(KEPT_TOKENIZER):
+            console.print(
+                f"the trained tokenizer is kept in {target}: the same command goes on from there",
+                markup=False,
+            )
+        raise
+
+
+def _given(
+    tokenizer: str | None,
+    vocab_size: int | None,
+    seq_len: int | None,
+    packing: str | None,
+    held_out: float | None,
+) -> dict[str, Any]:
+    """What the options say, by dotted key of `data.prepare`."""
+    said: dict[str, Any] = {}
+    if tokenizer is not None:
+        said["tokenizer.train" if tokenizer in _TRAINED else "tokenizer.load"] = tokenizer
+    for key, value in (
+        ("tokenizer.vocab_size", vocab_size),
+        ("seq_len", seq_len),
+        ("packing", packing),
+    ):
+        if value is not None:
+            said[key] = value
+    if held_out is not None:
+        said["held_out"] = held_out or None
+    return said
+
+
+def _from_options(
+    source: dict[str, Any], out: str | None, given: dict[str, Any]
+) -> dict[str, PrepareConfig]:
+    from pydantic import ValidationError
+
+    from elastrata.recipe.problems import recipe_problems
+    from elastrata.recipe.yaml_reader import COMMAND_LINE, RecipeText
+    from elastrata_pipelines.preparation import PrepareConfig
+
+    if out is None:
+        raise UserError("--out: missing: expected the folder or URL of the data set to write")
+    values: dict[str, Any] = {"sources": [source], "tokenizer": {}, **_WITHOUT_RECIPE}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    if not values["tokenizer"].keys() & {"train", "load"}:
+        values["tokenizer"]["train"] = "wordpiece"
+    try:
+        return {out: PrepareConfig.model_validate(values)}
+    except ValidationError as error:
+        text = RecipeText(file=COMMAND_LINE, name="", values=values)
+        raise UserError(*recipe_problems(error, PrepareConfig, text)) from None
+
+
+def _from_recipe(
+    arguments: list[str], out: str | None, given: dict[str, Any]
+) -> dict[str, PrepareConfig]:
+    from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.preparations import preparations
+
+    if not arguments:
+        raise UserError("expected a recipe, or --text PATH... --out DIR")
+    changes = [*arguments[1:], *_overrides(given, _num_phases(arguments))]
+    recipe = load_recipe(arguments[0], changes)
+    try:
+        plans = preparations(recipe)
+    except UserError as error:
+        raise UserError(*(f"{arguments[0]}: {line}" for line in error.problems)) from None
+    if out and len(plans) > 1:
+        raise UserError(f"--out: {out}: unexpected: the recipe has {len(plans)} data sets")
+    if out:
+        (config,) = plans.values()
+        return {out: config}
+    return plans
+
+
+def _num_phases(arguments: list[str]) -> int:
+    """Phases of a recipe that may be whole only with what the options say."""
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.yaml_reader import read_recipe_text
+
+    text = read_recipe_text(arguments[0], arguments[1:], model=Recipe)
+    phases = text.values.get("phases")
+    return len(phases) if isinstance(phases, list) else 0
+
+
+def _overrides(given: dict[str, Any], phases: int) -> list[str]:
+    """The options as changes to a recipe: in every phase, whatever it says itself."""
+    places = [f"phases.{number}.data.prepare" for number in range(phases)] or ["data.prepare"]
+    return [
+        f"{place}.{key}={json_text.dumps(value)}"
+        for place in places
+        for key, value in given.items()
+    ]
+
+
+def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
+    """The JSON of the command."""
+    from elastrata_pipelines.source_accounts import source_accounts
+    from elastrata_pipelines.storage import Storage
+
+    is_local = "://" not in target
+    return {
+        "path": str(Path(target).resolve()) if is_local else target,
+        "samples": manifest.samples,
+        "tokens": manifest.tokens,
+        "stripes": manifest.stripes,
+        "shards": len(manifest.shards),
+        "vocabulary": manifest.vocabulary.size,
+        "fingerprint": manifest.fingerprint,
+        "seconds": round(seconds, 3),
+        "sources": [asdict(account) for account in source_accounts(Storage(target), manifest)],
+    }
+
+
+def _summarize(console: Console, result: dict[str, Any]) -> None:
+    from elastrata_pipelines.preparation.skipped import in_words
+
+    console.print(
+        f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
+        f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in "
+        f"{result['shards']:,} shards",
+        markup=False,
+    )
+    for source in result["sources"]:
+        if source["skipped"]:
+            console.print(
+                f"  skipped  of {source['name']}: {in_words(source['skipped'])}",
+                style="yellow",
+                markup=False,
+            )
+    console.print(
+        f"  data     {result['path']}\n  next     elastrata inspect {result['path']}",
+        markup=False,
+    )

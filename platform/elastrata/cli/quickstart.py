@@ -1,0 +1,168 @@
+"""`elastrata quickstart`: the main job, end to end, on text that every machine has."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from elastrata.cli.options import Json
+from elastrata.terminal.console import open_console, print_json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.launch.result import TrainResult
+    from elastrata.recipe.recipe import Recipe
+
+
+_NEXT = {
+    "bert": "elastrata prepare --text YOUR_TEXT --out data/mine\n"
+    "            elastrata train bert/tiny data.path=data/mine --name first",
+    "gpt": "elastrata prepare --text YOUR_TEXT --tokenizer bpe --packing best_fit "
+    "--seq-len 256 --out data/mine-gpt\n"
+    "            elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt",
+}
+"""What to do after it, by workload."""
+
+
+def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as steps=200."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for everything it writes.")] = Path(
+        "quickstart"
+    ),
+    model: Annotated[
+        Literal["bert", "gpt"], typer.Option(help="What is trained: a BERT or a GPT.")
+    ] = "bert",
+    json: Json = False,
+) -> None:
+    """Train a small BERT or GPT on Python's own library: text to shards to model, in minutes."""
+    from elastrata.cluster.ray_session import ray_session
+    from elastrata.launch.quickstart import (
+        collect_corpus,
+        folder_of,
+        last_evaluation,
+        quickstart_recipe,
+    )
+    from elastrata_pipelines.storage import Storage
+
+    started = time.monotonic()
+    console = open_console(as_json=json)
+    out = out.resolve()  # the run can then be exported from any folder
+    corpus = collect_corpus(out / "corpus")
+    console.print(
+        f"1/5  corpus: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB of Python's own library"
+    )
+    recipe = quickstart_recipe(out, corpus, tuple(overrides or ()), model)
+    with ray_session():
+        result = _prepare_and_train(console, recipe)
+    run = Storage(result.run_dir)
+    evaluation = last_evaluation(run)
+    console.print("4/5  export: the model as a folder for transformers")
+    exported = _export(result, out / folder_of("model", model))
+    shown = _fill(console, exported) if model == "bert" else _write(console, exported)
+    _summarize(console, recipe, result, evaluation, exported, time.monotonic() - started)
+    if json:
+        print_json_line(_result(result, evaluation, exported, shown))
+
+
+def _fill(console: Console, model: Path) -> dict[str, Any]:
+    from elastrata.launch.quickstart import fill_masks
+
+    console.print("5/5  fill: what it would put in the place of masked words")
+    filled = fill_masks(model)
+    for guess in filled:
+        console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
+    return {"filled": [asdict(guess) for guess in filled]}
+
+
+def _write(console: Console, model: Path) -> dict[str, Any]:
+    from elastrata.launch.quickstart import write_on
+
+    console.print("5/5  write: what it would put after the beginning of a line")
+    written = write_on(model)
+    for one in written:
+        console.print(f"     {one.prompt}[{_one_line(one.text)}]", markup=False)
+    return {"written": [asdict(one) for one in written]}
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
+
+
+def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
+    from elastrata.api import prepare, train
+    from elastrata.recipe.length import in_steps
+    from elastrata.terminal.progress import Progress
+    from elastrata.terminal.stage_progress import StageProgress
+
+    assert recipe.data.prepare is not None
+    console.print("2/5  prepare: text to shards of presorted stripes")
+    with StageProgress(console) as stages:
+        manifest = prepare(recipe.data.prepare, recipe.data.path, progress=stages)
+    console.print(
+        f"     {manifest.samples:,} samples, {manifest.tokens:,} tokens, "
+        f"{manifest.stripes:,} stripes"
+    )
+    recipe = in_steps(recipe)
+    console.print(
+        f"3/5  train: {recipe.steps_in_all} steps of {recipe.batch_size} samples, "
+        f"{recipe.workers.max} workers"
+    )
+
+    with Progress(recipe.steps_in_all, console, indent="     ") as progress:
+        return train(recipe, show=progress)
+
+
+def _export(result: TrainResult, out: Path) -> Path:
+    """Exports anew: the model of an earlier quickstart in the same folder is replaced."""
+    from elastrata.run.export import export
+
+    shutil.rmtree(out, ignore_errors=True)
+    return export(result.run_dir, out)
+
+
+def _result(
+    result: TrainResult, evaluation: dict[str, float], model: Path, shown: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        **asdict(result),
+        "evaluation": evaluation,
+        "plots": f"{result.run_dir}/plots",
+        "model": str(model),
+        **shown,
+    }
+
+
+def _summarize(
+    console: Console,
+    recipe: Recipe,
+    result: TrainResult,
+    evaluation: dict[str, float],
+    model: Path,
+    seconds: float,
+) -> None:
+    from elastrata.tracking.uri import tracking_uri
+    from elastrata_pipelines.storage import Storage
+
+    uri = tracking_uri(recipe.tracking.uri, Storage(recipe.storage))
+    measured = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.items()
+    )
+    console.print(
+        f"\ndone in {seconds:.0f} s: {result.steps} steps, {result.tokens_seen:,} tokens\n"
+        f"  held-out  {measured}\n"
+        f"  model     {model}\n"
+        f"  pictures  {result.run_dir}/plots\n"
+        f"  run       {result.run_dir}  (checkpoints, history, recipe)\n"
+        f"  record    mlflow ui --backend-store-uri {uri}\n"
+        f"  next      {_NEXT[recipe.workload.name]}",
+        markup=False,
+    )

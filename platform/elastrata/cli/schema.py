@@ -1,0 +1,71 @@
+"""`elastrata schema`: the JSON Schema of recipes and sweeps, and the reference of keys."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from elastrata.cli.options import Json
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+Kind = Literal["recipe", "sweep"]
+
+
+def schema(
+    kind: Annotated[Kind, typer.Argument(help="Files of which kind.")] = "recipe",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: standard output.")
+    ] = None,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="A page with every key of a recipe instead.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the JSON Schema of recipes or sweeps, for completion and checks in an editor."""
+    found = _schema(kind)
+    if keys and kind != "recipe":
+        raise UserError(f"--keys: unexpected: of {kind}: expected recipe")
+    text = _page(found) if keys else json_text.dumps(found, indent=1) + "\n"
+    if out is not None:
+        _write(out, text)
+        console = open_console(as_json=json)
+        console.print(f"{'page' if keys else 'schema'}   {out.resolve()}", markup=False)
+        if not keys:
+            console.print(
+                f"next     begin a {kind} with this line, and the editor knows its keys:\n"
+                f"         # yaml-language-server: $schema={out}",
+                markup=False,
+            )
+        if json:
+            print_json_line({"path": str(out.resolve())})
+    elif json:
+        print_json_line(found)
+    else:
+        typer.echo(text, nl=False)
+
+
+def _schema(kind: Kind) -> dict[str, Any]:
+    if kind == "sweep":
+        from elastrata.sweeps.json_schema import sweep_schema
+
+        return sweep_schema()
+    from elastrata.recipe.json_schema import recipe_schema
+
+    return recipe_schema()
+
+
+def _page(schema: dict[str, Any]) -> str:
+    from elastrata.recipe.key_reference import key_reference
+
+    return key_reference(schema)
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,137 @@
+"""`elastrata simulate`: what machines that come and go do to a run, before it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastrata.cli.options import Json, Overrides, RecipeName
+from elastrata.cli.simulation_report import show_simulation, show_sweep, simulation_result
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.planner.cluster import Cluster
+    from elastrata.recipe.recipe import Recipe
+    from elastrata.simulation.pace import Pace
+    from elastrata.simulation.simulate import Prices
+    from elastrata.simulation.trace import Event
+
+_DAY = 86_400.0
+
+
+def simulate(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="NxDEVICE|FILE", help="Such as 64xA100-80GB: a worker a device.")
+    ] = "8xA100-80GB",
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Of a step on all of it. Default: as `elastrata plan` has it."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="CSV: seconds,event,workers. Default: draw events."),
+    ] = None,
+    lost_per_hour: Annotated[float, typer.Option(min=0, help="Of each worker.")] = 0.01,
+    with_notice: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of these that are told before.")
+    ] = 0.0,
+    hours_away: Annotated[
+        float, typer.Option(min=0, help="Until another takes a lost one's place, on average.")
+    ] = 1.0,
+    driver_lost_per_hour: Annotated[float, typer.Option(min=0)] = 0.0,
+    days: Annotated[float, typer.Option(min=0, help="At most.")] = 365.0,
+    recovery: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Seconds by fault, as benchmarks/faults.py writes them."),
+    ] = None,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Look for the best steps between checkpoints.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG file: workers over time.")] = None,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """Replay a recipe's run on workers that come and go, in simulated time."""
+    from elastrata.planner.cluster import read_cluster
+    from elastrata.recipe.data_spec import data_outline
+    from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.length import as_if_full, in_steps
+    from elastrata.simulation import simulate as simulation
+    from elastrata.simulation.pace import step_seconds as paced
+    from elastrata.simulation.recovery import RecoverySeconds, read_recovery
+    from elastrata.simulation.trace import Rates, drawn_events, read_trace
+
+    console = open_console(as_json=json)
+    loaded = in_steps(load_recipe(recipe, overrides or []))
+    where = read_cluster(cluster)
+    seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
+    given = read_trace(trace) if trace else None
+    outline = data_outline(loaded)
+    loaded = as_if_full(loaded, outline.seq_len)
+    model = loaded.workload.transformer(outline.vocabulary, outline.seq_len)
+    pace, group = _pace(loaded, where, step_seconds)
+    at = simulation.conditions(
+        loaded,
+        paced(loaded, pace, group=group),
+        seconds_by_fault,
+        parameters=model.parameters,
+        workers=where.devices,
+        group=group,
+    )
+    rates = Rates(
+        lost_per_hour=lost_per_hour,
+        with_notice=with_notice,
+        hours_away=hours_away,
+        driver_lost_per_hour=driver_lost_per_hour,
+    )
+
+    def events() -> Iterable[Event]:
+        return given or drawn_events(where.devices, rates, seconds=days * _DAY, seed=seed)
+
+    found = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
+    tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
+    show_simulation(console, found, loaded.steps_in_all)
+    if tried is not None:
+        show_sweep(console, tried)
+    elif intervals:
+        console.print("\nno fault goes back to a durable checkpoint: any interval will do")
+    if plot is not None:
+        from elastrata.tracking.plots import workers_over_time
+
+        workers_over_time(found.outcome.sizes, found.outcome.seconds, plot)
+        console.print(f"\nplot {plot}", markup=False)
+    if json:
+        print_json_line({"recipe": recipe, **simulation_result(found, tried)})
+
+
+def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace, int]:
+    """What steps cost, and how many workers compute a sample together: as given, or by the fastest
+    layout that this version trains."""
+    from elastrata.planner.plan import plan, problems_of
+    from elastrata.simulation.pace import Pace
+
+    if seconds is not None:
+        work = seconds * cluster.devices
+        return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
+    found = plan(recipe, recipe.parts[0], cluster)
+    for one in found.found.families:
+        if not problems_of(recipe, one.layout, found.model.seq_len):
+            fixed = one.time.messages + one.time.update
+            work = (one.time.total - fixed) * cluster.devices
+            group = one.layout.tensor * one.layout.pipeline
+            return Pace(worker_seconds=work, fixed_seconds=fixed), group
+    raise UserError("--step-seconds: expected: this version trains under none of the layouts")
+
+
+def _prices(cluster: Cluster) -> Prices | None:
+    from elastrata.simulation.simulate import Prices
+
+    if cluster.price is None or cluster.spot_price is None:
+        return None
+    return Prices(on_demand=cluster.price, spot=cluster.spot_price)

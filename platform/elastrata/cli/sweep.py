@@ -1,0 +1,113 @@
+"""`elastrata sweep`: many trials of one recipe, to find the values that do best."""
+
+from __future__ import annotations
+
+import json as json_text
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastrata.cli.options import Address, Json, Overrides
+from elastrata.cli.train import train_and_tell
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.sweeps.result import SweepResult
+
+_INTERRUPTED = 130
+
+
+def sweep(
+    sweep: Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="A sweep's file.")] = None,
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The sweep's name; with --train the run's. The same name continues the same one."
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FOLDER", help="Show the best trial of a sweep that was run."),
+    ] = None,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="With --best: train its values as long as the recipe says."),
+    ] = False,
+    address: Address = None,
+    json: Json = False,
+) -> int:
+    """Try values of a recipe's keys, or continue a sweep where it stopped."""
+    changes = [text for text in (sweep, *(overrides or [])) if text]
+    if best is not None:
+        return _go_on(best, changes, name, train, address, json)
+    if train:
+        raise UserError("--train: expected --best NAME: the sweep whose best values to train")
+    if sweep is None:
+        raise UserError("expected a sweep's file, or --best NAME of one that was run")
+    return _run(sweep, changes[1:], name, address, json)
+
+
+def _run(file: str, overrides: list[str], name: str | None, address: str | None, json: bool) -> int:
+    from elastrata.api import sweep as run_sweep
+    from elastrata.sweeps.file import load_sweep
+    from elastrata.terminal.sweep_progress import SweepProgress
+
+    console = open_console(as_json=json)
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    chosen = load_sweep(file, [*overrides, *renamed])
+    console.print(f"sweep {chosen.name}: starting Ray and the trials", markup=False)
+    with SweepProgress(chosen.space, console) as progress:
+        result = run_sweep(chosen, address=address, show=progress, warn=progress.warn)
+    _tell(result, json)
+    return 0 if result.status == "FINISHED" else _INTERRUPTED
+
+
+def _go_on(
+    place: str,
+    overrides: list[str],
+    name: str | None,
+    train: bool,
+    address: str | None,
+    json: bool,
+) -> int:
+    """Shows the best trial, or trains its values."""
+    from elastrata.sweeps.best import best_recipe, find_sweep
+    from elastrata.sweeps.file import changes_of
+
+    result = find_sweep(place)
+    if not train:
+        if overrides or name is not None:
+            raise UserError("--best: expected --train beside --name and changes of the recipe")
+        _tell(result, json)
+        return 0
+    named = {"name": name} if name is not None else {}
+    train_and_tell(best_recipe(result, {**changes_of(overrides), **named}), address, json)
+    return 0
+
+
+def _tell(result: SweepResult, json: bool) -> None:
+    """Shows how a sweep has ended, and how to go on."""
+    from elastrata.terminal.sweep_progress import rich_table
+
+    console = open_console(as_json=json)
+    standings = result.standings
+    console.print(rich_table(standings, result.config.space, len(standings.trials)))
+    best, folder = result.best, result.folder
+    lines = [
+        f"best: trial {best.id}, {result.config.metric} {result.best_value:.5g}"
+        if best
+        else "no trial has a value",
+        *(f"  {key}={json_text.dumps(value)}" for key, value in result.best_values.items()),
+        f"  sweep    {folder}",
+        f"  report   {folder}/report.html",
+    ]
+    if best:
+        lines += [
+            f"  train    elastrata sweep --best {folder} --train",
+            f"  export   elastrata export {folder}/trials/{best.id} --out MODEL_FOLDER",
+        ]
+    console.print("\n".join(lines), markup=False)
+    if json:
+        print_json_line(result.summary())

@@ -1,0 +1,96 @@
+"""`elastrata train`: a recipe to a trained model, or an interrupted run to its end."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastrata.cli.options import Address, Json, OptionalRecipe, Overrides
+from elastrata.terminal.console import open_console, print_json_line
+from elastrata_pipelines.errors import UserError
+
+if TYPE_CHECKING:
+    from elastrata.recipe.recipe import Recipe
+
+
+def train(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's name. The same name continues the same run.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run to go on with, in the place of RECIPE and --name."),
+    ] = None,
+    address: Address = None,
+    go_on_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="COMMIT",
+            help="Go back to this checkpoint of the run: its step, or its folder's name.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train a recipe, or continue its run where it stopped."""
+    arguments = [*([recipe] if recipe else []), *(overrides or [])]
+    chosen = _resumed(resume, arguments, name) if resume else _named(arguments, name)
+    train_and_tell(chosen, address, json, go_on_from)
+
+
+def train_and_tell(
+    chosen: Recipe, address: str | None, json: bool, go_on_from: str | None = None
+) -> None:
+    """Trains a recipe and shows how it goes, and what came of it."""
+    from elastrata.api import run_name
+    from elastrata.api import train as train_recipe
+    from elastrata.recipe.length import in_steps
+    from elastrata.terminal.progress import Progress, phase_lines
+    from elastrata.tracking.uri import tracking_uri
+    from elastrata_pipelines.storage import Storage
+
+    console = open_console(as_json=json)
+    chosen = in_steps(chosen)
+    console.print(f"run {run_name(chosen)}: starting Ray and the workers", markup=False)
+    with Progress(chosen.steps_in_all, console, phase_lines(chosen)) as progress:
+        result = train_recipe(chosen, address=address, show=progress, go_on_from=go_on_from)
+    uri = tracking_uri(chosen.tracking.uri, Storage(chosen.storage))
+    lines = [
+        f"done: {result.steps} steps, {result.samples_seen:,} samples, "
+        f"{result.tokens_seen:,} tokens, loss {result.final_loss:.4f}",
+        *([f"  target   {result.target}"] if result.target else []),
+        f"  run      {result.run_dir}",
+        f"  record   mlflow ui --backend-store-uri {uri}",
+        f"  next     elastrata export {result.run_dir} --out MODEL_FOLDER",
+    ]
+    console.print("\n".join(lines), markup=False)
+    if json:
+        print_json_line(asdict(result))
+
+
+def _named(arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.recipe.file import load_recipe
+
+    if not arguments:
+        raise UserError("expected a recipe, such as bert/tiny, or --resume RUN")
+    renamed = [f"name={json_text.dumps(name)}"] if name is not None else []
+    return load_recipe(arguments[0], [*arguments[1:], *renamed])
+
+
+def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.run.names import named_run
+    from elastrata.run.resumed import resumed_recipe
+
+    if name is not None:
+        raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")
+    if arguments and "=" not in arguments[0]:
+        raise UserError(
+            f"{arguments[0]}: unexpected: --resume {run} goes on with the run's own recipe; "
+            "changes are KEY=VALUE"
+        )
+    return resumed_recipe(named_run(run), arguments)

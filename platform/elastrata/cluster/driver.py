@@ -1,0 +1,265 @@
+"""The drive: one driver's part in a run, from the newest state to the end, whatever comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ray
+
+from elastrata.checkpoints.commit import Commit, commits, newest_verified
+from elastrata.cluster.attendant import Attendant
+from elastrata.cluster.control_channel import raylet_of
+from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.gauges import Gauges
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.job import Job
+from elastrata.cluster.observer import Observer
+from elastrata.cluster.sentry import Sentry
+from elastrata.cluster.source import Source
+from elastrata.cluster.teardown import undisturbed
+from elastrata.cluster.watchdog import Watchdog
+from elastrata.core.control_signal import Act, Request
+from elastrata.core.ends import ControllerLostError, TrainingError
+from elastrata.core.events import Event, Lost, Warned
+from elastrata.core.target import TargetConfig, is_over
+from elastrata.recipe.recipe import Recipe
+from elastrata.replicas.storage import HotStorage, close_hot_tier, open_hot_tier
+from elastrata.run import history
+from elastrata.run.flops import flops_by_phase
+from elastrata.run.history import HistoryWriter
+from elastrata.run.pictures import publish_pictures
+from elastrata.run.status import status as status_of
+from elastrata.run.time_to_target import time_to_target
+from elastrata.tracking.tracker import Status, Tracker
+from elastrata.trainer.preflight import TrainingData
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One driver's part in a run."""
+
+    recipe: Recipe
+    run: Storage
+    data: TrainingData
+    tracker: Tracker
+    mailbox: Any
+    interrupt: Interrupt
+    gpus: float
+    show: Callable[[Event], None]
+
+    def to_end(self, finished: bool) -> Status:
+        """Trains what is left, and records how it ended, whatever comes."""
+        entries = history.read(self.run.sub("history"))
+        number = history.next_attempt(self.run.sub("history"))
+        writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
+        status: Status = "FAILED"
+        text = ""
+        try:
+            if not finished:
+                done = [step["step"] for step in history.effective_steps(entries)]
+                observer = Observer(
+                    self.tracker,
+                    writer,
+                    self._shown(),
+                    history.world_sizes(entries),
+                    step=max(done, default=0),
+                    substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
+                )
+                self._fit(observer, number)
+            status = "FINISHED"
+            self._record_target()
+            self._record_flops()
+            _publish(self.run, self.data, self.tracker, self.show)
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        except Exception as error:
+            text = str(error)
+            raise
+        finally:
+            if not self.interrupt.is_lost:  # else run and record are another driver's
+                with undisturbed("closing the run's record"):
+                    writer.add("ended", {"status": status, "text": text})
+                    writer.flush()
+                    self._report(status)
+                    self.tracker.finish(status)
+        return status
+
+    def _fit(self, observer: Observer, number: int) -> None:
+        recipe = self.recipe
+        hot = open_hot_tier(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
+
+        def handle(events: Sequence[Event]) -> None:
+            watchdog.hear(events)
+            observer(events)
+
+        receiver = Receiver(self.mailbox, handle)
+        try:
+            with self._guarded(hot, lambda line: observer([Warned(text=line)])):
+                try:
+                    self.interrupt.run(
+                        lambda: self._controlled(handle, observer, number, hot),
+                        recipe.checkpoint.grace_seconds,
+                        lambda name: ask_to_stop(self.mailbox, name),
+                    )
+                finally:
+                    receiver.close()
+        except TrainingError:
+            if observer.refused:
+                raise UserError(*observer.refused) from None
+            if self.interrupt.signal:
+                raise KeyboardInterrupt(self.interrupt.signal) from None
+            raise
+        finally:
+            watchdog.close()
+            if hot:
+                close_hot_tier(hot)
+        if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
+            raise TrainingError(
+                "the last checkpoint could not be saved; the same command redoes the steps after "
+                "the one before"
+            )
+
+    @contextmanager
+    def _guarded(self, hot: HotStorage | None, warn: Callable[[str], None]) -> Iterator[None]:
+        """Replaces helpers that do not answer, or are stopped, while its block runs."""
+        seconds = self.recipe.workers.hang_seconds
+        helpers = {"mailbox": self.mailbox}
+        if hot:
+            helpers["directory of the hot copies"] = hot.directory
+        attendant = Attendant(helpers, seconds, warn)
+        job: str = ray.get_runtime_context().get_job_id()
+        sentry = Sentry(lambda: raylet_of(self.mailbox), job, seconds, warn)
+        try:
+            yield
+        finally:
+            attendant.close()
+            sentry.close()
+
+    def _controlled(
+        self,
+        handle: Callable[[Sequence[Event]], None],
+        observer: Observer,
+        number: int,
+        hot: HotStorage | None,
+    ) -> None:
+        """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
+        from elastrata.cluster.worker_group import fit
+
+        most = self.recipe.workers.max_failures
+        for controller in count():
+            try:
+                fit(
+                    self._job(hot),
+                    self._source(hot),
+                    gpus_per_worker=self.gpus,
+                    launch=f"launch-{number:04d}-{controller}",
+                    max_failures=most if most < 0 else max(0, most - observer.losses),
+                )
+            except ControllerLostError as error:
+                if self.interrupt.signal or 0 <= most <= observer.losses:
+                    raise
+                handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
+            else:
+                return
+
+    def _shown(self) -> Callable[[Event], None]:
+        """Shows an event, and sets Ray's metrics by it."""
+        gauges = Gauges(self.run.uri().rsplit("/", 1)[-1])
+
+        def show(event: Event) -> None:
+            gauges(event)
+            self.show(event)
+
+        return show
+
+    def _record_target(self) -> None:
+        """Records when the run reached its target, or that it did not."""
+        if self.recipe.target:
+            entries = history.read(self.run.sub("history"))
+            outcome = time_to_target(entries, self.recipe.target)
+            if outcome.step is not None:
+                self.tracker.log_steps([{"step": outcome.step, **outcome.to_metrics()}])
+            self.tracker.tag({"target": outcome})
+
+    def _record_flops(self) -> None:
+        """Records what the phases of a run with weights at zero cost."""
+        if any(part.sparsity for part in self.recipe.parts):
+            steps = history.effective_steps(history.read(self.run.sub("history")))
+            phases = flops_by_phase(steps, [phase.last_step for phase in self.data.phases])
+            self.tracker.log_steps(
+                [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
+            )
+
+    def _job(self, hot: HotStorage | None) -> Job:
+        return Job(
+            recipe=self.recipe,
+            run=self.run,
+            phases=self.data.phases,
+            held_out=self.data.held_out,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _report(self, status: Status) -> None:
+        """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
+        checkpoints = self.run.sub("checkpoints")
+        try:
+            for commit in commits(checkpoints)[: int(status == "FINISHED")]:
+                self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
+            told = json.dumps(status_of(self.run).to_dict(), indent=1)
+            self.tracker.log_artifact("report.json", told.encode())
+        except Exception as error:  # it does not undo a run
+            self._warn(f"no report of the run: {error}")
+
+    def _source(self, hot: HotStorage | None) -> Source:
+        return Source(
+            run=self.run,
+            phases=self.data.phases,
+            mailbox=self.mailbox,
+            hot=hot,
+        )
+
+    def _warn(self, line: str) -> None:
+        self.show(Warned(text=line))
+
+
+def ask_to_stop(mailbox: Any, name: str) -> None:
+    """Asks the workers to save and end, as the signal of that name wants it; waits for nothing."""
+    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
+
+
+def _publish(
+    run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
+) -> None:
+    """A picture that cannot be drawn or written does not undo a finished run."""
+    try:
+        publish_pictures(run, data.length_histogram, tracker)
+    except Exception as error:
+        show(Warned(text=f"no pictures of the run: {error}"))
+
+
+def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> bool:
+    """Whether the newest whole checkpoint is that of the last step, or has reached the target.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+
+    def ends(commit: Commit) -> bool:
+        return is_over(commit.step, commit.evaluation, steps=steps, target=target)
+
+    checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
+    if not any(ends(one) for one in commits(checkpoints) if lineage.counts(*one.place)):
+        return False
+    # What is passed over is told when training begins.
+    newest = newest_verified(checkpoints, lambda _: None, lineage.counts)
+    return newest is not None and ends(newest)

@@ -1,0 +1,142 @@
+"""The sender: the workers' side of the mailbox. It waits for nothing, whatever the mailbox does."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from threading import Condition, Thread
+from typing import Any
+
+import ray
+
+from elastrata.cluster.letters import Outgoing, Parcel, Receipt
+from elastrata.core.control_signal import Request
+from elastrata.core.events import Event, Refused, Warned
+from elastrata.core.record import StepRecord
+
+POST_SECONDS = 0.2
+"""Step records are posted together at most this often: a post costs some 0.2 ms."""
+_ASK_SECONDS = 1.0
+"""How often to ask whether the driver has handled all, where nothing is left to be sent."""
+_ASK_SECONDS_AT_THE_END = 0.05
+_ANSWER_SECONDS = 5.0
+"""After that a parcel is sent again: it is taken once, however often it comes."""
+_FLUSH_SECONDS = 60.0
+_DROPPED = (
+    "the driver has not answered for so long that MLflow will lack steps; the history has them"
+)
+
+
+class Sender:
+    """Sends events from a thread of its own; any thread may send. Ranks beside rank 0 send nothing
+    but refusals.
+
+    What the driver has not handled stays here, and is sent again where the mailbox was replaced.
+    """
+
+    def __init__(self, mailbox: Any, *, rank: int) -> None:
+        self._mailbox = mailbox
+        self._speaks = rank == 0
+        self._changed = Condition()
+        self._outgoing = Outgoing(uuid.uuid4().hex)
+        self._is_urgent = False
+        self._closing = False
+        self._posted = float("-inf")
+        self._request: Request | None = None
+        self._thread: Thread | None = None
+
+    def send(self, event: Event) -> None:
+        """Sends an event; step records go together with the next ones."""
+        if not self._speaks and not isinstance(event, Refused):
+            return
+        with self._changed:
+            self._add(event)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="elastrata-sender", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _add(self, event: Event) -> None:
+        dropped = self._outgoing.dropped
+        self._outgoing.add(event)
+        self._is_urgent |= not isinstance(event, StepRecord)
+        if not dropped and self._outgoing.dropped:
+            self._outgoing.add(Warned(text=_DROPPED))
+
+    def look(self) -> Request | None:
+        """What is asked, by the newest answer that has come; waits for none."""
+        return self._request
+
+    def flush(self) -> None:
+        """Waits until the mailbox has all that was sent; a minute at most."""
+        with self._changed:
+            self._hurry()
+            self._changed.wait_for(lambda: self._outgoing.is_sent, _FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Waits until the driver has handled all that was sent; a minute at most."""
+        with self._changed:
+            self._closing = True
+            self._hurry()
+            self._changed.wait_for(lambda: self._outgoing.is_handled, _FLUSH_SECONDS)
+
+    def leave(self) -> None:
+        """Nothing more will be sent; the thread ends when all is handled."""
+        with self._changed:
+            self._closing = True
+            self._hurry()
+
+    def _hurry(self) -> None:
+        self._is_urgent = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._wait():
+            with self._changed:
+                self._is_urgent = False
+                parcel = self._outgoing.parcel()
+            receipt = self._post(parcel)
+            with self._changed:
+                self._posted = time.monotonic()
+                if receipt:
+                    self._outgoing.settle(receipt)
+                    self._request = receipt.request
+                self._changed.notify_all()
+
+    def _wait(self) -> bool:
+        """Waits until the next parcel is due; returns whether there will be one."""
+        with self._changed:
+            # Without Ray nobody listens any more, and a call would start another Ray.
+            while ray.is_initialized() and not (self._closing and self._outgoing.is_handled):
+                seconds = self._pause()
+                left = None if seconds is None else seconds - (time.monotonic() - self._posted)
+                if left is not None and left <= 0:
+                    return True
+                self._changed.wait(left)
+            self._thread = None
+            return False
+
+    def _pause(self) -> float | None:
+        """Seconds between the last parcel and the next one; None: no end of it yet."""
+        if self._is_urgent:
+            return 0.0
+        if not self._outgoing.is_sent:
+            return POST_SECONDS
+        if self._outgoing.is_handled:
+            return None
+        return _ASK_SECONDS_AT_THE_END if self._closing else _ASK_SECONDS
+
+    def _post(self, parcel: Parcel) -> Receipt | None:
+        """The mailbox's receipt; None where it does not answer."""
+        try:
+            receipt: Receipt = ray.get(self._mailbox.post.remote(parcel), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayError:
+            return None
+        return receipt
+
+
+def tell(mailbox: Any, event: Event) -> None:
+    """Sends one event from a process that has no sender, and waits for nothing."""
+    sender = Sender(mailbox, rank=0)
+    sender.send(event)
+    sender.leave()

@@ -1,0 +1,70 @@
+"""Gauges: how a run stands now, for Prometheus, through Ray's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge
+
+from elastrata.core.events import Committed, Event, Lost, Started
+from elastrata.core.record import StepRecord
+
+GAUGES: Mapping[str, str] = {
+    "elastrata_step": "Optimizer steps done",
+    "elastrata_loss": "Training loss of the last step",
+    "elastrata_tokens_per_second": "Real tokens per second, over all workers",
+    "elastrata_mfu": "Share of the devices' dense bf16 peak; absent where that is not known",
+    "elastrata_imbalance": "Largest work of a rank over the mean",
+    "elastrata_seconds_waiting_for_data": "Of the last step, on rank 0",
+    "elastrata_world_size": "Workers of the group that trains",
+}
+COUNTERS: Mapping[str, str] = {
+    "elastrata_faults": "Groups of workers lost since the driver started",
+    "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
+}
+"""What there is, with what it means. Prometheus has them with `ray_` before, and `_total` after the
+counters."""
+
+
+class Gauges:
+    """The gauges of one run, by the label `run`.
+
+    Args:
+        run: its name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._gauges = {name: Gauge(name, text, tag_keys=("run",)) for name, text in GAUGES.items()}
+        self._counters = {
+            name: Counter(name, text, tag_keys=("run",)) for name, text in COUNTERS.items()
+        }
+        for metric in (*self._gauges.values(), *self._counters.values()):
+            metric.set_default_tags({"run": run})
+
+    def __call__(self, event: Event) -> None:
+        """Takes what an event says."""
+        match event:
+            case StepRecord():
+                self._set(
+                    step=event.step,
+                    loss=event.loss,
+                    tokens_per_second=event.tokens_per_second,
+                    mfu=event.mfu,
+                    imbalance=event.imbalance,
+                    seconds_waiting_for_data=event.seconds_waiting_for_data,
+                    world_size=event.world_size,
+                )
+            case Started():
+                self._set(world_size=event.world_size)
+            case Lost():
+                self._set(world_size=0)
+                self._counters["elastrata_faults"].inc()
+            case Committed():
+                self._counters["elastrata_checkpoints"].inc()
+            case _:
+                pass
+
+    def _set(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._gauges[f"elastrata_{name}"].set(value)

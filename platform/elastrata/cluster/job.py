@@ -1,0 +1,27 @@
+"""A job: everything that the workers of a run are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastrata.recipe.recipe import Recipe
+from elastrata.replicas.storage import HotStorage
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A value: it can be sent to any process."""
+
+    recipe: Recipe
+    run: Storage
+    phases: tuple[Phase, ...]
+    held_out: tuple[Batches | None, ...]
+    """For the evaluations in every phase."""
+    mailbox: Any
+    """Handle of the driver's mailbox."""
+    hot: HotStorage | None
+    """Where the copies in memory are kept; None: nowhere."""

@@ -1,0 +1,167 @@
+"""The observer: the driver's record of a run, from the events that the workers send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from elastrata.core.events import (
+    Chosen,
+    Committed,
+    Evaluated,
+    Event,
+    Lost,
+    Refused,
+    Removed,
+    Stalled,
+    Started,
+    Substituted,
+)
+from elastrata.core.record import StepRecord
+from elastrata.run.entries import metrics_of, step_record
+from elastrata.run.history import HistoryWriter
+from elastrata.tracking.tracker import Tracker
+
+
+def catch_up(
+    tracker: Tracker, entries: Iterable[Mapping[str, Any]], checkpoints: Sequence[Committed]
+) -> None:
+    """Records what a driver that died did not: steps of the history, checkpoints on storage.
+
+    Args:
+        tracker: of the run.
+        entries: its whole history.
+        checkpoints: all that there are, the oldest first.
+    """
+    metrics = []
+    for entry in entries:
+        if entry["kind"] == "step":
+            record = step_record(entry, "the run's history")
+            metrics.append({"step": entry["step"], **record.to_metrics()})
+        elif entry["kind"] == "evaluated":
+            metrics.append({"step": entry["step"], **metrics_of(entry)})
+    tracker.log_steps(metrics)
+    tracker.keep_checkpoints([checkpoint.uri for checkpoint in checkpoints])
+    for checkpoint in checkpoints:
+        tracker.record_checkpoint(checkpoint.uri, checkpoint.step, checkpoint.to_metrics())
+
+
+def _nothing(event: Event) -> None:
+    """Shows an event to nobody."""
+
+
+class Observer:
+    """Passes events on to MLflow and to whoever shows progress, and remembers how the run stands.
+
+    Args:
+        tracker: of the run.
+        history: of the run, written by the driver.
+        show: called with every event.
+        world_sizes: of the groups of workers before this launch.
+        step: the last one they did that counts.
+        substituted: what was used instead of what the recipe asks for, line by line.
+
+    Any thread may call it.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        history: HistoryWriter,
+        show: Callable[[Event], None],
+        world_sizes: Sequence[int],
+        step: int,
+        substituted: Sequence[str],
+    ) -> None:
+        self._tracker = tracker
+        self._history = history
+        self._show = show
+        self._world_sizes = list(world_sizes)
+        self._attempt = 0
+        self._step = step
+        self._substituted = list(substituted)
+        self._lost_attempt = -1
+        self._lock = Lock()
+        self.losses = 0
+        """Groups of workers that were lost in this launch."""
+        self.refused: tuple[str, ...] = ()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        """Handles events in the order they happened."""
+        with self._lock:
+            self._handle(events)
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        steps = [
+            {"step": event.step, **event.to_metrics()}
+            for event in events
+            if isinstance(event, StepRecord | Evaluated | Stalled)
+        ]
+        if steps:
+            self._tracker.log_steps(steps)
+        news = [event for event in events if self._note(event)]
+        for event in news:
+            self._show_safely(event)
+
+    def _show_safely(self, event: Event) -> None:
+        """A terminal that is gone, as after `| head`, must not end the record."""
+        try:
+            self._show(event)
+        except (Exception, SystemExit):
+            self._show = _nothing
+
+    def _note(self, event: Event) -> bool:
+        """Notes what is to stay of an event; returns whether the user has yet to hear of it."""
+        match event:
+            case StepRecord():
+                self._step = event.step
+            case Started():
+                self._attempt = event.attempt
+                self._roll_back(event.step)
+                self._world_sizes.append(event.world_size)
+                self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})
+            case Committed():
+                self._tracker.record_checkpoint(event.uri, event.step, event.to_metrics())
+            case Removed():
+                self._tracker.forget_checkpoint(event.uri)
+            case Lost():
+                self._lose(event)
+            case Substituted():
+                return self._substitute(event.text)
+            case Chosen():
+                keys = ("micro_batch_tokens", "activation_checkpointing")
+                self._tracker.tag({f"chosen.{key}": vars(event)[key] for key in keys})
+            case Refused():
+                self.refused = event.problems
+            case _:
+                pass
+        return True
+
+    def _roll_back(self, step: int) -> None:
+        """Notes which steps are done again. The driver knows of all that were done; what rank 0 had
+        not yet written into the history died with it."""
+        if self._step > step:
+            undone = {"first": step + 1, "last": self._step}
+            self._history.add("rolled_back", {"attempt": self._attempt, **undone})
+            self._history.flush()
+        self._step = step
+
+    def _substitute(self, line: str) -> bool:
+        """Notes a line that every group of workers says anew; returns whether it is the first."""
+        if line in self._substituted:
+            return False
+        self._substituted.append(line)
+        self._history.add("substituted", {"attempt": self._attempt, "text": line})
+        self._history.flush()
+        self._tracker.tag({"substituted": "\n".join(self._substituted)})
+        return True
+
+    def _lose(self, event: Lost) -> None:
+        """Notes that a group is lost; once, as one loss may be seen in several ways."""
+        if self._attempt != self._lost_attempt:
+            self._lost_attempt = self._attempt
+            self.losses += 1
+            fault = {"text": event.text, "ranks": list(event.ranks)}
+            self._history.add("fault", {"attempt": self._attempt, **fault})
+            self._history.flush()

@@ -1,0 +1,218 @@
+"""The worker: what every member of the group does, from the first import to the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any, NoReturn
+
+import ray.train
+import torch
+import torch.distributed as dist
+
+from elastrata.checkpoints.commit import MARKER, Commit
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.cluster.event_sender import Sender
+from elastrata.cluster.job import Job
+from elastrata.cluster.prestarted import Spares
+from elastrata.cluster.sentry import Sentry
+from elastrata.core.backoff import patiently
+from elastrata.core.control_signal import Act, Request
+from elastrata.core.data_rank import data_rank
+from elastrata.core.device import Abilities, abilities, current_device
+from elastrata.core.ends import Stopped
+from elastrata.core.events import Refused, Started, Substituted, Warned
+from elastrata.core.record import StepRecord
+from elastrata.core.stopwatch import Phases
+from elastrata.core.target import TargetConfig, is_over, reached
+from elastrata.recipe.recipe import Recipe
+from elastrata.run.succession import take_over
+from elastrata.trainer.checkpoint_manager import Keeper, Saving
+from elastrata.trainer.engine import missing_here
+from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.trainer import Learner
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stream import RankStream
+
+STREAM = "train"
+"""The name of the data set that Ray Train hands to the workers."""
+SPARES_AFTER_SECONDS = 5.0
+"""The imports of spare processes wait so long, to leave the first steps alone."""
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """Ray Train's entry point: `config["job"]` is the `Job`."""
+    job: Job = config["job"]
+    sender = Sender(job.mailbox, rank=ray.train.get_context().get_world_rank())
+    try:
+        _train(job, sender)
+    except UserError as error:
+        sender.send(Refused(problems=error.problems))
+        raise
+    finally:
+        sender.close()
+
+
+def _train(job: Job, sender: Sender) -> None:
+    """Continues from the newest state to the last step, or to the target."""
+    phases, context, recipe = Phases(), ray.train.get_context(), job.recipe
+    if context.get_local_rank() == 0:
+        _post_sentry(recipe.workers.hang_seconds, sender)
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    per_node = context.get_local_world_size()
+    data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
+    torch.set_num_threads(recipe.workers.threads or _fair_threads(per_node))
+    device, token_dtype = current_device(), job.phases[0].batches.manifest.token_dtype
+    with ThreadPoolExecutor(1) as background:
+        opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
+        phases.passed("shard")
+        learner = Learner(
+            recipe,
+            job.phases,
+            device,
+            world_size=world_size,
+            per_node=per_node,
+            counts=data.counts,
+        )
+        phases.passed("model")
+        stream = opening.result()
+        phases.passed("data")
+    start = stream.start
+    commit = _commit(job, start)
+    attempt = _agree(_take_over(job.run, commit, sender) if rank == 0 else None)
+    if commit:
+        learner.restore(_storage(job, start), commit)
+    phases.passed("state")
+    held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
+    phases.passed("held_out")
+    keeper = Keeper(
+        job.run,
+        job.hot,
+        attempt=attempt,
+        rank=rank,
+        config=recipe.checkpoint,
+        channel=sender,
+        state=learner.state,
+        extra=learner.extra,
+    )
+    started = Started(
+        attempt=attempt,
+        world_size=world_size,
+        step=start.step,
+        state=start.tier,
+        pids=_pids(world_size),
+        seconds=phases.seconds,
+    )
+    with keeper:
+        keeper.started(started)
+        for line in _all_substitutions(recipe, abilities(device), world_size):
+            sender.send(Substituted(text=line))
+        if recipe.workers.spares and context.get_local_rank() == 0:
+            Spares(per_node, after=SPARES_AFTER_SECONDS)
+        was_over = commit is not None and is_over(
+            commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
+        )
+        steps = learner.steps(stream, start, chose=keeper.chose, asked=keeper.asked)
+        for record, act in () if was_over else steps:
+            keeper.stepped(record)
+            is_last = record.step == recipe.steps_in_all
+            if due := held_out.due(record):
+                metrics = keeper.evaluated(record, *learner.evaluate(due))
+                is_last |= _has_reached(recipe.target, metrics, record, keeper)
+            keeper.keep(record, act, is_last=is_last)
+            if is_last:
+                break
+            if act >= Act.HALT:
+                _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
+        if commit and start.tier == "hot" and was_over:
+            keeper.continued(_saving(commit))
+    ray.train.report({})
+
+
+def _post_sentry(seconds: float, sender: Sender) -> None:
+    """Watches this node's processes, while this one lives."""
+    job: str = ray.get_runtime_context().get_job_id()
+    Sentry(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
+
+
+def _has_reached(
+    target: TargetConfig | None, metrics: Mapping[str, float], record: StepRecord, keeper: Keeper
+) -> bool:
+    """Whether the run ends here, at its target: the same on every rank. Collective."""
+    if target is None or not _agree(reached(target, metrics)):
+        return False
+    keeper.reached(record, target.metric, metrics[target.metric])
+    return True
+
+
+def _storage(job: Job, start: Start) -> CommitStorage:
+    return job.hot if start.tier == "hot" and job.hot else job.run.sub("checkpoints")
+
+
+def _commit(job: Job, start: Start) -> Commit | None:
+    """The commit that the run continues from; None for a new run."""
+    if start.commit is None:
+        return None
+    return Commit.from_json(_storage(job, start).read(start.commit, MARKER), start.commit)
+
+
+def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
+    """The number of this attempt; waits for storage that fails."""
+    return patiently(
+        lambda: take_over(run, commit),
+        "the run's history",
+        lambda line: sender.send(Warned(text=line)),
+    )
+
+
+def _saving(commit: Commit) -> Saving:
+    return Saving(
+        step=commit.step, samples=commit.samples, tokens=commit.tokens, extra=commit.extra
+    )
+
+
+def _rest(request: Request, seconds: float) -> NoReturn:
+    """After the state is safe: ends the run, or waits until Ray ends this process.
+
+    Raises:
+        Stopped: the run is to end.
+        TimeoutError: nobody ended this process.
+    """
+    if request.act == Act.STOP:
+        raise Stopped(request.text)
+    Event().wait(seconds)
+    raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
+
+
+def _pids(world_size: int) -> dict[int, tuple[str, int]]:
+    """Node and process of every rank."""
+    here = (ray.get_runtime_context().get_node_id(), os.getpid())
+    return dict(enumerate(_of_all_ranks(here, world_size)))
+
+
+def _all_substitutions(recipe: Recipe, here: Abilities, world_size: int) -> list[str]:
+    """What any rank uses instead of what the recipe asks for: each line once."""
+    own = missing_here(recipe, here)
+    return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
+
+
+def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
+    """Every rank's value, by rank."""
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _fair_threads(local_world_size: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def _agree(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    agreed = [value]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]

@@ -1,0 +1,237 @@
+"""The trainer: a job on Ray Train, with workers that come and go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.train import UserCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+
+from elastrata.cluster import prestarted
+from elastrata.cluster.event_sender import tell
+from elastrata.cluster.job import Job
+from elastrata.cluster.leaked_placement_groups import remove_orphans
+from elastrata.cluster.scaling_policy import ResizePolicy
+from elastrata.cluster.source import Source
+from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
+from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
+from elastrata.core.events import Lost
+from elastrata.core.workload import Workload
+from elastrata.recipe.recipe import WorkersConfig
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stream import StreamConfig
+
+CONTROLLER_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+"""How often Ray Train's controller looks at the workers, how long it waits for a group to start
+before it asks for another size, and that `ResizePolicy` looks after nodes that are about to go. Ray
+takes them from the driver's environment only."""
+
+WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
+CONTROLLER_MODULES = (
+    "elastrata.cluster.source",
+    "ray.data._internal.execution.streaming_executor",
+    "ray.data._internal.iterator.stream_split_iterator",
+    "ray.data._internal.planner.planner",
+    "ray.train.v2._internal.callbacks.datasets",
+    "ray.train.v2._internal.data_integration.dataset_manager",
+)
+"""What the processes of a new group import before they are of use, beside the workload."""
+CONTROLLER_SPARES = 5
+"""For a new group's barrier, data sets and their splits; and two for idle readers, which look like
+spares."""
+
+_DEATHS = (RayActorError, OutOfMemoryError)
+"""What Ray raises for processes that are gone. Its controller survives the first kind in any
+worker; the second one, which Ray's own memory monitor causes, makes it give up."""
+
+
+def fit(
+    job: Job, source: Source, *, gpus_per_worker: float, launch: str, max_failures: int
+) -> None:
+    """Runs a job to its last step.
+
+    Args:
+        job: what the workers are told.
+        source: gives every new group of workers its stream.
+        gpus_per_worker: 0 trains on CPUs.
+        launch: a name that no earlier call for the same run had. Ray's own notes about a launch
+            are bound to its version, so a launch never reads those of another.
+        max_failures: losses of workers to survive; -1: any number.
+
+    Raises:
+        ControllerLostError: Ray Train's controller died, or gave up as another process did.
+        TrainingError: more groups of workers were lost than the recipe allows, or trying again
+            cannot help, or the run was asked to stop.
+    """
+    os.environ.update(CONTROLLER_SETTINGS)
+    workers, parallel = job.recipe.workers, job.recipe.parallel
+    scaling = _scaling(workers, gpus_per_worker)
+    trainer = _Trainer(
+        train_worker,
+        train_loop_config={"job": job},
+        torch_config=ray.train.torch.TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if gpus_per_worker else "gloo"
+        ),
+        scaling_config=scaling,
+        run_config=RunConfig(  # type: ignore[arg-type]
+            name=launch,
+            **_place(job.run.sub("ray")),
+            failure_config=FailureConfig(max_failures=max_failures),
+            worker_runtime_env=prestarted.runtime_env(_worker_modules(job.recipe.workload)),
+            callbacks=_callbacks(job),
+        ),
+        datasets={STREAM: source},
+        dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
+    )
+    trainer.policy = ResizePolicy(
+        scaling,
+        job.mailbox,
+        run=job.run.uri(),
+        multiple=parallel.group_size,
+        grace_seconds=job.recipe.checkpoint.grace_seconds,
+    )
+    try:
+        trainer.fit()
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        remove_orphans(job.run.uri())
+        cause = getattr(error, "controller_failure", error)
+        if isinstance(cause, _DEATHS):
+            raise ControllerLostError(_death(cause)) from error
+        raise TrainingError(_last_line(error)) from error
+
+
+def _place(folder: Storage) -> dict[str, Any]:
+    """Where Ray Train keeps notes of its own. Remote ones go through fsspec, as all else does: the
+    file systems that Ray would take have credentials of their own."""
+    if folder.is_local:
+        return {"storage_path": folder.uri()}
+    through_fsspec = PyFileSystem(FSSpecHandler(folder.fs))
+    return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
+
+
+def _callbacks(job: Job) -> list[Any]:
+    faults = _Faults(job.mailbox)
+    return [faults, _Spares()] if job.recipe.workers.spares else [faults]
+
+
+def _worker_modules(workload: Workload) -> tuple[str, ...]:
+    package = type(workload).__module__.rpartition(".")[0]
+    return (*WORKER_MODULES, f"{package}.model", f"{package}.parallel")
+
+
+def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
+    return ScalingConfig(
+        num_workers=(workers.min, workers.most),
+        use_gpu=gpus > 0,
+        resources_per_worker={"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})},
+        elastic_resize_monitor_interval_s=workers.resize_seconds,
+    )
+
+
+def _last_line(error: Exception) -> str:
+    """What went wrong first, without the way it came through Ray's processes."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+class _Trainer(ray.train.torch.TorchTrainer):
+    """Ray's trainer with a policy of our own, and without the cleaner of placement groups where
+    the cluster has no dashboard.
+
+    The cleaner asks the dashboard every second whether the controller lives. A cluster without one
+    makes it ask whatever dashboard listens on the default port: when another cluster on the machine
+    has one, that does not know the controller, and the cleaner takes the workers' resources away.
+    """
+
+    policy: ResizePolicy
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        arguments["scaling_policy"] = self.policy
+        with _propagated(prestarted.runtime_env(CONTROLLER_MODULES)["env_vars"]):
+            return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
+        if ray._private.worker.get_dashboard_url():  # type: ignore[no-untyped-call]
+            return callbacks
+        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+
+
+@contextmanager
+def _propagated(variables: Mapping[str, str]) -> Iterator[None]:
+    """Ray Train hands these to its controller, as it does with variables of its own."""
+    os.environ.update(variables)
+    ENV_VARS_TO_PROPAGATE.update(variables)
+    try:
+        yield
+    finally:
+        ENV_VARS_TO_PROPAGATE.difference_update(variables)
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+class _Spares(WorkerGroupCallback):
+    """Runs in the controller: spares for the actors that the controller starts."""
+
+    def __init__(self) -> None:
+        self._spares: prestarted.Spares | None = None
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        self._spares = self._spares or prestarted.Spares(
+            CONTROLLER_SPARES, after=SPARES_AFTER_SECONDS
+        )
+
+
+class _Faults(UserCallback):
+    """Tells the driver what was lost; ends the run at once where trying again cannot help."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in worker_exceptions.values():
+            if isinstance(error, UserError | TrainingError | Stopped):
+                raise error  # an exception here ends the run
+        causes = {rank: _cause(error) for rank, error in worker_exceptions.items()}
+        dead = {rank: error for rank, error in causes.items() if isinstance(error, _DEATHS)}
+        lost = dead or causes  # the others only miss the dead
+        rank, error = min(lost.items(), key=itemgetter(0))
+        text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
+        tell(self._mailbox, Lost(text=text, ranks=tuple(sorted(lost))))
+
+
+def _cause(error: Exception) -> Exception:
+    """What a worker failed of; Ray Train wraps what it finds when it looks at its workers."""
+    cause: Exception = getattr(error, "health_check_failure", error)
+    return cause
+
+
+def _death(error: Exception) -> str:
+    """How a process ended, in one line."""
+    text = " ".join(str(error).split())
+    if "running low on memory" in text:
+        return "its process was killed, as the node ran out of memory"
+    _, found, detail = text.partition("Worker exit detail: ")
+    return f"its process is gone ({detail.split('.')[0]})" if found else "its process is gone"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,0 +1,105 @@
+"""Gradient clipping: a choice in the recipe, and what carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from elastrata.config import Config
+from elastrata.core.bucket_clip import (
+    LocalBucketClip,
+    ReducedBucketClip,
+    limited_buckets,
+)
+from elastrata.core.late_bucket_clip import LateBucketClip, buckets_of
+from elastrata.core.norm import gradient_norm
+from elastrata.core.reproducible_norm import order_free_norm
+
+Measure = Callable[[Sequence[Tensor]], Tensor]
+"""The 2-norm of all gradients together; collective, and the same on every rank."""
+
+
+class ClipConfig(Config):
+    """Limits the gradient before the optimizer sees it."""
+
+    only_with: ClassVar = {"scope": ("method", "bucketwise")}
+
+    method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
+    """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
+    scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
+    during the backward pass; with sparsity or a pipeline, after it."""
+    max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    """The whole gradient's 2-norm is never above it, but with none."""
+    scope: Literal["reduced", "local"] = "reduced"
+    """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
+    local: clip each worker's part before the sum, without a message; losses then depend on the
+    number of workers."""
+
+
+class Clip(Protocol):
+    """Clips the gradient of one step, during or after its backward passes."""
+
+    def before_backward(self, share: float) -> None:
+        """Once per step, before its first backward pass.
+
+        Args:
+            share: of this rank in the weight of the global batch; over all ranks they add up to 1.
+        """
+
+    def after_backward(self) -> Tensor:
+        """Finishes clipping and returns the 2-norm of the global batch's gradient, a scalar.
+
+        The norm before clipping; that of what is left of it with `scope=local`. Not finite where
+        the gradient of any rank is not. Collective, and the same on every rank.
+        """
+
+
+def build_clip(
+    config: ClipConfig, model: nn.Module, *, ordered: bool = False, sparse: bool = False
+) -> Clip:
+    """The clip of a model's gradient; may set hooks on the model.
+
+    Args:
+        config: what to do.
+        model: as `parallelize` returned it.
+        ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
+            bucketwise.
+        sparse: whether gradients are zeroed between the backward pass and the update; not with
+            `scope=local`.
+
+    Raises:
+        ValueError: `scope=local` where every rank holds a whole copy of the model.
+    """
+    if config.method == "bucketwise" and config.scope == "local":
+        return LocalBucketClip(model, limited_buckets(model, config.max_norm))
+    if config.method == "bucketwise" and sparse:
+        return LateBucketClip(buckets_of(model, config.max_norm))
+    if config.method == "bucketwise":
+        return ReducedBucketClip(model, config.max_norm)
+    max_norm = config.max_norm if config.method == "global_norm" else None
+    return WholeClip(model, max_norm, order_free_norm if ordered else gradient_norm)
+
+
+class WholeClip:
+    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only."""
+
+    def __init__(self, model: nn.Module, max_norm: float | None, measure: Measure) -> None:
+        self._parameters = list(model.parameters())
+        self._max_norm = max_norm
+        self._measure = measure
+
+    def before_backward(self, share: float) -> None:
+        """Nothing to do."""
+
+    def after_backward(self) -> Tensor:
+        """See `Clip`."""
+        norm = self._measure([p.grad for p in self._parameters if p.grad is not None])
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self._parameters, self._max_norm, norm, foreach=True
+            )
+        return norm

@@ -1,0 +1,153 @@
+"""The device a worker computes on, and what is known about it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from elastrata.core.sparsity.kernels import has_kernels
+
+_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+"""By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
+_STATM = Path("/proc/self/statm")
+PEAK_BF16_FLOPS = {
+    "A100": 312e12,  # NVIDIA A100 data sheet, dense
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, dense
+    "H100 NVL": 835e12,  # NVIDIA H100 data sheet, dense
+    "H100": 989e12,  # NVIDIA H100 SXM data sheet, dense
+    "H200": 989e12,  # NVIDIA H200 data sheet, dense
+}
+"""Dense bf16 peak in FLOP/s by a part of the device's name; the first that fits counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a worker's device and its machine can do, as far as recipes may ask for more."""
+
+    device: str
+    """In words: `this CPU`, `a Tesla T4`."""
+    capability: tuple[int, int] | None
+    """Compute capability of a CUDA GPU; None: it is none."""
+    has_bf16: bool
+    """Whether there are instructions that multiply bf16."""
+    missing_compiler: str | None
+    """What torch.compile would need and does not find; None where nothing is missing."""
+    skips_zeros: bool = False
+    """Whether there are semi-structured (2:4) kernels, and they multiply as they should."""
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether torch.compile finds what it needs."""
+        return self.missing_compiler is None
+
+
+def abilities(device: torch.device) -> Abilities:
+    """Looks at the device and at the machine that this process runs on."""
+    if device.type != "cuda":
+        return Abilities(
+            device="this CPU",
+            capability=None,
+            has_bf16=_cpu_has_bf16(),
+            missing_compiler=_missing("CXX", "clang++" if sys.platform == "darwin" else "g++"),
+        )
+    capability = torch.cuda.get_device_capability(device)
+    return Abilities(
+        device=f"a {torch.cuda.get_device_name(device)}",
+        capability=capability,
+        has_bf16=capability >= (8, 0),
+        missing_compiler=_missing("CC", "gcc", "clang"),
+        skips_zeros=has_kernels(device),
+    )
+
+
+def _cpu_has_bf16() -> bool:
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in _BF16_INSTRUCTIONS)
+
+
+def _missing(variable: str, *usual: str) -> str | None:
+    """The compiler that the environment's variable names, or else each of the usual ones, where
+    none of them is on the path."""
+    named = os.environ.get(variable)
+    wanted = (named,) if named else usual
+    return None if any(map(shutil.which, wanted)) else " or ".join(wanted)
+
+
+def current_device() -> torch.device:
+    """The GPU that was assigned to this process, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with the threads PyTorch has of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None = None) -> int:
+    """Bytes that this process may have in use: all that its GPU has and nobody else uses; without
+    one, what it has already and an equal share of what the machine, or its container, has to spare.
+
+    Args:
+        device: of this process.
+        per_node: processes like this one on the machine.
+        most_gb: not more than so many gigabytes; default: no limit.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        found = free + torch.cuda.memory_reserved(device)
+    else:
+        found = _resident_bytes() + _spare_bytes() // per_node
+    return found if most_gb is None else min(found, int(most_gb * 1e9))
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
+        return 0
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+def _spare_bytes() -> int:
+    """Of main memory; all of it where nothing tells what is in use."""
+    if not _STATM.exists():
+        return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min([1024 * kilobytes, *_spare_of_container()])
+
+
+def _spare_of_container() -> list[int]:
+    """What the container's limit leaves, where there is one (cgroups, version 2)."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - used)]

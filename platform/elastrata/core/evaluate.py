@@ -1,0 +1,120 @@
+"""Evaluation on held-out data: the same batches, masks and sums every time, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+
+from elastrata.config import Config
+from elastrata.core.forward_backward import Passes
+from elastrata.core.step import StepLoss, mean_loss, reduce_sums, total_weights
+from elastrata.core.workload import Workload
+from elastrata_pipelines.batches import Batches, Group
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.rows import Rows
+
+EVALUATION_SEED = 0
+"""Fixed, so that runs of different seeds are evaluated on the same predictions."""
+
+
+class EvaluationConfig(Config):
+    """When and on how much held-out data the model is evaluated."""
+
+    either: ClassVar = (("every",), ("every_samples",))
+
+    every: Annotated[int, Field(gt=0, le=10**9)] | None = 250
+    """Steps between evaluations; there is always one after the last step."""
+    every_samples: Annotated[int, Field(gt=0, le=10**15)] | None = None
+    """In place of `every`: samples between evaluations. There is one after the first step that
+    reaches a multiple of this, over all samples since the run began."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
+    `prepare` puts it. Without one there is no evaluation."""
+    samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
+    """At most this many samples, a random draw that is always the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_replace_steps(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("every_samples") is not None:
+            return {"every": None, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> EvaluationConfig:
+        if (self.every is None) == (self.every_samples is None):
+            raise ValueError("needs either every (steps) or every_samples, the other one null")
+        return self
+
+
+def evaluation_due(
+    config: EvaluationConfig, *, step: int, steps: int, samples: int, batch_samples: int
+) -> bool:
+    """Whether the model is evaluated after that step.
+
+    Args:
+        config: when.
+        step: steps done, that one included.
+        steps: of the whole run; there is always an evaluation after the last one.
+        samples: seen since the run began, those of that step included.
+        batch_samples: in that step.
+    """
+    if step == steps:
+        return True
+    if config.every_samples is None:
+        return config.every is not None and step % config.every == 0
+    return samples // config.every_samples > (samples - batch_samples) // config.every_samples
+
+
+def evaluation_metrics(workload: Workload) -> list[str]:
+    """Names of the metrics that every evaluation of this workload reports."""
+    return ["eval/loss", *(f"eval/{name}" for name in workload.metrics())]
+
+
+def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> RankStep:
+    """This rank's part of the held-out data. All ranks get equally many micro-batches.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    group = Group(
+        first_step=0,
+        first_position=0,
+        num_steps=1,
+        batch_size=min(samples, batches.manifest.samples),
+    )
+    for place, payload in enumerate(batches.payloads(group, num_ranks)):
+        if place == rank:
+            return next(decode(payload, batches.manifest.token_dtype))
+    raise ValueError(f"rank {rank} of {num_ranks}")
+
+
+def evaluate(
+    passes: Passes,
+    workload: Workload,
+    micro_batches: Sequence[Rows],
+    vocabulary: Vocabulary,
+    device: torch.device,
+    *,
+    counts: bool = True,
+) -> StepLoss:
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
+
+    Args:
+        passes: through the model.
+        workload: its workload.
+        micro_batches: this rank's; all ranks have equally many.
+        vocabulary: the data set's.
+        device: the model's.
+        counts: whether this rank's sums count; see `DataRank`.
+    """
+    batches = [
+        workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
+    ]
+    losses = passes.evaluate(passes.ready(batches))
+    weights = total_weights(batches)
+    return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)

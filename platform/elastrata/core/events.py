@@ -1,0 +1,160 @@
+"""What workers tell the driver, beside step records: small values, sent as they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastrata.core.control_signal import Act
+from elastrata.core.record import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """The driver hands the run over to Ray Train."""
+
+    seconds: Mapping[str, float]
+    """What the time since the launch went to, by phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A group of workers is ready to take its first step."""
+
+    attempt: int
+    world_size: int
+    step: int
+    """Steps done in the state it continues from."""
+    state: str
+    """Where that state comes from: `new`, `hot` (the memory of other processes) or `durable`."""
+    pids: Mapping[int, tuple[str, int]]
+    """Node id and process id of every rank."""
+    seconds: Mapping[str, float]
+    """What the time since the worker's function was called went to, by phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The held-out data was evaluated after `step` steps."""
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    seconds: float
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        return {
+            "eval/loss": self.loss,
+            **{f"eval/{name}": value for name, value in self.metrics.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """A checkpoint is complete."""
+
+    step: int
+    uri: str
+    evaluation_loss: float | None
+    """Of this very step, where it was evaluated."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to record beside the checkpoint."""
+        return {} if self.evaluation_loss is None else {"eval/loss": self.evaluation_loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """An old checkpoint was deleted, to keep no more than the recipe asks for."""
+
+    uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled:
+    """Taking the checkpoint of `step` kept the training waiting."""
+
+    step: int
+    seconds: float
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        return {"perf/seconds_of_checkpoint_stall": self.seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """Rank 0 knows of a request; all ranks hear of it with the step that comes."""
+
+    act: Act
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halted:
+    """The workers have saved the state after `step` and take no more steps, as they were asked."""
+
+    step: int
+    reason: str
+    """`resize`, `drain` or `stop`."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A group of workers is gone that was not asked to go."""
+
+    text: str
+    ranks: tuple[int, ...]
+    """Those that failed; empty where the whole group did not start or did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Substituted:
+    """Something the recipe asks for is not there, and something else is used, in one line. Every
+    group of workers says so; the user hears of it once."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the recipe leaves open (`auto`) has these values from `step` on."""
+
+    step: int
+    micro_batch_tokens: int
+    activation_checkpointing: str
+    text: str
+    """Why, in a few words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned:
+    """Something the user should know, in one line; the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The input cannot work: the run ends."""
+
+    problems: tuple[str, ...]
+
+
+Event = (
+    Launched
+    | Started
+    | StepRecord
+    | Evaluated
+    | Committed
+    | Removed
+    | Stalled
+    | Heard
+    | Halted
+    | Lost
+    | Substituted
+    | Chosen
+    | Warned
+    | Refused
+)

@@ -1,0 +1,98 @@
+"""How micro-batches pass through a model: one after the other, or through the stages of a
+pipeline (`pipeline.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastrata.core.parallelize import synchronize_gradients
+from elastrata.core.workload import Batch, Loss, Workload
+
+
+class Passes(Protocol):
+    """Runs a model over this rank's micro-batches of a step."""
+
+    def ready(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The same micro-batches as the model is to get them."""
+
+    def train(
+        self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
+    ) -> list[Loss]:
+        """Forward and backward; gradients are then summed over all ranks. Collective.
+
+        Args:
+            batches: from `ready`; all ranks have equally many.
+            weights: per loss term the weight of the *global* batch.
+            rounds: the gradient is reduced so many times, after equally many micro-batches each.
+
+        Returns:
+            What sums up to this rank's losses, detached.
+        """
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
+        """Forward only. Collective; the model trains on after it.
+
+        Args:
+            batches: from `ready`; all ranks have equally many.
+        """
+
+    def recomputes(self, share: float) -> None:
+        """From now on blocks compute so much of their forward pass again in the backward pass."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """What there is to say of the last step: fields of `StepRecord`."""
+
+
+class WholeModel:
+    """A model that every rank has all blocks of.
+
+    Args:
+        model: as `parallelize` returned it.
+        workload: its workload.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self._model = model
+        self._workload = workload
+
+    def ready(self, batches: Sequence[Batch]) -> list[Batch]:
+        """See `Passes`."""
+        return list(batches)
+
+    def train(
+        self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
+    ) -> list[Loss]:
+        """See `Passes`."""
+        per_round = len(batches) // rounds
+        losses = []
+        for place, batch in enumerate(batches):
+            synchronize_gradients(self._model, (place + 1) % per_round == 0)
+            loss = self._workload.loss(self._model, batch)
+            weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detached())
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
+        """See `Passes`."""
+        self._model.eval()
+        losses = [self._workload.loss(self._model, batch) for batch in batches]
+        self._model.train()
+        return losses
+
+    def recomputes(self, share: float) -> None:
+        """See `Passes`."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """See `Passes`."""
+        return {}
+
+
+def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:
+    """A micro-batch's share in the global batch's loss; a term without weight adds nothing."""
+    shares = [total / max(weights[term], 1.0) for term, total in loss.terms.items()]
+    return torch.stack(shares).sum()

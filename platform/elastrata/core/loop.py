@@ -1,0 +1,184 @@
+"""The training loop: rows in, step records out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from elastrata.core.clip import Clip
+from elastrata.core.control_signal import Act
+from elastrata.core.device import peak_flops, peak_memory_bytes
+from elastrata.core.ends import TrainingError
+from elastrata.core.forward_backward import Passes
+from elastrata.core.optimizer import set_learning_rate
+from elastrata.core.record import StepRecord
+from elastrata.core.sparsity.masks import Masks
+from elastrata.core.step import StepResult, reduce_sums, total_weights, train_step
+from elastrata.core.stopwatch import Phases
+from elastrata.core.workload import Batch, Workload
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.hashing import digest
+from elastrata_pipelines.payload import RankStep
+
+_HALF = 2**32
+_WEIGHT = "weight/"
+_ACT = "act"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What stays the same from step to step."""
+
+    workload: Workload
+    vocabulary: Vocabulary
+    seed: int
+    learning_rate: Callable[[int], float]
+    """Of a step, counted from 0."""
+    clip: Clip
+    """Of the gradient of the model that is trained."""
+    on_nonfinite: Literal["stop", "skip"]
+    device: torch.device
+    world_size: int
+    counts: bool = True
+    """Whether this rank's sums count; see `DataRank`."""
+    masks: Masks | None = None
+    """Of weights that are held at zero, where some are."""
+
+    def run(
+        self,
+        passes: Passes,
+        optimizer: torch.optim.Optimizer,
+        stream: Iterable[RankStep],
+        start: Start,
+        asked: Callable[[], Act],
+    ) -> Iterator[tuple[StepRecord, Act]]:
+        """Trains on every step of `stream` and yields its record, the same on every rank but for
+        the seconds and the memory, and what all ranks are to do after it.
+
+        Args:
+            passes: through the model.
+            optimizer: over its parameters.
+            stream: this rank's part of every step that is left.
+            start: the state of the run before the first of them.
+            asked: what is asked of all ranks, on rank 0; elsewhere `Act.GO_ON`.
+        """
+        samples, tokens = start.samples, start.tokens
+        phases = Phases()
+        for part in stream:
+            phases.passed("seconds_waiting_for_data")
+            batches = passes.ready(
+                [
+                    self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+                    for rows in part.micro_batches
+                ]
+            )
+            sums = {**self._sums(part, batches), _ACT: asked()}
+            batch = reduce_sums(sums, self.device, counts=self.counts)
+            phases.passed("seconds_collating")
+            if self.masks:
+                self.masks.before_step(part.step, optimizer)
+            lr = self.learning_rate(part.step - 1)
+            set_learning_rate(optimizer, lr)
+            result = train_step(
+                passes,
+                optimizer,
+                batches,
+                weights=_weights(batch),
+                clip=self.clip,
+                rounds=part.rounds,
+                counts=self.counts,
+                masks=self.masks,
+            )
+            if result.skipped and self.on_nonfinite == "stop":
+                raise TrainingError(_nonfinite(part.step, result))
+            samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
+            record = StepRecord(
+                step=part.step,
+                samples=samples,
+                tokens=tokens,
+                lr=lr,
+                world_size=self.world_size,
+                micro_batches=len(part.cuts) - 1,
+                imbalance=part.imbalance,
+                memory_bytes=peak_memory_bytes(self.device),
+                **passes.figures(),
+                **_loss_fields(result),
+                **_batch_fields(batch),
+                **self._sparsity_fields(int(batch["tokens"])),
+                **self._time_fields(phases, batch["flops"]),
+            )
+            yield record, Act(int(batch[_ACT]))
+            phases = Phases()
+
+    def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
+        """This rank's part of everything that is summed over the global batch before the forward
+        pass. The digest travels in halves, so that its sum is exact in float64."""
+        weights = total_weights(batches)
+        upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
+        segments = part.rows.segment_lengths.tolist()
+        return {
+            **{_WEIGHT + term: weight for term, weight in weights.items()},
+            "samples": len(part.rows),
+            "tokens": len(part.rows.tokens),
+            "positions": sum(batch.num_positions for batch in batches),
+            "flops": self.workload.flops(segments, weights, self.vocabulary),
+            "digest_upper": upper,
+            "digest_lower": lower,
+        }
+
+    def _sparsity_fields(self, tokens: int) -> dict[str, Any]:
+        if self.masks is None:
+            return {}
+        zeros = self.masks.flops_of_zeros(tokens)
+        return {"flops_of_zeros": zeros, "layer_sparsity": self.masks.news()}
+
+    def _time_fields(self, phases: Phases, flops: float) -> dict[str, Any]:
+        parts = dict(phases.seconds)
+        phases.passed("rest")
+        seconds, peak = sum(phases.seconds.values()), peak_flops(self.device)
+        mfu = flops / (seconds * peak * self.world_size) if peak else None
+        return {"seconds": seconds, "mfu": mfu, **parts}
+
+
+def _weights(batch: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix(_WEIGHT): value
+        for name, value in batch.items()
+        if name.startswith(_WEIGHT)
+    }
+
+
+def _nonfinite(step: int, result: StepResult) -> str:
+    terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
+    return (
+        f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
+        f"{result.gradient_norm:g}: not finite, nothing was updated; try a smaller optimizer.lr, "
+        "or on_nonfinite=skip to leave such batches out"
+    )
+
+
+def _loss_fields(result: StepResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss.total,
+        "terms": result.loss.terms,
+        "metrics": result.loss.metrics,
+        "gradient_norm": result.gradient_norm,
+        "skipped": result.skipped,
+        "seconds_in_model": result.seconds_in_model,
+        "seconds_in_optimizer": result.seconds_in_optimizer,
+    }
+
+
+def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
+    whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
+    return {
+        "digest": f"{whole:016x}",
+        "batch_samples": int(batch["samples"]),
+        "batch_tokens": int(batch["tokens"]),
+        "padding": 1 - batch["tokens"] / batch["positions"],
+        "flops": int(batch["flops"]),
+    }

@@ -1,0 +1,222 @@
+"""Parallelism, applied to a plain model from outside, in one function whose order is its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from elastrata.config import Config
+from elastrata.core.deterministic_reduce_scatter import OrderedReduceScatter
+from elastrata.core.recomputation import Recomputation, recompute
+from elastrata.core.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
+from elastrata_pipelines.virtual_ranks import num_rounds
+
+Workers = Annotated[int, Field(gt=0, le=100_000)]
+Precision = Literal["fp32", "bf16"]
+DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What parameters are applied in."""
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+TensorParallel = Callable[[nn.Module, DeviceMesh, bool], None]
+"""Divides a plain model over a mesh of one axis; with true, its tokens as well. See
+`Workload.tensor_parallel`."""
+_KEEPS_PARAMETERS = "_keeps_parameters"
+"""On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
+
+
+class ParallelConfig(Config):
+    """How the workers divide the model among them, and what they send each other."""
+
+    replicate: Workers | Literal["all"] = 1
+    """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
+    whole copy on every worker, which sends gradients and no parameters. With `tensor`, of every
+    group of that many workers."""
+    tensor: Workers = 1
+    """This many workers compute every sample together: each holds and applies its part of every
+    matrix (tensor parallelism). They talk in every block, so they belong on one machine. Must
+    divide the model's heads."""
+    sequence: bool = False
+    """With `tensor`, also divides the tokens between the matrices: activations take less memory,
+    for messages of the same size."""
+    pipeline: Workers = 1
+    """Divides the model's blocks over this many workers, or groups of `tensor` workers, one after
+    the other (pipeline parallelism): each sends what it made of a micro-batch on to the next one.
+    The messages are small; workers wait at the start and the end of every step (the bubble)."""
+    virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
+    """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
+    waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
+    schedule: Schedule = "1f1b"
+    """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
+    backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
+    the same with `virtual_stages`. zero_bubble: gradients of weights fill the waits."""
+    micro_batches: Annotated[int, Field(gt=0, le=2**20)] | None = None
+    """With `pipeline`, every worker's part of a step is cut into a multiple of so many
+    micro-batches, as few as `micro_batch_tokens` allows; itself a multiple of `pipeline`, which is
+    the default. The more, the shorter the waits."""
+    reshard_after_forward: bool = True
+    """Drop a block's gathered parameters after its forward pass and gather them again for its
+    backward pass. false: gather once a step and keep them over all its micro-batches, in memory
+    for one more copy of the model."""
+    reduce_dtype: Precision = "fp32"
+    """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
+    are added up over micro-batches, clipped and applied in fp32."""
+    prefetch: Annotated[int, Field(gt=0, le=10_000)] | None = None
+    """Gather the parameters of so many blocks ahead. Default: FSDP2's way, one."""
+    overlap_on_cpu: bool = False
+    """On CPUs, too, gather parameters and sum gradients while the model is computed. FSDP2 waits
+    there for each message; on GPUs it never does."""
+    virtual_ranks: Workers | None = None
+    """Divides every global batch into so many parts, whatever the number of workers, and adds up
+    their gradients in the order of the parts: losses are then equal to the bit at any number of
+    workers, at the price of a reduction for each part. A multiple of every number of workers is
+    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
+    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
+
+    @property
+    def group_size(self) -> int:
+        """So many workers compute every sample together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Every worker has a multiple of so many micro-batches in a step."""
+        return self.micro_batches or self.pipeline
+
+
+def rank_mesh(
+    device_type: str,
+    world_size: int,
+    replicate: int | Literal["all"],
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> DeviceMesh:
+    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
+    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
+    the ranks of a stage are neighbours.
+
+    Where `replicate` does not divide what is left of the world size, as it may be for a while after
+    a shrink, the model is sharded over all of it.
+
+    Raises:
+        ValueError: `tensor` times `pipeline` does not divide the world size.
+    """
+    if world_size % (tensor * pipeline):
+        raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
+    dp_size = world_size // (tensor * pipeline)
+    copies = dp_size if replicate == "all" else replicate
+    axes = {"pipeline": pipeline} if pipeline > 1 else {}
+    if copies > 1 and dp_size % copies == 0:
+        axes |= {"replicate": copies, "shard": dp_size // copies}
+    else:
+        axes["shard"] = dp_size
+    if tensor > 1:
+        axes["tensor"] = tensor
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def parallelize(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    precision: Precision,
+    activation_checkpointing: Recomputation,
+    compile: bool,
+    parallel: ParallelConfig,
+    tensor_parallel: TensorParallel | None = None,
+) -> nn.Module:
+    """Tensor parallelism, then checkpointing, then compilation, then FSDP2 on every block and on
+    what is left, over the data axes.
+
+    Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
+    global batch already. With virtual ranks they are summed in the order of these.
+
+    Args:
+        model: plain, with the same weights on every rank.
+        blocks: its repeated blocks.
+        mesh: as `rank_mesh` returned it.
+        precision: what parameters are applied in.
+        activation_checkpointing: what blocks compute again in the backward pass.
+        compile: whether blocks are compiled.
+        parallel: the recipe's.
+        tensor_parallel: the workload's; needed where the mesh has an axis for it.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    data = data_axes(mesh)
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        if tensor_parallel is None:
+            raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
+        tensor_parallel(model, mesh["tensor"], parallel.sequence)
+    for block in blocks:
+        recompute(block, activation_checkpointing)
+        if compile:
+            block.compile(dynamic=True)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
+    )
+    overlap = parallel.overlap_on_cpu and mesh.device_type == "cpu"
+    reduction = _reduction(data, parallel.reduce_dtype, overlap)
+    shards = data["shard"] if reduction else data  # ours sums over copies itself
+    reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
+    for module in (*blocks, model):
+        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+    setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if parallel.virtual_ranks and data.size() > 1:
+                rounds = num_rounds(parallel.virtual_ranks, data.size())
+                module.set_custom_reduce_scatter(OrderedReduceScatter(rounds))
+            elif reduction:
+                reduction.attach(module)
+            if overlap:
+                module.set_custom_all_gather(BackgroundAllGather())
+    if parallel.prefetch or overlap:
+        _prefetch(model, blocks, parallel.prefetch or 1)
+    return model
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
+    `tensor`."""
+    names = mesh.mesh_dim_names or ()
+    data = tuple(name for name in names if name not in ("pipeline", "tensor"))
+    return mesh if data == names else mesh[data]
+
+
+def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:
+    """None where FSDP2's own will do."""
+    if dtype == "fp32" and not overlap:
+        return None
+    then = DuringBackward() if overlap else at_once
+    copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
+    return Reduction(DTYPES[dtype], then, copies)
+
+
+def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Both passes begin with what is left of the model beside its blocks."""
+    forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
+    backward = [forward[0], *reversed(forward[1:])]
+    for place in range(len(forward)):
+        following = slice(place + 1, place + 1 + ahead)
+        forward[place].set_modules_to_forward_prefetch(forward[following])
+        backward[place].set_modules_to_backward_prefetch(backward[following])
+
+
+def synchronize_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass reduces gradients over ranks or adds them up locally.
+
+    In the latter case a model that keeps its parameters does so until the one after it.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+        if getattr(model, _KEEPS_PARAMETERS, False):
+            model.set_reshard_after_backward(wanted)

@@ -1,0 +1,260 @@
+"""Micro-batches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+
+All ranks of a pipeline have the micro-batches, so that hidden states and their gradients are all
+that travels from stage to stage. All micro-batches of a step are filled up to one length: torch
+receives into memory of one shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from elastrata.core.device import peak_memory_bytes
+from elastrata.core.optimizers.sharding import local
+from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.parallelize import Schedule as Name
+from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
+from elastrata.core.pipeline.stages import Stages
+from elastrata.core.workload import Batch, Loss, Metric, Workload
+
+SCHEDULES: Mapping[Name, type[Any]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+FILLED_TO = 64
+"""Micro-batches have a multiple of so many positions: every new length is agreed on between the
+ranks of a pipeline, stage after stage."""
+EVALUATED_AT_ONCE = 4
+"""Times the number of ranks: so many micro-batches are evaluated at once, as torch keeps memory for
+the hidden states of each of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What is made anew for another number or length of micro-batches."""
+
+    schedule: Any
+    stages: list[PipelineStage]
+    bubble: float
+
+
+class Pipeline:
+    """This rank's part of a pipeline: `Passes`.
+
+    Args:
+        stages: those of this rank.
+        workload: of the model.
+        mesh: of all ranks, with an axis `pipeline`.
+        parallel: the recipe's.
+        dtype: of the hidden states.
+        device: of this rank.
+        recomputed: the share of a forward pass that a backward pass computes again.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        workload: Workload,
+        mesh: DeviceMesh,
+        parallel: ParallelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        recomputed: float,
+    ) -> None:
+        self._stages, self._workload, self._parallel = stages, workload, parallel
+        self._dtype, self._device, self._recomputed = dtype, device, recomputed
+        self._group = mesh.get_group("pipeline")
+        self._place = mesh.get_local_rank("pipeline")
+        self._runs: dict[bool, tuple[tuple[int, ...], _Run]] = {}
+        self._memory: tuple[int, ...] = ()
+        self._bubble = 0.0
+
+    def ready(self, batches: Sequence[Batch]) -> list[Batch]:
+        """See `Passes`. Fills them up to one length."""
+        multiple = math.lcm(FILLED_TO, self._parallel.tensor)
+        return self._workload.equally_long(batches, multiple)
+
+    def train(
+        self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
+    ) -> list[Loss]:
+        """See `Passes`. All ranks of a pipeline return the same; `rounds` must be 1."""
+        assert rounds == 1
+        found = self._through(batches, weights, trains=True)
+        self._add_up_shared()
+        return [found]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
+        """See `Passes`. All ranks of a pipeline return the same."""
+        at_once = EVALUATED_AT_ONCE * self._parallel.micro_batch_multiple
+        weights = dict.fromkeys(batches[0].weights, 1.0)
+        self._stages.model.eval()
+        losses = [
+            self._through(batches[first : first + at_once], weights, trains=False)
+            for first in range(0, len(batches), at_once)
+        ]
+        self._stages.model.train()
+        self._runs.pop(False)
+        return losses
+
+    def recomputes(self, share: float) -> None:
+        """See `Passes`. Figures only: it is the stages' blocks that do."""
+        self._recomputed = share
+        self._runs.clear()
+
+    def figures(self) -> Mapping[str, Any]:
+        """See `Passes`."""
+        return {"bubble": self._bubble, "memory_by_stage": self._memory}
+
+    def _through(
+        self, batches: Sequence[Batch], weights: Mapping[str, float], *, trains: bool
+    ) -> Loss:
+        """Runs the schedule; the sum of the losses, on every rank of the pipeline."""
+        count, run = len(batches), self._run(batches, trains=trains)
+        for stage in self._stages.stages.values():
+            stage.weights, stage.losses = dict(weights), []
+        for part in run.stages:
+            part.has_backward = trains
+            part.clear_runtime_states()
+        # `step` would cut up tensors; these are micro-batches already.
+        run.schedule._step_microbatches(
+            [()] * count,
+            [{"batch": batch} for batch in batches],
+            [None] * count,
+            return_outputs=False,
+        )
+        return self._told_by_the_last()
+
+    def _run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
+        whole = self._workload.hidden_shape(batches[0])
+        parts = self._parallel.tensor if self._parallel.sequence else 1
+        shape = (whole[0] // parts, *whole[1:])
+        key = (len(batches), *shape)
+        if trains not in self._runs or self._runs[trains][0] != key:
+            self._runs.pop(trains, None)
+            self._runs[trains] = key, self._new_run(len(batches), shape, trains=trains)
+        run = self._runs[trains][1]
+        self._bubble = run.bubble if trains else self._bubble
+        return run
+
+    def _new_run(self, num_micro_batches: int, shape: tuple[int, ...], *, trains: bool) -> _Run:
+        num_stages = len(self._stages.costs)
+        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=trains)
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                num_stages,
+                self._device,
+                input_args=(hidden,) if number else (),
+                output_args=(hidden,),
+                group=self._group,
+            )
+            for number, module in self._stages.stages.items()
+        ]
+        kind = SCHEDULES[self._parallel.schedule]
+        schedule = kind(
+            stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+            num_micro_batches,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+        schedule._has_backward = trains
+        return _Run(
+            schedule=schedule,
+            stages=stages,
+            bubble=bubble(
+                self._order(schedule, num_micro_batches),
+                self._stages.costs,
+                recomputed=self._recomputed,
+            ),
+        )
+
+    def _order(self, schedule: Any, num_micro_batches: int) -> Mapping[int, Sequence[Action]]:
+        if self._parallel.schedule in ("gpipe", "1f1b"):
+            warm_up = self._parallel.schedule == "1f1b"
+            return one_stage_order(self._group.size(), num_micro_batches, interleaves=warm_up)
+        return _actions(schedule.pipeline_order)
+
+    def _told_by_the_last(self) -> Loss:
+        """The sum of the losses that the last stage has; the ranks tell their memory, too."""
+        number_of_last = len(self._stages.costs) - 1
+        last = self._stages.stages.get(number_of_last)
+        told = _summed(last.losses) if last else None, peak_memory_bytes(self._device)
+        heard: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(heard, told, group=self._group)
+        self._memory = tuple(memory for _, memory in heard)
+        return cast(Loss, heard[-1][0])
+
+    def _add_up_shared(self) -> None:
+        """Adds to the gradients of parameters that the first and the last stage both have those of
+        the other one. Both then have the same, to the bit, and so do the parameters ever after."""
+        ends = (0, self._group.size() - 1)
+        if self._place not in ends:
+            return
+        other = ends[self._place == 0]
+        for name in self._stages.shared:
+            gradient = self._stages.model.get_parameter(name).grad
+            assert gradient is not None
+            _add_from(local(gradient), other, self._group)
+
+
+@torch.no_grad()
+def _add_from(values: Tensor, other: int, group: dist.ProcessGroup) -> None:
+    """Adds the other rank's values in place, while it adds these. Collective between the two."""
+    if not values.numel():
+        return
+    received = torch.empty_like(values)
+    messages = [
+        dist.P2POp(dist.isend, values, group=group, group_peer=other),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=other),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    values.add_(received)
+
+
+def _summed(losses: Sequence[Loss]) -> Loss:
+    """In float64, in main memory."""
+
+    def total(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([value.double() for value in values]).sum().cpu()
+
+    return Loss(
+        {term: total([loss.terms[term] for loss in losses]) for term in losses[0].terms},
+        {
+            name: Metric(total([loss.metrics[name].total for loss in losses]), metric.per)
+            for name, metric in losses[0].metrics.items()
+        },
+    )
+
+
+def _actions(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
+    """What every rank computes, of torch's plan: without messages and waits."""
+    return {
+        rank: [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in actions
+            if action is not None and action.is_compute_op
+        ]
+        for rank, actions in order.items()
+    }

@@ -1,0 +1,133 @@
+"""A model cut into the stages of a pipeline, and parallelized stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastrata.core.forward_backward import weighted
+from elastrata.core.parallelize import ParallelConfig, Precision, data_axes, parallelize
+from elastrata.core.pipeline.spans import stage_spans
+from elastrata.core.recomputation import Recomputation
+from elastrata.core.workload import Batch, Loss, Workload
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline; with the last one, the loss.
+
+    Args:
+        part: of the model.
+        workload: its workload.
+        is_last: whether it returns the loss.
+    """
+
+    def __init__(self, part: nn.Module, workload: Workload, *, is_last: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.losses: list[Loss] = []
+        """Of the micro-batches that have passed the last stage, detached."""
+        self.weights: dict[str, float] = {}
+        """Per loss term the weight of the global batch; to be set before a micro-batch comes."""
+        self._workload = workload
+        self._is_last = is_last
+
+    def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
+        """What goes on to the next stage; from the last one, the micro-batch's share in the loss.
+
+        Args:
+            hidden: what came from the stage before.
+            batch: the micro-batch, the same in all stages.
+        """
+        part: Any = self.part if hidden is None else partial(self.part, hidden=hidden)
+        if not self._is_last:
+            return cast(Tensor, part(batch))
+        loss = self._workload.loss(part, batch)
+        self.losses.append(loss.detached())
+        return weighted(loss, self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What a rank has of a model that is cut into stages."""
+
+    model: nn.Module
+    """All its blocks, under their names in the whole model: what is optimized and saved. It is
+    never called."""
+    stages: dict[int, Stage]
+    """The stages it runs, by number."""
+    costs: tuple[float, ...]
+    """Of all stages, for a forward pass."""
+    shared: tuple[str, ...]
+    """Names of the parameters that the first and the last stage both have: a tied embedding."""
+
+
+def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) -> dict[int, range]:
+    """The blocks of each of this rank's stages, by number: stage s is at place s mod `pipeline` of
+    the axis `pipeline`.
+
+    Args:
+        costs: of all blocks.
+        mesh: with an axis `pipeline`.
+        parallel: the recipe's.
+    """
+    spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
+    numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
+    return {number: spans[number] for number in numbers}
+
+
+def cut_in_stages(
+    model: nn.Module,
+    workload: Workload,
+    costs: Sequence[int],
+    mesh: DeviceMesh,
+    *,
+    precision: Precision,
+    activation_checkpointing: Recomputation,
+    compile: bool,
+    parallel: ParallelConfig,
+) -> Stages:
+    """Divides the blocks' matrices over the axis `tensor`, cuts the blocks into stages of about
+    equal costs, and takes of these the ones of this rank. Each is then treated like a whole model
+    by `parallelize`.
+
+    Args:
+        model: plain; blocks that are not of `own_spans` may be on the meta device, and so may what
+            comes before and behind them. The rest has the same weights on every rank.
+        workload: its workload.
+        costs: of its blocks; see `Workload.block_costs`.
+        mesh: as `rank_mesh` returned it, with an axis `pipeline`.
+        precision: see `parallelize`.
+        activation_checkpointing: see `parallelize`.
+        compile: see `parallelize`.
+        parallel: the recipe's.
+    """
+    if parallel.tensor > 1:
+        workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
+    spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
+    own = own_spans(costs, mesh, parallel)
+    stages = {
+        number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
+        for number, span in own.items()
+    }
+    for stage in stages.values():
+        parallelize(
+            stage,
+            workload.blocks(stage.part),
+            data_axes(mesh),
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            parallel=parallel,
+        )
+    first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
+    return Stages(
+        model=workload.stage(model, [block for span in own.values() for block in span]),
+        stages=stages,
+        costs=tuple(float(sum(costs[block] for block in span)) for span in spans),
+        shared=tuple(sorted(first.keys() & last.keys())),
+    )

@@ -1,0 +1,95 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from elastrata.config import Config
+
+
+class ScheduleConfig(Config):
+    """How the learning rate moves: linear warm-up from 0, then a decay to `final` of the peak.
+
+    MLPerf's BERT (github.com/mlcommons/training) is `shape: polynomial`, `decay_from: first_step`,
+    with its poly_power as `power` and its start_warmup_step, negated, as `warmup_offset`.
+    """
+
+    either: ClassVar = (("warmup_steps", "warmup_offset"), ("warmup_ratio",))
+    only_with: ClassVar = {"power": ("shape", "polynomial")}
+
+    shape: Literal["linear", "cosine", "constant", "polynomial"] = "linear"
+    """Decay down to the last step; `constant` stays at the peak, `polynomial` falls as what is
+    left of the steps to the power of `power`."""
+    power: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Exponent of the shape `polynomial`; 1 is `linear`, 0.5 stays high for longer."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Steps until the peak is reached; the step after them is the first at full rate."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The same as a share of all steps, in place of `warmup_steps`: for runs whose length the data
+    decides."""
+    warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
+    decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
+    """first_step: the decay counts the steps of the warm-up, too, so that the rate starts its fall
+    below the peak."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak that the decay ends at, one step after the last."""
+
+    @model_validator(mode="after")
+    def _sane(self) -> ScheduleConfig:
+        if self.power != 1 and self.shape != "polynomial":
+            raise ValueError(f"power ({self.power}) is for the shape polynomial, not {self.shape}")
+        if self.warmup_ratio is not None and (self.warmup_steps or self.warmup_offset):
+            raise ValueError(
+                f"warmup_ratio ({self.warmup_ratio}): expected without warmup_steps and "
+                "warmup_offset, which it stands for"
+            )
+        if self.warmup_offset and self.warmup_offset >= self.warmup_steps:
+            raise ValueError(
+                f"warmup_offset ({self.warmup_offset}): expected fewer than warmup_steps "
+                f"({self.warmup_steps})"
+            )
+        return self
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up of a run of `steps`."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return min(round(self.warmup_ratio * steps), steps - 1)
+
+
+def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0, of a run of `steps`.
+
+    Warm-up gives step k the rate peak * (k + 1) / (warmup_steps + 1), from k = warmup_offset on.
+    The decay would reach peak * final at step `steps`, which is not taken: no step is wasted at
+    rate 0.
+    """
+    whole = config.warmup(steps)
+    warmup = whole - config.warmup_offset
+    if step < warmup:
+        return peak * (step + config.warmup_offset + 1) / (whole + 1)
+    start = warmup if config.decay_from == "warmup_end" else 0
+    left = _left(config, (step - start) / (steps - start))
+    return peak * (config.final + (1 - config.final) * left)
+
+
+def _left(config: ScheduleConfig, done: float) -> float:
+    """What is left of the way from the peak to the final rate, from 1 down to 0.
+
+    Args:
+        config: its shape counts.
+        done: share of the decay's steps that are done.
+    """
+    match config.shape:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        case "polynomial":
+            return (1 - done) ** config.power  # type: ignore[no-any-return]

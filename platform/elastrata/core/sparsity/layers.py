@@ -1,0 +1,30 @@
+"""The layers of a workload that may be sparse, found without its numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastrata.core.meta_model import outline_model
+from elastrata_pipelines.format import Vocabulary
+
+if TYPE_CHECKING:  # it knows this package
+    from elastrata.core.workload import Workload
+
+WEIGHT = ".weight"
+"""What the parameter of a layer is called."""
+
+
+def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every matrix that may be sparse, by the layer's name.
+
+    They do not depend on the vocabulary. Takes neither memory nor data.
+    """
+    vocabulary = Vocabulary(size=8, pad_id=0, mask_id=1, special_ids=(), continuation_ids=())
+    model = outline_model(lambda: workload.build_model(vocabulary, seq_len=1))
+    found = workload.matrices(model)
+    return {layer_of(name): (m.shape[0], m.shape[1]) for name, m in found.items()}
+
+
+def layer_of(parameter: str) -> str:
+    """The name of the layer whose weight a parameter is."""
+    return parameter.removesuffix(WEIGHT)

@@ -1,0 +1,164 @@
+"""One optimizer step, equal at any world size: sums, divided once by global weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elastrata.core.clip import Clip
+from elastrata.core.forward_backward import Passes
+from elastrata.core.sparsity.masks import Masks
+from elastrata.core.workload import Batch, Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """The loss of a global batch: means over all its predictions."""
+
+    total: float
+    terms: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did to the model, beside changing it."""
+
+    loss: StepLoss
+    gradient_norm: float
+    """See `Clip.after_backward`."""
+    skipped: bool
+    """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
+    seconds_in_model: float
+    seconds_in_optimizer: float
+
+
+def reduce_sums(
+    sums: Mapping[str, float], device: torch.device, *, counts: bool = True
+) -> dict[str, float]:
+    """Adds up named numbers over all ranks that count; float64, exact for whole numbers below 2^53.
+
+    All ranks must name the same keys, and all get the same sums.
+    """
+    names = sorted(sums)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    if not counts:
+        values.zero_()
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def train_step(
+    passes: Passes,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    weights: Mapping[str, float],
+    clip: Clip,
+    rounds: int = 1,
+    counts: bool = True,
+    masks: Masks | None = None,
+) -> StepResult:
+    """Forward, backward and update over this rank's micro-batches of one global batch.
+
+    Loss and gradient norm are those of the global batch, so all ranks see alike whether they are
+    finite; where they are not, nothing is updated.
+
+    Args:
+        passes: through the model.
+        optimizer: over its parameters.
+        batches: this rank's micro-batches, from `passes.ready`; all ranks have equally many.
+        weights: per loss term the weight of the *global* batch.
+        clip: of the same model's gradient.
+        rounds: the gradient is reduced so many times, after equally many micro-batches each.
+        counts: whether this rank's sums count; see `DataRank`.
+        masks: of weights that are held at zero; None: of none.
+    """
+    started = time.perf_counter()
+    clip.before_backward(share_of(batches, weights))
+    losses = passes.train(batches, weights, rounds=rounds)
+    mean = mean_loss(losses, weights, counts=counts)
+    in_optimizer = time.perf_counter()
+    if masks:
+        masks.after_backward(optimizer, finite=math.isfinite(mean.total))
+    gradient_norm = float(clip.after_backward())
+    finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
+    if finite:
+        optimizer.step()
+        if masks:
+            masks.after_update()
+    optimizer.zero_grad()
+    return StepResult(
+        loss=mean,
+        gradient_norm=gradient_norm,
+        skipped=not finite,
+        seconds_in_model=in_optimizer - started,
+        seconds_in_optimizer=time.perf_counter() - in_optimizer,
+    )
+
+
+def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
+    """The share of these micro-batches in the weight of the global batch, 0 to 1: the mean over
+    the loss terms that have weight. Adds up to 1 over all ranks.
+
+    Args:
+        batches: this rank's.
+        weights: per loss term the weight of the global batch.
+    """
+    shares = [
+        sum(batch.weights.get(term, 0.0) for batch in batches) / total
+        for term, total in weights.items()
+        if total > 0
+    ]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
+    """Per loss term the weight of all these micro-batches."""
+    weights: dict[str, float] = {}
+    for batch in batches:
+        for term, weight in batch.weights.items():
+            weights[term] = weights.get(term, 0.0) + weight
+    return weights
+
+
+def mean_loss(
+    losses: Sequence[Loss], weights: Mapping[str, float], *, counts: bool = True
+) -> StepLoss:
+    """The means over the global batch, from the sums of all ranks that count. Collective."""
+    device = next(iter(losses[0].terms.values())).device
+    totals: dict[str, torch.Tensor] = {}
+    per: dict[str, str] = {}
+    for loss in losses:
+        for term, total in loss.terms.items():
+            totals[f"term/{term}"] = totals.get(f"term/{term}", 0) + total.double()
+            per[f"term/{term}"] = term
+        for name, metric in loss.metrics.items():
+            totals[f"metric/{name}"] = totals.get(f"metric/{name}", 0) + metric.total.double()
+            per[f"metric/{name}"] = metric.per
+    names = sorted(totals)
+    values = torch.stack([totals[name] for name in names]).to(device)
+    if not counts:
+        values = torch.zeros_like(values)
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    means = {
+        name: value / max(weights[per[name]], 1.0)
+        for name, value in zip(names, values.tolist(), strict=True)
+    }
+    terms = {name.removeprefix("term/"): means[name] for name in names if name.startswith("term/")}
+    return StepLoss(
+        total=sum(terms.values()),
+        terms=terms,
+        metrics={
+            name.removeprefix("metric/"): means[name]
+            for name in names
+            if name.startswith("metric/")
+        },
+    )

@@ -1,0 +1,61 @@
+"""The target: the value of a metric at which a run has done its work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
+
+from elastrata.config import Config
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class TargetConfig(Config):
+    """Ends the run as soon as an evaluation reaches it; how long that took is on record."""
+
+    either: ClassVar = (("at_least",), ("at_most",))
+
+    metric: str
+    """A metric of the evaluation: `eval/loss`, or one of the workload's, such as
+    `eval/mlm_accuracy`."""
+    at_least: Finite | None = None
+    """Reached by this value and larger ones. Either this or `at_most`."""
+    at_most: Finite | None = None
+    """Reached by this value and smaller ones: for losses."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> TargetConfig:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("needs either at_least (such as 0.72) or at_most")
+        return self
+
+
+def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
+    """Whether an evaluation reached the target; no evaluation reaches none.
+
+    Args:
+        target: None: the run ends with its last step alone.
+        metrics: what the evaluation reported, by metric name; empty where there was none.
+    """
+    if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
+        return False
+    if target.at_least is not None:
+        return value >= target.at_least
+    return target.at_most is not None and value <= target.at_most
+
+
+def is_over(
+    step: int, metrics: Mapping[str, float], *, steps: int, target: TargetConfig | None
+) -> bool:
+    """Whether a run has come to its end with this step.
+
+    Args:
+        step: steps done.
+        metrics: what the evaluation after this very step reported.
+        steps: of the whole run.
+        target: at which it ends before.
+    """
+    return step >= steps or reached(target, metrics)

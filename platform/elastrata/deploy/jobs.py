@@ -1,0 +1,144 @@
+"""The jobs that train a run: submitting one, finding it, following it, stopping it."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import aiohttp
+from ray.job_submission import JobDetails, JobSubmissionClient
+
+from elastrata.deploy.job_server import answering
+from elastrata.deploy.shipment import RECIPE, local_paths, runtime_env
+from elastrata.recipe.file import to_yaml
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+RUN = "elastrata_run"
+"""The key of a job's metadata that holds its run's URL."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_TRIES_TO_FOLLOW = 60
+
+
+def submit(
+    server: JobSubmissionClient, recipe: Recipe, *, name: str, tries: int, installed: bool
+) -> str:
+    """Submits a job that trains a recipe, or continues its run; returns the job's id.
+
+    Args:
+        server: of the cluster.
+        recipe: what to train.
+        name: of the run.
+        tries: how often the job may start its driver again where that was killed.
+        installed: whether to use the Elastrata that the cluster has, and to ship none.
+
+    Raises:
+        UserError: a job trains that run already, the recipe names folders of this machine, or the
+            server cannot start jobs.
+    """
+    if problems := list(local_paths(recipe)):
+        raise UserError(*problems)
+    run = Storage(recipe.storage).uri(name)
+    for job in living(server, run):
+        raise UserError(
+            f"name: {name}: the job {job.submission_id} trains that run already; `elastrata stop` "
+            "ends it, with its state saved"
+        )
+    command = ["python3", "-m", "elastrata.deploy.job_entrypoint", version("elastrata"), str(tries)]
+    with tempfile.TemporaryDirectory() as folder, answering(server):
+        (Path(folder) / RECIPE).write_text(to_yaml(recipe), encoding="utf-8")
+        return server.submit_job(
+            entrypoint=shlex.join([*command, RECIPE, "--name", name]),
+            submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
+            runtime_env=runtime_env(recipe, Path(folder), with_packages=not installed),
+            metadata={RUN: run},
+        )
+
+
+def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
+    """The jobs that have not ended: of a run, by its URL or name, or with this id."""
+    with answering(server):
+        jobs = server.list_jobs()
+    return [
+        job
+        for job in jobs
+        if not job.status.is_terminal()
+        and wanted in _names(job.submission_id or "", (job.metadata or {}).get(RUN, ""))
+    ]
+
+
+def _names(job: str, run: str) -> Sequence[str]:
+    """What people may call a job."""
+    return [job, run, run.rsplit("/", 1)[-1]] if run else [job]
+
+
+def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -> str:
+    """Shows a job's output as it comes, to its end; returns its status then.
+
+    A connection that breaks is made again, and goes on where it was.
+
+    Raises:
+        ConnectionError: the server is gone for good.
+    """
+    output = _Output(show)
+    failures = 0
+    while failures < _TRIES_TO_FOLLOW:
+        before = output.shown
+        try:
+            asyncio.run(output.tail(server, job))
+            if server.get_job_status(job).is_terminal():
+                return str(server.get_job_status(job))
+        except (OSError, RuntimeError, aiohttp.ClientError):
+            failures = 0 if output.shown > before else failures + 1
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    raise ConnectionError(f"the job server is gone; the job {job} may run on")
+
+
+class _Output:
+    """What has been shown of a job's output."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.shown = 0
+        """Characters."""
+        self._show = show
+
+    async def tail(self, server: JobSubmissionClient, job: str) -> None:
+        """Shows what comes after that. The server sends all from the start."""
+        seen = 0
+        async for text in server.tail_job_logs(job):
+            fresh = text[max(0, self.shown - seen) :]
+            seen += len(text)
+            self.shown = max(self.shown, seen)
+            if fresh:
+                self._show(fresh)
+
+
+def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
+    """Stops the jobs of a run, which save first, and waits until they have ended.
+
+    Args:
+        server: of the cluster.
+        wanted: the run's name or URL, or the id of a job.
+
+    Returns:
+        The status of each job.
+
+    Raises:
+        UserError: no such job is running.
+    """
+    jobs = [str(job.submission_id) for job in living(server, wanted)]
+    if not jobs:
+        raise UserError(f"{wanted}: no job that runs there trains it")
+    with answering(server):
+        for job in jobs:
+            server.stop_job(job)
+    while not all(server.get_job_status(job).is_terminal() for job in jobs):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return {job: str(server.get_job_status(job)) for job in jobs}

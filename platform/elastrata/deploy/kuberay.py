@@ -1,0 +1,135 @@
+"""KubeRay's resources RayCluster and RayJob, and what their clusters can ever provide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+
+from elastrata.deploy.cluster_spec import ClusterOutline, NodeGroup
+from elastrata_pipelines.errors import UserError
+
+_Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+_GPU = "gpu"
+"""How the names of GPUs end, whoever makes them: `nvidia.com/gpu`."""
+_MOST_OF_A_POD = 1_000_000
+
+
+class _Resources(BaseModel):
+    limits: dict[str, _Text] = {}
+    requests: dict[str, _Text] = {}
+
+
+class _Container(BaseModel):
+    resources: _Resources = _Resources()
+
+
+class _Pod(BaseModel):
+    containers: Annotated[list[_Container], Field(min_length=1)]
+
+
+class _Template(BaseModel):
+    spec: _Pod
+
+
+class _Group(BaseModel):
+    rayStartParams: dict[str, _Text] = {}  # noqa: N815 - KubeRay's name
+    template: _Template
+
+    def resources(self, file: str) -> dict[str, float]:
+        """Of one pod: what Ray is told, else the limits of its first container, else requests.
+
+        Raises:
+            UserError: one is no amount.
+        """
+        container = self.template.spec.containers[0].resources
+        amounts = {**container.requests, **container.limits}
+        gpus = [amount for name, amount in amounts.items() if name.endswith(_GPU)]
+        found = {
+            "CPU": self.rayStartParams.get("num-cpus", amounts.get("cpu")),
+            "GPU": self.rayStartParams.get("num-gpus", gpus[0] if gpus else None),
+        }
+        return {name: _rounded_up(text, name, file) for name, text in found.items() if text}
+
+
+class _WorkerGroup(_Group):
+    groupName: str  # noqa: N815
+    replicas: NonNegativeInt = 0
+    minReplicas: NonNegativeInt = 0  # noqa: N815
+    maxReplicas: NonNegativeInt = 2**31 - 1  # noqa: N815
+    numOfHosts: PositiveInt = 1  # noqa: N815
+
+    def node_group(self, file: str, *, autoscales: bool) -> NodeGroup:
+        """Its pods; as many as there are to begin with where nothing changes their number."""
+        low, high = self.minReplicas, self.maxReplicas
+        return NodeGroup(
+            name=self.groupName,
+            resources=self.resources(file),
+            min_nodes=self.numOfHosts * (low if autoscales else self.replicas),
+            max_nodes=self.numOfHosts * (high if autoscales else self.replicas),
+        )
+
+
+class _ClusterSpec(BaseModel):
+    enableInTreeAutoscaling: bool = False  # noqa: N815
+    headGroupSpec: _Group  # noqa: N815
+    workerGroupSpecs: list[_WorkerGroup] = []  # noqa: N815
+
+    def outline(self, file: str) -> ClusterOutline:
+        groups = tuple(
+            group.node_group(file, autoscales=self.enableInTreeAutoscaling)
+            for group in self.workerGroupSpecs
+        )
+        head = self.headGroupSpec.resources(file)
+        return ClusterOutline(
+            file=file,
+            head=NodeGroup(name="head", resources=head, min_nodes=1, max_nodes=1),
+            groups=groups,
+            max_nodes=sum(group.max_nodes for group in groups),
+        )
+
+
+class RayCluster(BaseModel):
+    """What a RayCluster says about sizes."""
+
+    kind: Literal["RayCluster"]
+    spec: _ClusterSpec
+
+    def outline(self, file: str) -> ClusterOutline:
+        """What the cluster can ever provide."""
+        return self.spec.outline(file)
+
+
+class _JobSpec(BaseModel):
+    rayClusterSpec: _ClusterSpec  # noqa: N815
+
+
+class RayJob(BaseModel):
+    """What a RayJob says about the sizes of its cluster."""
+
+    kind: Literal["RayJob"]
+    spec: _JobSpec
+
+    def outline(self, file: str) -> ClusterOutline:
+        """What the cluster can ever provide."""
+        return self.spec.rayClusterSpec.outline(file)
+
+
+KINDS: Mapping[str, type[RayCluster] | type[RayJob]] = {"RayCluster": RayCluster, "RayJob": RayJob}
+
+
+def _rounded_up(quantity: str, name: str, file: str) -> float:
+    """Ray's autoscaler counts whole CPUs and GPUs."""
+    try:
+        amount = int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+    except ValueError:
+        raise UserError(
+            f"{file}: {quantity}: expected a number of {name}s, such as 4, 0.5 or 500m"
+        ) from None
+    if not 0 <= amount <= _MOST_OF_A_POD:
+        raise UserError(
+            f"{file}: {quantity}: expected at least 0 and at most {_MOST_OF_A_POD:,} {name}s"
+        )
+    return float(math.ceil(amount))

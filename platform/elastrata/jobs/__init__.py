@@ -1,1 +1,0 @@
-"""Runs as jobs of a Ray cluster: submitted, followed and stopped from elsewhere."""

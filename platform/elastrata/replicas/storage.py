@@ -1,0 +1,194 @@
+"""The hot tier: the newest state of a run, in the memory of other processes than its workers'.
+
+`HotStorage` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
+durable checkpoints saves and loads hot ones. `docs/checkpoints.md` says what it promises. Free of
+torch, as drivers and controllers look for commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
+
+import ray
+
+from elastrata.checkpoints.commit import Commit, commits, size_problems
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.replicas.call import answered
+from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_directory
+from elastrata.replicas.store import CHUNK_BYTES
+from elastrata.replicas.upload import HotUpload
+
+_ANSWER_SECONDS = 5.0
+
+
+class HotStorage:
+    """Files in the memory of the keepers; a value that can be sent to any process of the cluster.
+
+    As with `Storage`, `names` and `exists` look afresh, and `size` answers from the last look.
+    A file of which no keeper that answers has a copy does not exist.
+
+    Every method raises an OSError where the directory is gone.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = directory
+        self._seen: Listing | None = None
+
+    def __reduce__(self) -> tuple[type[HotStorage], tuple[Any]]:
+        return HotStorage, (self.directory,)
+
+    @property
+    def url(self) -> str:
+        """What messages call the root."""
+        return "hot:"
+
+    def uri(self, *parts: str) -> str:
+        """What messages call a path."""
+        return self.url + "/".join(parts)
+
+    def names(self, *parts: str) -> list[str]:
+        """The names directly below a folder, sorted; empty where there is no such folder."""
+        above = "".join(f"{part}/" for part in parts)
+        below = (path.removeprefix(above) for path in self._look().sizes if path.startswith(above))
+        return sorted({path.partition("/")[0] for path in below})
+
+    def exists(self, *parts: str) -> bool:
+        """Whether there is a file or folder."""
+        path = "/".join(parts)
+        return any(held == path or held.startswith(f"{path}/") for held in self._look().sizes)
+
+    def size(self, *parts: str) -> int:
+        """Bytes of a file."""
+        return self._holding("/".join(parts)).sizes["/".join(parts)]
+
+    def read(self, *parts: str) -> bytes:
+        """All bytes of a file."""
+        return self.open(*parts).getvalue()
+
+    def sha256(self, *parts: str) -> str:
+        """The SHA-256 of a file, as `sha256sum` prints it."""
+        return hashlib.sha256(self.open(*parts).getbuffer()).hexdigest()
+
+    def open(self, *parts: str) -> io.BytesIO:
+        """A file, copied into the memory of this process; the copy on its own node is preferred.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: no keeper of a copy answers.
+        """
+        path = "/".join(parts)
+        listing = self._holding(path)
+        here = ray.get_runtime_context().get_node_id()
+        problem = OSError()
+        for node in sorted(listing.holders[path], key=lambda node: node != here):
+            try:
+                return _fetched(listing.keepers[node], path, listing.sizes[path])
+            except OSError as error:
+                problem = error
+        self._seen = None
+        raise problem
+
+    def write(self, data: bytes, *parts: str) -> None:
+        """Writes a file whole or not at all."""
+        with self.create(*parts) as stream:
+            stream.write(data)
+
+    @contextmanager
+    def create(self, *parts: str) -> Iterator[IO[bytes]]:
+        """Opens a new file for writing that appears, whole, when the block ends without error.
+
+        Raises:
+            OSError: a keeper has died or has no room.
+        """
+        path = "/".join(parts)
+        here = ray.get_runtime_context().get_node_id()
+        keepers = self._assigned(here, group_of(path.partition("/")[0]))
+        upload = HotUpload(keepers, path)
+        try:
+            yield cast("IO[bytes]", upload)
+            upload.finish()
+        except BaseException:
+            for answer in [keeper.delete.remote(path) for keeper in keepers]:
+                with suppress(OSError):
+                    answered(answer, _ANSWER_SECONDS)
+            raise
+
+    def delete(self, *parts: str) -> None:
+        """Deletes a file, or a folder with all that is in it; nothing happens where it is gone."""
+        self._ask(_ANSWER_SECONDS, "delete", "/".join(parts))
+        self._seen = None
+
+    def usage(self) -> dict[str, int]:
+        """Bytes held on every node that has a keeper, by the node's id."""
+        return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
+
+    def _assigned(self, node: str, group: str) -> list[Any]:
+        """The keepers for a node's files. They may take a minute to start; a directory that is away
+        for seconds is not waited for."""
+        answer = self.directory.assign.remote(node, group)
+        deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
+        while not ray.wait([answer], timeout=_ANSWER_SECONDS)[0] and time.monotonic() < deadline:
+            self._ask(_ANSWER_SECONDS, "ping")
+        return cast("list[Any]", answered(answer, 0.0))
+
+    def _holding(self, path: str) -> Listing:
+        """A listing that has the file."""
+        listing = self._seen
+        if listing is None or path not in listing.sizes:
+            listing = self._look()
+        if path not in listing.sizes:
+            raise FileNotFoundError(self.uri(path))
+        return listing
+
+    def _look(self) -> Listing:
+        self._seen = cast(Listing, self._ask(_ANSWER_SECONDS, "listing"))
+        return self._seen
+
+    def _ask(self, seconds: float, question: str, *args: Any) -> Any:
+        return answered(getattr(self.directory, question).remote(*args), seconds)
+
+
+def open_hot_tier(limit_bytes: int) -> HotStorage:
+    """A new hot tier; it lasts as long as the process that calls this.
+
+    Args:
+        limit_bytes: most that is held on any one node. Two states of the run, the newest and the
+            one being saved, twice over where there are several nodes, divided by the nodes.
+    """
+    return HotStorage(start_directory(limit_bytes))
+
+
+def close_hot_tier(storage: HotStorage) -> None:
+    """Ends the directory and with it all keepers; nothing happens where they have ended."""
+    ray.kill(storage.directory)
+
+
+def newest_hot(
+    storage: CommitStorage, counts: Callable[[int, int], bool] = lambda attempt, step: True
+) -> Commit | None:
+    """The newest commit whose every file is there; None where there is none or nobody answers.
+
+    It answers within some seconds and never raises.
+
+    Args:
+        storage: the tier.
+        counts: whether a commit of that attempt and step counts; the others are passed over.
+    """
+    with suppress(Exception):
+        for commit in commits(storage):
+            if counts(*commit.place) and not size_problems(storage, commit):
+                return commit
+    return None
+
+
+def _fetched(keeper: Any, path: str, size: int) -> io.BytesIO:
+    stream = io.BytesIO()
+    for index in range(-(-size // CHUNK_BYTES)):
+        stream.write(answered(keeper.chunk.remote(path, index), _ANSWER_SECONDS))
+    stream.seek(0)
+    return stream

@@ -1,0 +1,226 @@
+"""The audit: what a run's history and its data set prove about what it has seen."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from elastrata.run import history
+from elastrata.run.attempts import Attempt, attempts
+from elastrata.run.chain import State as ChainState
+from elastrata.run.evidence import evidence
+from elastrata.run.expectation import Expectation, expectation
+from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
+from elastrata.run.summary import PhaseOutline, read_outline
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.storage import Storage
+
+Entry = Mapping[str, Any]
+_FURTHEST = 2**62
+"""No position is beyond: arithmetic on positions is done in 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """Whether the data set could be asked what every step must have seen."""
+
+    state: Literal["checked", "missing", "changed", "damaged"]
+    text: str
+    """Why not, for people; empty where it could."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What was found about one run."""
+
+    run: str
+    steps: tuple[Entry, ...]
+    """The steps that made the model what it is, in order."""
+    attempts: tuple[Attempt, ...]
+    data: DataCheck
+    """Of all its data sets: that of the first one that could not be asked."""
+    digests_checked: int
+    """Steps whose digest was compared with what their data set gives."""
+    epochs: tuple[float, ...]
+    """How often each data set that could be read was gone through."""
+    chain: ChainState
+    """Of its history: `whole`, `broken`, or `none` where versions wrote it that did not link its
+    parts."""
+    problems: tuple[str, ...]
+    """A line each; none: every sample was seen as it should be."""
+
+    @property
+    def partition_ok(self) -> bool:
+        """Whether every step is there once, with its own samples: each once in every epoch."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "run": self.run,
+            "partition_ok": self.partition_ok,
+            "steps": len(self.steps),
+            "attempts": [attempt.to_dict() for attempt in self.attempts],
+            "digests_checked": self.digests_checked,
+            "data": self.data.state,
+            "chain": self.chain,
+            "problems": list(self.problems),
+        }
+
+
+def audit(run: Storage) -> Audit:
+    """Checks a run's history against itself and against the run's data set.
+
+    Raises:
+        UserError: there is no such run, it has no history yet, or its history was altered so that
+            it cannot be read.
+    """
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    found = evidence(run)
+    entries = found.history.entries
+    steps = history.effective_steps(entries)
+    if not steps:
+        raise UserError(f"{run.uri('history')}: no step is on record yet")
+    problems = [*found.problems, *recipe_problems(run, identity)]
+    problems += [*sequence_problems(entries), *position_problems(steps)]
+    phases, states = read_outline(run).phases, list[DataCheck]()
+    if len(phases) != len(identity.data):
+        raise UserError(
+            f"{run.uri(RUN_FILE)}: data: {len(identity.data)} data sets, but the run's recipe has "
+            f"{len(phases)} phases"
+        )
+    num_checked, epochs = 0, list[float]()
+    for data_set, placed in _by_data_set(steps, phases, identity.data).items():
+        try:
+            expected = _expectation(data_set, phases[identity.data.index(data_set)])
+        except _UnusableError as error:
+            states.append(error.check)
+            continue
+        checked = [step for step in placed if _is_within_reach(step, expected)]
+        problems += sample_problems(checked, expected)
+        num_checked += len(checked)
+        epochs.append(sum(s["batch_samples"] for s in checked) / expected.order.num_samples)
+    return Audit(
+        run=run.uri(),
+        steps=tuple(steps),
+        attempts=tuple(attempts(entries)),
+        data=states[0] if states else DataCheck(state="checked", text=""),
+        digests_checked=num_checked,
+        epochs=tuple(epochs),
+        chain=found.history.chain.state,
+        problems=tuple(problems),
+    )
+
+
+def sequence_problems(entries: Sequence[Entry]) -> list[str]:
+    """One line for steps that are missing or twice in the effective history."""
+    surviving = history.surviving_steps(entries)
+    numbers = sorted(step["step"] for step in surviving)
+    problems = []
+    for before, number in pairwise([0, *numbers]):
+        if number == before:
+            problems.append(f"step {number}: more than once in the history")
+        elif number == before + 2:
+            problems.append(f"step {number - 1}: missing in the history")
+        elif number > before + 2:
+            problems.append(f"steps {before + 1} to {number - 1}: missing in the history")
+    started = {entry["attempt"] for entry in entries if entry["kind"] == "started"}
+    orphans = {entry["attempt"] for entry in entries if entry["kind"] == "step"} - started
+    return problems + [f"attempt {number}: has steps, but no start" for number in sorted(orphans)]
+
+
+def position_problems(steps: Sequence[Entry]) -> list[str]:
+    """One line for every step that does not begin at the position where the one before it ended.
+
+    Args:
+        steps: the effective steps. Those after a missing one are not blamed for it.
+    """
+    ends = {0: 0} | {step["step"]: step["samples"] for step in steps}
+    problems = []
+    for step in steps:
+        before = ends.get(step["step"] - 1)
+        if step["batch_samples"] < 1:
+            problems.append(f"step {step['step']}: {step['batch_samples']} samples in it")
+        elif before is not None and before + step["batch_samples"] != step["samples"]:
+            problems.append(
+                f"step {step['step']}: {step['samples']:,} samples seen after it, but {before:,} "
+                f"before it and {step['batch_samples']:,} in it"
+            )
+    return problems
+
+
+def sample_problems(steps: Sequence[Entry], expected: Expectation) -> list[str]:
+    """One line for every step that saw other samples than it must, and for every epoch in which
+    a sample was seen twice, or not at all.
+
+    Args:
+        steps: with their `samples` counted from the first of the data set.
+        expected: of that data set.
+    """
+    problems = []
+    for step in steps:
+        digest = expected.digest_of(*_span(step))
+        if digest != step["digest"]:
+            problems.append(
+                f"step {step['step']}: digest {step['digest']}, but the data set gives {digest}"
+            )
+    return problems + expected.partition_problems([_span(step) for step in steps])
+
+
+def _span(step: Entry) -> tuple[int, int]:
+    """First position and number of samples of a step."""
+    return step["samples"] - step["batch_samples"], step["batch_samples"]
+
+
+def _is_within_reach(step: Entry, expected: Expectation) -> bool:
+    """Whether there can be such a step; one that there cannot has been reported already."""
+    first, count = _span(step)
+    return 0 <= first < _FURTHEST and 0 < count <= expected.order.num_samples
+
+
+def _by_data_set(
+    steps: Sequence[Entry], phases: Sequence[PhaseOutline], data: Sequence[DataSet]
+) -> dict[DataSet, list[Entry]]:
+    """The steps of the phases on each data set, their samples counted from the first of it."""
+    placed: dict[DataSet, list[Entry]] = {data_set: [] for data_set in data}
+    ends = list(accumulate(phase.steps for phase in phases))
+    before, taken, shifts = 0, dict[DataSet, int](), list[int]()
+    for phase, data_set in zip(phases, data, strict=True):
+        shifts.append(before - taken.get(data_set, 0))
+        before, taken[data_set] = before + phase.samples, taken.get(data_set, 0) + phase.samples
+    for step in steps:
+        number = min(bisect_left(ends, step["step"]), len(ends) - 1)
+        placed[data[number]].append({**step, "samples": step["samples"] - shifts[number]})
+    return placed
+
+
+class _UnusableError(Exception):
+    """A data set cannot be asked what was to be seen of it."""
+
+    def __init__(self, check: DataCheck) -> None:
+        super().__init__(check.text)
+        self.check = check
+
+
+def _expectation(data_set: DataSet, phase: PhaseOutline) -> Expectation:
+    data = Storage(data_set.url)
+    try:
+        manifest = Manifest.find(data)
+    except UserError as error:
+        raise _UnusableError(DataCheck(state="damaged", text=str(error))) from None
+    if manifest is None:
+        text = f"{data.uri()}: no data set here ({MANIFEST} is missing)"
+        raise _UnusableError(DataCheck(state="missing", text=text))
+    if manifest.fingerprint != data_set.fingerprint:
+        text = f"{data.uri(MANIFEST)}: not the data set any more that the run was trained on"
+        raise _UnusableError(DataCheck(state="changed", text=text))
+    try:
+        return expectation(data, manifest, seed=phase.seed, window_stripes=phase.window_stripes)
+    except UserError as error:
+        raise _UnusableError(DataCheck(state="damaged", text=str(error))) from None

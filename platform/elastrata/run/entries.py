@@ -1,0 +1,222 @@
+"""The entry of a history: one line of JSON, of a known kind, its values of their type and range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Discriminator, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from elastrata.core.record import StepRecord
+from elastrata_pipelines.errors import UserError
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Number = Annotated[int, Field(ge=-(2**128), le=2**128)]
+_Real = Annotated[float, Field(allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
+_Metrics = dict[str, float]
+_NOT_OF_STEPS = ("kind", "attempt", "time")
+_NO_METRICS = ("kind", "attempt", "time", "step")
+_AT_HAND = ConfigDict(extra="allow", strict=True)
+
+
+@with_config(_AT_HAND)
+class _Entry(TypedDict):
+    attempt: _Count
+    time: _Time
+
+
+class _Started(_Entry):
+    kind: Literal["started"]
+    step: _Count
+    world_size: _Count
+    state: NotRequired[Literal["new", "hot", "durable"]]
+    seconds: NotRequired[dict[str, _Seconds]]
+
+
+class _Step(_Entry):
+    kind: Literal["step"]
+    step: _Count
+    samples: _Number
+    tokens: _Number
+    batch_samples: _Number
+    world_size: _Count
+    digest: str
+    loss: float
+    seconds: _Seconds
+    flops: NotRequired[_Number]
+    flops_of_zeros: NotRequired[_Number]
+    skipped: NotRequired[bool | int]
+
+
+class _Evaluated(_Entry):
+    kind: Literal["evaluated"]
+    step: _Count
+
+
+class _RolledBack(_Entry):
+    kind: Literal["rolled_back"]
+    first: _Count
+    last: _Count
+
+
+class _Returned(_Entry):
+    kind: Literal["returned"]
+    step: _Count
+    commit: Annotated[str, Field(pattern=r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$")]
+
+
+class _Halted(_Entry):
+    kind: Literal["halted"]
+    reason: str
+    text: NotRequired[str]
+
+
+class _Ended(_Entry):
+    kind: Literal["ended"]
+    status: str
+    text: NotRequired[str]
+
+
+class _Substituted(_Entry):
+    kind: Literal["substituted"]
+    text: str
+
+
+class _Fault(_Entry):
+    kind: Literal["fault"]
+    text: NotRequired[str]
+    ranks: NotRequired[list[_Count]]
+
+
+class _Launched(_Entry):
+    kind: Literal["launched"]
+    mlflow_run_id: str | None
+
+
+class _Suggested(_Entry):
+    kind: Literal["suggested"]
+    trial: str
+    values: dict[str, Any]
+
+
+class _Reported(_Entry):
+    kind: Literal["reported"]
+    trial: str
+    step: _Count
+    samples: _Count
+    tokens: _Count
+    seconds: _Seconds
+    metrics: _Metrics
+
+
+class _Copied(_Entry):
+    kind: Literal["copied"]
+    trial: str
+    source: str
+    step: _Count
+    values: dict[str, Any]
+    metrics: _Metrics
+
+
+class _Concluded(_Entry):
+    kind: Literal["concluded"]
+    trial: str
+    state: Literal["finished", "stopped", "diverged", "failed"]
+    text: str
+
+
+@with_config(_AT_HAND)
+class _Other(_Entry):
+    kind: str
+
+
+_KNOWN: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        _Started
+        | _Step
+        | _Evaluated
+        | _RolledBack
+        | _Returned
+        | _Halted
+        | _Ended
+        | _Substituted
+        | _Fault
+        | _Launched
+        | _Suggested
+        | _Reported
+        | _Copied
+        | _Concluded,
+        Discriminator("kind"),
+    ]
+)
+_OTHER: TypeAdapter[Any] = TypeAdapter(_Other)
+_RECORD = TypeAdapter(StepRecord)
+
+
+def parse_entry(line: bytes, where: str) -> dict[str, Any]:
+    """An entry from its line.
+
+    Args:
+        line: of a part.
+        where: what to call it in an error: file and line.
+
+    Raises:
+        UserError: the line was altered: torn, not JSON, or with a value that cannot be.
+    """
+    try:
+        entry: dict[str, Any] = _KNOWN.validate_json(line)
+    except ValidationError as error:
+        return _other(line, where, error)
+    return entry
+
+
+def step_record(entry: Mapping[str, Any], where: str) -> StepRecord:
+    """The record of a step, from its entry.
+
+    Raises:
+        UserError: it lacks something, or has something of another type.
+    """
+    values = {key: value for key, value in entry.items() if key not in _NOT_OF_STEPS}
+    try:
+        record = _RECORD.validate_python(values)
+        record.to_metrics()
+        return record
+    except ValidationError as error:
+        raise UserError(f"{where}: step {entry['step']}: {_reason(error)}") from None
+    except (ArithmeticError, ValueError) as error:
+        raise UserError(f"{where}: step {entry['step']}: {error} (altered)") from None
+
+
+def metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation reported, by metric name: its other values are numbers."""
+    return {k: v for k, v in entry.items() if k not in _NO_METRICS and _is_number(v)}
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a float, or can be one."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
+
+
+def _other(line: bytes, where: str, error: ValidationError) -> dict[str, Any]:
+    """An entry of a kind that this version does not know; `error` is what is said of others."""
+    if error.errors(include_url=False)[0]["type"] != "union_tag_invalid":
+        raise UserError(f"{where}: {_reason(error)}") from None
+    try:
+        entry: dict[str, Any] = _OTHER.validate_json(line)
+    except ValidationError as other:
+        raise UserError(f"{where}: {_reason(other)}") from None
+    return entry
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [str(part) for part in first["loc"]]
+    if first["type"] == "json_invalid":
+        return "not JSON (torn or altered)"
+    if not place or place == ["kind"]:
+        return "not an entry of a history (altered)"
+    kind, *keys = place if len(place) > 1 else ["entry", *place]
+    return f"'{kind}' with a bad '{'.'.join(keys)}' (altered)"

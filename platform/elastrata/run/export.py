@@ -1,0 +1,237 @@
+"""Export: a run's newest or best checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor
+
+from elastrata.checkpoints.commit import Commit, commits, markers, problems
+from elastrata.checkpoints.retention import best_commit
+from elastrata.checkpoints.training_state import load, load_full_model_state
+from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
+from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
+from elastrata.core.sparsity.masks import Masks, SparsePhase
+from elastrata.recipe.recipe import Recipe
+from elastrata.run.evidence import contradictions
+from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.run.history import read_lineage
+from elastrata.tracking.mlmodel import write_mlmodel
+from elastrata.tracking.models import LoadableModel
+from elastrata_pipelines.checked_json import read_bytes
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format.manifest import TOKENIZER_DIR
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
+    """A checkpoint as a folder that transformers loads."""
+
+    path: Path
+    """Absolute."""
+    checkpoint: str
+    """Where it lies."""
+    step: int
+    """Optimizer steps done in it."""
+    metrics: Mapping[str, float]
+    """Of the evaluation after that step; empty where there was none."""
+    recipe: Recipe
+    """Of the run."""
+    mlflow_run_id: str | None
+
+
+def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
+    """Writes the model of a run for `from_pretrained`; returns the absolute path of the folder.
+
+    See `export_model`.
+    """
+    return export_model(run_dir, out, checkpoint=checkpoint).path
+
+
+def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> ExportedModel:
+    """Writes the model of a run for `from_pretrained`, with its tokenizer, and with a file of masks
+    where weights were held at zero. Nothing is left of it where that fails; who may read it says
+    the umask.
+
+    Args:
+        run_dir: the run's folder or URL.
+        out: the folder to write; must be empty or missing.
+        checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
+    """
+    run = Storage(run_dir)
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    checkpoints = run.sub("checkpoints")
+    commit = chosen_commit(run, checkpoint)
+    if damaged := problems(checkpoints, commit):
+        raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    recipe = read_recipe(run)
+    manifests = [_manifest(data_set) for data_set in identity.data]
+    with _filled_whole(out) as folder:
+        _write(recipe, checkpoints, commit, manifests, Storage(identity.data[0].url), folder)
+    return ExportedModel(
+        path=out.resolve(),
+        recipe=recipe,
+        mlflow_run_id=identity.mlflow_run_id,
+        checkpoint=checkpoints.uri(commit.folder),
+        step=commit.step,
+        metrics=commit.evaluation,
+    )
+
+
+def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
+    """An export as MLflow keeps it; what goes beside it is written to `scratch`."""
+    task = model.recipe.workload.exported_as.task
+    write_mlmodel(scratch, model.path, task=task)
+    return LoadableModel(
+        path=model.path,
+        mlmodel=scratch,
+        task=task,
+        checkpoint=model.checkpoint,
+        step=model.step,
+        metrics=model.metrics,
+    )
+
+
+def _write(
+    recipe: Recipe,
+    checkpoints: Storage,
+    commit: Commit,
+    manifests: Sequence[Manifest],
+    data: Storage,
+    folder: Path,
+) -> None:
+    """Writes the model into a folder that is not there yet, beside its tokenizer's."""
+    state = load_full_model_state(checkpoints, commit)
+    recipe.workload.export(
+        state,
+        manifests[0].vocabulary,
+        max(manifest.seq_len for manifest in manifests),
+        _fetched_tokenizer(data, manifests[0], folder.with_name("tokenizer")),
+        folder,
+    )
+    if masks := _masks(checkpoints, commit, recipe, state):
+        (folder / MASKS_FILE).write_bytes(packed_masks(masks))
+
+
+@contextmanager
+def _filled_whole(out: Path) -> Iterator[Path]:
+    """A folder to fill, whose content is that of `out` when the block ends without error.
+
+    Raises:
+        UserError: `out` cannot be written.
+    """
+    is_new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(dir=out, prefix=".export-")
+    except OSError as error:
+        raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None
+    try:
+        with scratch:
+            folder = Path(scratch.name) / "model"
+            yield folder
+            _respect_umask(folder)
+            for path in folder.iterdir():
+                path.rename(out / path.name)
+    finally:
+        if is_new and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _respect_umask(folder: Path) -> None:
+    """Gives files and folders the mode of any new one: safetensors and temporary folders make them
+    for their owner alone."""
+    umask = os.umask(0o077)  # there is no way to ask without setting it
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def _masks(
+    checkpoints: Storage, commit: Commit, recipe: Recipe, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The masks of a commit by layer, whole; empty where the model was dense then."""
+    if not any(part.sparsity for part in recipe.parts):
+        return {}
+    shapes = layer_shapes(recipe.workload)
+    matrices = {name: state[name] for name in (f"{layer}{WEIGHT}" for layer in shapes)}
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
+    masks = Masks(matrices, shapes, phases, seed=recipe.seed)
+    masks.restore(commit.step, partial(load, checkpoints, commit))
+    return {layer_of(name): mask for name, mask in masks.shards.items()}
+
+
+def _manifest(data_set: DataSet) -> Manifest:
+    data = Storage(data_set.url)
+    manifest = Manifest.read(data)
+    if manifest.fingerprint != data_set.fingerprint:
+        raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
+    return manifest
+
+
+def chosen_commit(run: Storage, wanted: str) -> Commit:
+    """The checkpoint of a run that is meant by `newest`, `best` or a step; its files are not looked
+    at.
+
+    Raises:
+        UserError: there is none, or none that counts.
+    """
+    checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
+    found = commits(checkpoints)
+    if not found:
+        raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
+    counting = [commit for commit in found if lineage.counts(*commit.place)]
+    if wanted in ("newest", "best") and not counting:
+        raise UserError(*contradictions(run, found, lineage))
+    if wanted == "newest":
+        folder, newest = next(iter(markers(checkpoints).items()))
+        if isinstance(newest, str):
+            raise UserError(
+                f"checkpoint {checkpoints.uri(folder)}: {newest}; --checkpoint names one"
+            )
+        return counting[0]
+    if wanted == "best":
+        best = best_commit(counting)
+        if best is None:
+            raise UserError(f"{checkpoints.uri()}: no checkpoint was evaluated; try 'newest'")
+        return best
+    by_step = {str(commit.step): commit for commit in (*reversed(found), *reversed(counting))}
+    if wanted not in by_step:
+        raise UserError(
+            f"--checkpoint: {wanted}: expected newest, best or one of the steps "
+            f"{', '.join(sorted(by_step, key=int))}{nearest(wanted, [*by_step, 'newest', 'best'])}"
+        )
+    return by_step[wanted]
+
+
+def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:
+    """The data set's tokenizer, copied to `folder`; None where it has none."""
+    found = False
+    folder.mkdir(exist_ok=True)
+    for entry in manifest.files:
+        if entry.path.startswith(f"{TOKENIZER_DIR}/"):
+            try:
+                content = read_bytes(data, entry.path, most=entry.bytes)
+            except FileNotFoundError:
+                raise UserError(f"{data.uri(entry.path)}: missing") from None
+            if hashlib.sha256(content).hexdigest() != entry.sha256:
+                raise UserError(f"{data.uri(entry.path)}: altered; prepare the data set again")
+            (folder / Path(entry.path).name).write_bytes(content)
+            found = True
+    return folder if found else None

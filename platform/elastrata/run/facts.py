@@ -1,0 +1,93 @@
+"""Facts about a start that a reader of its record will want: recipe, versions, commit, machines."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from elastrata.run.folder import flatten
+
+PACKAGES = ("elastrata", "ray", "torch", "transformers", "pyarrow", "mlflow")
+
+_LIST = re.compile(r".*\bprepare\.sources")
+_SOURCE = re.compile(r"(?P<list>.*\bprepare\.sources)\.(?P<number>\d+)\.(?P<key>.+)")
+_GPU_MODEL = "accelerator_type:"
+_NODE = re.compile(r"node:(?!__internal_head__).*")
+
+
+def versions() -> dict[str, str]:
+    """Version by package, Python included."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory's repository; None where it is not one."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def start_tags(
+    data_fingerprint: str, run_dir: str, resources: Mapping[str, float]
+) -> dict[str, str]:
+    """The tags of a start of a run.
+
+    Args:
+        data_fingerprint: of what it trains on.
+        run_dir: its folder or URL.
+        resources: of the cluster, as Ray tells them.
+    """
+    commit = git_commit()
+    # The names that MLflow's own pages show as source and version.
+    source = {"mlflow.source.name": "elastrata", "mlflow.source.type": "LOCAL"}
+    return {
+        "data.fingerprint": data_fingerprint,
+        "run_dir": run_dir,
+        **source,
+        **({"git.commit": commit, "mlflow.source.git.commit": commit} if commit else {}),
+        **{f"hardware.{name}": value for name, value in hardware(resources).items()},
+        **{f"version.{name}": value for name, value in versions().items()},
+    }
+
+
+def hardware(resources: Mapping[str, float]) -> dict[str, str]:
+    """What a cluster has, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`, `machine`.
+
+    Args:
+        resources: as Ray tells them.
+    """
+    models = [name.removeprefix(_GPU_MODEL) for name in resources if name.startswith(_GPU_MODEL)]
+    return {
+        "nodes": str(sum(bool(_NODE.fullmatch(name)) for name in resources)),
+        "cpus": f"{resources.get('CPU', 0):g}",
+        "gpus": f"{resources.get('GPU', 0):g}",
+        **({"gpu_model": ", ".join(sorted(models))} if models and resources.get("GPU") else {}),
+        "memory_gb": f"{resources.get('memory', 0) / 1e9:.0f}",
+        "machine": platform.machine(),
+    }
+
+
+def recipe_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as parameters, by dotted path. Of the sources of its text there are the names alone:
+    what else it says of them is in the recipe among the artifacts.
+
+    Args:
+        recipe: as nested dicts.
+    """
+    params: dict[str, Any] = {}
+    for key, value in flatten(recipe).items():
+        if source := _SOURCE.fullmatch(key):
+            names = params.setdefault(source["list"], [])
+            if source["key"] == "name":
+                names.append(value or f"source-{source['number']}")
+        else:
+            params[key] = value
+    return {key: ", ".join(v) if _LIST.fullmatch(key) else v for key, v in params.items()}

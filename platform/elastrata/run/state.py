@@ -1,0 +1,110 @@
+"""The state of a run: whether it is running, has ended and how, or gives no sign of life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from elastrata.run.ownership import NewestStep, owner_is_alive, read_owner
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+Entry = Mapping[str, Any]
+State = Literal["running", "finished", "stopped", "failed", "silent"]
+SILENT_SECONDS = 120.0
+"""A run that wrote nothing for this long, or for ten of its steps, gives no sign of life."""
+
+_ENDS: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """What can be known about the process that drives a run."""
+
+    alive: bool | None = None
+    """None: nobody can tell."""
+    since: float = 0.0
+    """Unix time at which it took the run over."""
+    seen: float = 0.0
+    """Unix time of its last sign of life."""
+    newest: NewestStep | None = None
+    """What it has said of the run last."""
+
+
+def look_at_driver(run: Storage) -> Driver:
+    """What the run's folder says about its driver; a damaged file says nothing."""
+    try:
+        owner = read_owner(run)
+        if owner is None:
+            return Driver()
+        return Driver(
+            alive=owner_is_alive(run), since=owner.since, seen=owner.time, newest=owner.newest
+        )
+    except UserError:
+        return Driver()
+
+
+def driver_problems(run: Storage) -> tuple[str, ...]:
+    """What is wrong with what the run's folder says about its driver."""
+    try:
+        read_owner(run)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def run_state(
+    entries: Sequence[Entry], *, done: bool, driver: Driver, now: float
+) -> tuple[State, str]:
+    """The state of a run, and the same in words.
+
+    Args:
+        entries: its history.
+        done: whether it has come to its last step, or to its target.
+        driver: what is known about its driver.
+        now: Unix time.
+    """
+    if ended := _end(entries, driver):
+        state = _ENDS.get(ended["status"], "failed")
+        reason = ended.get("text") or _halt(entries)
+        return state, f"{state}: {reason}" if reason and state != "finished" else state
+    seen = last_sign(entries, driver)
+    steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
+    patience = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
+    lately = seen is not None and now - seen <= patience
+    if driver.alive or (driver.alive is None and lately and not done):
+        return "running", "running"
+    if done:
+        return "finished", "finished"
+    since = f"since {utc(seen)}" if seen else "yet"
+    return "silent", f"no sign of life {since}"
+
+
+def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
+    """Unix time of the last sign of life, of workers or driver; None: there was none yet."""
+    return max([driver.seen, *(entry["time"] for entry in entries)]) or None
+
+
+def utc(seconds: float) -> str:
+    """A Unix time for people."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
+    """The entry that says how the newest launch ended; None where that one has not ended."""
+    ends = [entry for entry in entries if entry["kind"] == "ended"]
+    if not ends:
+        return None
+    newest = max(ends, key=lambda entry: float(entry["time"]))
+    started = [entry["time"] for entry in entries if entry["kind"] == "started"]
+    began_again = [driver.since] if driver.alive else []
+    return newest if max([0.0, *started, *began_again]) <= newest["time"] else None
+
+
+def _halt(entries: Sequence[Entry]) -> str:
+    """Why the newest group of workers stopped as it was asked; empty where it did not."""
+    kinds = ("started", "halted")
+    last = [entry for entry in entries if entry["kind"] in kinds][-1:]
+    return "".join(str(entry.get("text", "")) for entry in last)

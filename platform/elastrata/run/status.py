@@ -1,0 +1,228 @@
+"""The status of a run, from its storage alone: any process on any cluster can ask."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastrata.core.target import TargetConfig
+from elastrata.run import history
+from elastrata.run.attempts import attempts
+from elastrata.run.chain import State as ChainState
+from elastrata.run.evidence import evidence
+from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
+from elastrata.run.recoveries import Recovery, idle_seconds, recoveries
+from elastrata.run.state import (
+    Driver,
+    State,
+    driver_problems,
+    last_sign,
+    look_at_driver,
+    run_state,
+)
+from elastrata.run.summary import read_outline
+from elastrata.run.time_to_target import TimeToTarget, time_to_target
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A group of workers was lost."""
+
+    time: float
+    attempt: int
+    text: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSize:
+    """From `step` on the run had that many workers."""
+
+    attempt: int
+    time: float
+    step: int
+    """Steps done by then."""
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A durable checkpoint."""
+
+    step: int
+    uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """How a run stands. The field names are the keys of `elastrata status --json`."""
+
+    run: str
+    state: State
+    """`silent`: it has not ended, but gives no sign of life."""
+    text: str
+    """The same for people, with the reason or the time."""
+    seen: float | None
+    """Unix time of its last sign of life; None: there was none yet."""
+    steps: int
+    """Optimizer steps done."""
+    steps_in_all: int
+    progress: float
+    """The first over the second."""
+    target: TimeToTarget | None
+    """Whether the recipe's target is reached, and when; None where it has none."""
+    samples_seen: int
+    tokens_seen: int
+    loss: float | None
+    """Training loss of the last step; None: no step yet, or not finite."""
+    checkpoint: Checkpoint | None
+    """The newest one."""
+    world_sizes: tuple[WorldSize, ...]
+    faults: tuple[Fault, ...]
+    recoveries: tuple[Recovery, ...]
+    seconds_in_all: float
+    """From the first start to the last sign of life, less the time when the run had ended."""
+    seconds_lost: float
+    """Without a step between two groups of workers, or on steps that were rolled back."""
+    share_lost: float
+    chain: ChainState
+    """Whether every part of the history is linked to the one before it: `whole`, `broken`, or
+    `none` where versions wrote it that did not link them."""
+    problems: tuple[str, ...]
+    """What in the run's folder is not as it was written, a line each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def status(run: Storage) -> Status:
+    """Looks at a run's folder.
+
+    Raises:
+        UserError: there is no such run, or something of it was altered so that it cannot be read.
+    """
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    checkpoints, outline, found = run.sub("checkpoints"), read_outline(run), evidence(run)
+    newest = [
+        Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
+        for commit in found.counting[:1]
+    ]
+    return summary(
+        run.uri(),
+        found.history.entries,
+        steps_in_all=outline.steps,
+        target=outline.target,
+        checkpoint=newest[0] if newest else None,
+        driver=look_at_driver(run),
+        now=time.time(),
+        chain=found.history.chain.state,
+        problems=(*found.problems, *recipe_problems(run, identity), *driver_problems(run)),
+    )
+
+
+def summary(
+    run: str,
+    entries: Sequence[Entry],
+    *,
+    steps_in_all: int,
+    target: TargetConfig | None,
+    checkpoint: Checkpoint | None,
+    driver: Driver,
+    now: float,
+    chain: ChainState = "none",
+    problems: Sequence[str] = (),
+) -> Status:
+    """The status that a history gives.
+
+    Args:
+        run: the run's folder or URL.
+        entries: its history.
+        steps_in_all: by its recipe.
+        target: of its recipe.
+        checkpoint: the newest one.
+        driver: what is known about its driver.
+        now: Unix time.
+        chain: of the history.
+        problems: what is not as it was written.
+    """
+    steps = history.effective_steps(entries)
+    last: Entry = steps[-1] if steps else {"step": 0, "samples": 0, "tokens": 0, "loss": math.nan}
+    outcome = time_to_target(entries, target) if target else None
+    done = last["step"] >= steps_in_all or (outcome is not None and outcome.step == last["step"])
+    state, text = run_state(entries, done=done, driver=driver, now=now)
+    if state == "running" and driver.newest and driver.newest.step > last["step"]:
+        last = driver.newest.model_dump()
+    recovered = recoveries(entries)
+    seconds = seconds_in_all(entries)
+    lost = sum(recovery.seconds + recovery.seconds_rolled_back for recovery in recovered)
+    return Status(
+        run=run,
+        state=state,
+        text=text,
+        seen=last_sign(entries, driver),
+        steps=last["step"],
+        steps_in_all=steps_in_all,
+        progress=last["step"] / steps_in_all,
+        target=outcome,
+        samples_seen=last["samples"],
+        tokens_seen=last["tokens"],
+        loss=_finite(last["loss"]),
+        checkpoint=checkpoint,
+        world_sizes=_world_sizes(entries),
+        faults=_faults(entries),
+        recoveries=tuple(recovered),
+        seconds_in_all=seconds,
+        seconds_lost=lost,
+        share_lost=lost / seconds if seconds else 0.0,
+        chain=chain,
+        problems=tuple(problems),
+    )
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+def seconds_in_all(entries: Sequence[Entry]) -> float:
+    """From the first start of workers to the last entry, less the time when the run had ended."""
+    times = [float(entry["time"]) for entry in entries]
+    if not times:
+        return 0.0
+    starting = sum(group.seconds_starting for group in attempts(entries)[:1])
+    return max(times) - min(times) + starting - idle_seconds(entries, min(times), max(times))
+
+
+def _world_sizes(entries: Sequence[Entry]) -> tuple[WorldSize, ...]:
+    return tuple(
+        WorldSize(
+            attempt=group.attempt,
+            time=group.started,
+            step=group.step,
+            world_size=group.world_size,
+        )
+        for group in attempts(entries)
+    )
+
+
+def _faults(entries: Sequence[Entry]) -> tuple[Fault, ...]:
+    faults = [
+        Fault(
+            time=entry["time"],
+            attempt=entry["attempt"],
+            text=str(entry.get("text", "")),
+            ranks=tuple(entry.get("ranks", ())),
+        )
+        for entry in entries
+        if entry["kind"] == "fault"
+    ]
+    return tuple(sorted(faults, key=lambda fault: fault.time))

@@ -1,0 +1,297 @@
+"""The keeper of a run while it trains: history, copies of the state, and word to the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from threading import Event
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch.distributed as dist
+
+from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, hot_saver
+from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
+from elastrata.core.backoff import Backoff
+from elastrata.core.control_signal import Act, Request
+from elastrata.core.events import (
+    Chosen,
+    Committed,
+    Evaluated,
+    Halted,
+    Heard,
+    Removed,
+    Stalled,
+    Started,
+    Warned,
+)
+from elastrata.core.record import StepRecord
+from elastrata.core.step import StepLoss
+from elastrata.replicas.storage import HotStorage
+from elastrata.run.history import HistoryWriter
+from elastrata.run.unwritten import unwritten
+from elastrata.trainer.channel import Channel
+from elastrata_pipelines.storage import Storage
+
+_SECONDS_BETWEEN_WORDS = 20.0
+"""Who waits for a save says so this often; silence would be taken for a hang."""
+_SECONDS_FOR_A_COPY = 5.0
+"""How long a copy in memory waits for the one before, once: then steps go on without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What goes into a commit beside the state."""
+
+    step: int
+    samples: int
+    tokens: int
+    extra: Mapping[str, Any]
+
+
+class Keeper:
+    """One attempt's writer of history and state. Every rank has one; rank 0's does more.
+
+    On a clean end it waits for the last checkpoint; after an exception it leaves what is not yet
+    committed behind.
+
+    Args:
+        run: the run's folder.
+        hot: where copies in memory go; None: nowhere.
+        attempt: number of this group of workers.
+        rank: of this worker.
+        config: which checkpoints are taken and stay.
+        channel: to the driver.
+        state: what there is to save, as it is when this is called.
+        extra: more that a commit is to say, as it is when this is called.
+    """
+
+    def __init__(
+        self,
+        run: Storage,
+        hot: HotStorage | None,
+        *,
+        attempt: int,
+        rank: int,
+        config: CheckpointConfig,
+        channel: Channel,
+        state: Callable[[], dict[str, Any]],
+        extra: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
+        self._checkpoints = run.sub("checkpoints")
+        self._config, self._channel, self._state = config, channel, state
+        self._extra = extra
+        self._evaluated: Evaluated | None = None
+        self._serving: Request | None = None
+        self._retry = Backoff()
+        self._newest: Saving | None = None
+        self._overdue = False
+        self._is_stuck = False
+        self._durable = DurableSaver(
+            self._checkpoints,
+            attempt=attempt,
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            warn=self._failed,
+            on_commit=self._committed,
+            on_remove=lambda commit: channel.send(
+                Removed(uri=self._checkpoints.uri(commit.folder))
+            ),
+        )
+        self._hot = hot_saver(hot, attempt=attempt, warn=self._warn) if hot else None
+
+    def asked(self) -> Act:
+        """What all ranks are to do after the step that is about to begin; on rank 0."""
+        if self._history is None:
+            return Act.GO_ON
+        request = self._channel.look()
+        is_new = request != self._serving
+        self._serving = request
+        if request and is_new:
+            self._channel.send(Heard(act=request.act))
+            return request.act
+        is_due = self._overdue or self._retry.retry_due(time.monotonic())
+        return Act.SAVE if is_due and not self._durable.saving else Act.GO_ON
+
+    def started(self, event: Started) -> None:
+        """The group is ready for its first step."""
+        self._channel.send(event)
+        if self._history:
+            self._history.add(
+                "started",
+                {
+                    "step": event.step,
+                    "world_size": event.world_size,
+                    "state": event.state,
+                    "seconds": dict(event.seconds),
+                },
+            )
+            self._history.flush()
+
+    def chose(self, event: Chosen) -> None:
+        """The group has chosen what the recipe leaves open. Rank 0 says so."""
+        if self._history:
+            self._channel.send(event)
+            self._history.add("chosen", asdict(event))
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step is done."""
+        self._channel.send(record)
+        if self._history:
+            self._history.add("step", record.to_dict())
+
+    def evaluated(self, record: StepRecord, loss: StepLoss, seconds: float) -> Mapping[str, float]:
+        """The held-out data was evaluated after that step.
+
+        Returns:
+            What the evaluation reports, by metric name.
+        """
+        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
+        self._evaluated = Evaluated(
+            step=record.step, loss=loss.total, metrics=metrics, seconds=seconds
+        )
+        self._channel.send(self._evaluated)
+        reported = self._evaluated.to_metrics()
+        if self._history:
+            self._history.add("evaluated", {"step": record.step, **reported})
+        return reported
+
+    def reached(self, record: StepRecord, metric: str, value: float) -> None:
+        """The evaluation after that step has reached the run's target."""
+        if self._history:
+            progress = {"samples": record.samples, "tokens": record.tokens}
+            self._history.add(
+                "reached", {"step": record.step, **progress, "metric": metric, "value": value}
+            )
+
+    def keep(self, record: StepRecord, act: Act, *, is_last: bool) -> None:
+        """Copies the state after that step where a copy is due, as after the last. Collective."""
+        self._newest = self._saving(record)
+        seconds = 0.0
+        if act > Act.GO_ON or is_last or record.step % self._config.every == 0:
+            seconds += self._save_durably(waits=act >= Act.HALT or is_last)
+        if self._hot and (act >= Act.HALT or record.step % self._config.hot_every == 0):
+            seconds += self._copy(self._hot)
+        if seconds:
+            self._channel.send(Stalled(step=record.step, seconds=seconds))
+
+    def continued(self, saving: Saving) -> None:
+        """The group continued from that state in memory, and no step is left: it is the last one
+        that there will be to save. Collective."""
+        self._newest = saving
+        self._save_durably(waits=True)
+
+    def halted(self, act: Act) -> Request:
+        """Waits until the newest state is safe, and says so. Collective.
+
+        Returns:
+            What was asked, on every rank.
+        """
+        self._make_safe(in_memory=act < Act.STOP)
+        if self._history and self._serving and self._newest:
+            halt = Halted(
+                step=self._newest.step, reason=self._serving.reason, text=self._serving.text
+            )
+            self._history.add(
+                "halted", {"step": halt.step, "reason": halt.reason, "text": halt.text}
+            )
+            self._history.flush()
+            self._channel.send(halt)
+            self._channel.flush()
+        agreed: list[Any] = [self._serving]
+        dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
+        return cast(Request, agreed[0])
+
+    def leave(self) -> None:
+        """Nobody will go on from here: what is not saved by now need not be."""
+        self._newest = None
+
+    def _make_safe(self, *, in_memory: bool) -> None:
+        """Returns when the newest state is on storage, and takes it again where that fails; or, if
+        that is enough, when it is in memory. Collective."""
+        while self._newest:
+            self._await(self._durable)
+            if self._hot:
+                self._await(self._hot)
+            if self._durable.all_saved(self._newest.step):
+                return
+            if in_memory and self._hot and self._hot.all_saved(self._newest.step):
+                return
+            if self._history:
+                Event().wait(self._retry.seconds)
+            dist.barrier()
+            self._save_durably(waits=True)
+
+    def _await(self, saver: DurableSaver) -> None:
+        while not saver.wait(_SECONDS_BETWEEN_WORDS):
+            self._warn("the state is still being saved")
+
+    def _saving(self, record: StepRecord) -> Saving:
+        extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
+        extra |= self._extra()
+        if self._evaluated and self._evaluated.step == record.step:
+            extra[EVALUATION_LOSS] = self._evaluated.loss
+            extra[EVALUATION] = self._evaluated.to_metrics()
+        return Saving(step=record.step, samples=record.samples, tokens=record.tokens, extra=extra)
+
+    def _save_durably(self, *, waits: bool) -> float:
+        """Saves to storage; where the save before is not complete, later, unless it is to wait."""
+        self._overdue = not waits and not self._durable.all_idle()
+        if self._overdue:
+            return 0.0
+        self._await(self._durable)
+        return self._save(self._durable)
+
+    def _copy(self, saver: DurableSaver) -> float:
+        """Copies into memory; not now where the copy before is stuck, as its keeper may be gone."""
+        started = time.perf_counter()
+        saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
+        self._is_stuck = not saver.all_idle()
+        waited = time.perf_counter() - started
+        return waited if self._is_stuck else waited + self._save(saver)
+
+    def _save(self, saver: DurableSaver) -> float:
+        assert self._newest is not None
+        extra = dict(self._newest.extra)
+        if self._history:
+            extra |= unwritten(self._history)
+        return saver.save(
+            self._state(),
+            step=self._newest.step,
+            samples=self._newest.samples,
+            tokens=self._newest.tokens,
+            extra=extra,
+        )
+
+    def _warn(self, line: str) -> None:
+        self._channel.send(Warned(text=line))
+
+    def _failed(self, line: str) -> None:
+        self._warn(line)
+        self._retry = self._retry.failed(time.monotonic())
+
+    def _committed(self, commit: Commit) -> None:
+        self._retry = self._retry.succeeded()
+        uri = self._checkpoints.uri(commit.folder)
+        self._channel.send(
+            Committed(step=commit.step, uri=uri, evaluation_loss=commit.evaluation_loss)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._make_safe(in_memory=False)
+            self._durable.close()
+            if self._hot:
+                self._hot.close()
+        if self._history:
+            self._history.flush()

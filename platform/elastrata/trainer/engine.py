@@ -1,0 +1,197 @@
+"""The engine of a recipe on one rank: its model, sharded, and the loop that trains it.
+
+Knows no Ray, so that `elastrata bench` measures what the workers run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from elastrata.core.clip import Clip, build_clip
+from elastrata.core.device import Abilities, abilities, current_device
+from elastrata.core.fallbacks import substitutions
+from elastrata.core.forward_backward import Passes, WholeModel
+from elastrata.core.loop import Loop
+from elastrata.core.parallelize import DTYPES, parallelize, rank_mesh
+from elastrata.core.partial_model import partial_model
+from elastrata.core.pipeline.clip import build_stage_clip
+from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
+from elastrata.core.sparsity.config import TwoFourConfig
+from elastrata.core.sparsity.kernels import has_kernels, use_kernels
+from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.masks import Masks, SparsePhase
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.format import Vocabulary
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A recipe's model over all ranks, as this rank has it."""
+
+    model: nn.Module
+    """Its parameters, under their names in the whole model."""
+    passes: Passes
+    """Through it; with a pipeline, through what all its ranks have."""
+    clip: Clip
+    """Of its gradient; may have hooks on the model."""
+    blocks: Sequence[nn.Module]
+    """Of it."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks that have the model's stages between them, where there are any."""
+
+    def recompute(self, way: Recomputation) -> None:
+        """From now on its blocks compute again what `activation_checkpointing` of that value has
+        them compute again."""
+        for block in self.blocks:
+            recompute(block, way)
+        self.passes.recomputes(RECOMPUTED[way])
+
+
+def divided_model(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    """The recipe's model with its first weights, over all ranks of the process group."""
+    if recipe.parallel.pipeline > 1:
+        return _pipelined(recipe, vocabulary, seq_len, device, world_size)
+    model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
+    clip = build_clip(
+        recipe.clip,
+        model,
+        ordered=recipe.parallel.virtual_ranks is not None,
+        sparse=any(part.sparsity for part in recipe.parts),
+    )
+    passes = WholeModel(model, recipe.workload)
+    return DividedModel(model, passes, clip, recipe.workload.blocks(model))
+
+
+def sharded_model(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> nn.Module:
+    """`divided_model` of a recipe without a pipeline."""
+    with device:
+        model = _first_model(recipe, vocabulary, seq_len)
+    return parallelize(
+        model,
+        recipe.workload.blocks(model),
+        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
+        precision=recipe.precision,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        compile=recipe.compile and abilities(device).can_compile,
+        parallel=recipe.parallel,
+        tensor_parallel=recipe.workload.tensor_parallel,
+    )
+
+
+def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
+    """The masks of the recipe's phases over its model; None where no phase has any."""
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
+    if not any(phase.sparsity for phase in phases):
+        return None
+    sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]
+    matrices = recipe.workload.matrices(divided.model)
+    masks = Masks(
+        matrices,
+        layer_shapes(recipe.workload),
+        phases,
+        seed=recipe.seed,
+        sharded=sharded,
+        pipeline=divided.pipeline,
+    )
+    if _skips_zeros(recipe) and has_kernels(current_device()):
+        use_kernels(divided.model, matrices, masks.is_in_fours)
+    return masks
+
+
+def training_loop(
+    recipe: Recipe,
+    clip: Clip,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    world_size: int,
+    *,
+    counts: bool = True,
+    masks: Masks | None = None,
+) -> Loop:
+    """The recipe's loop."""
+    return Loop(
+        workload=recipe.workload,
+        vocabulary=vocabulary,
+        seed=recipe.seed,
+        learning_rate=recipe.learning_rate,
+        clip=clip,
+        on_nonfinite=recipe.on_nonfinite,
+        device=device,
+        world_size=world_size,
+        counts=counts,
+        masks=masks,
+    )
+
+
+def missing_here(recipe: Recipe, here: Abilities) -> list[str]:
+    """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
+    dtype = DTYPES[recipe.precision]
+    return [
+        *substitutions(here, dtype=dtype, compile=recipe.compile, skip_zeros=_skips_zeros(recipe)),
+        *recipe.workload.substitutions(here, dtype),
+    ]
+
+
+def _skips_zeros(recipe: Recipe) -> bool:
+    """Whether 2:4 kernels are to multiply in any of its phases."""
+    found = [part.sparsity for part in recipe.parts]
+    return any(isinstance(one, TwoFourConfig) and one.kernels for one in found)
+
+
+def _pipelined(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    # Imported here: it brings torch's compiler along, seconds that others can do without.
+    from elastrata.core.pipeline.schedule import Pipeline
+    from elastrata.core.pipeline.stages import cut_in_stages, own_spans
+
+    workload, parallel = recipe.workload, recipe.parallel
+    mesh = rank_mesh(
+        device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
+    )
+    costs = workload.block_costs(vocabulary, seq_len)
+    own = [block for span in own_spans(costs, mesh, parallel).values() for block in span]
+    model = partial_model(
+        lambda: _first_model(recipe, vocabulary, seq_len),
+        lambda outline: workload.stage(outline, own).parameters(),
+        device,
+    )
+    stages = cut_in_stages(
+        model,
+        workload,
+        costs,
+        mesh,
+        precision=recipe.precision,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        compile=recipe.compile and abilities(device).can_compile,
+        parallel=parallel,
+    )
+    passes = Pipeline(
+        stages,
+        workload,
+        mesh,
+        parallel,
+        dtype=DTYPES[recipe.precision],
+        device=device,
+        recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
+    )
+    group = mesh.get_group("pipeline")
+    counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
+    clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
+    return DividedModel(stages.model, passes, clip, workload.blocks(stages.model), group)
+
+
+def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
+    """Plain, on the current device, with the same weights on every rank."""
+    torch.manual_seed(recipe.seed)
+    return recipe.workload.build_model(vocabulary, seq_len)

@@ -1,0 +1,65 @@
+"""The held-out data of a run on one rank: which of it the model is evaluated on, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastrata.core.data_rank import DataRank
+from elastrata.core.evaluate import EvaluationConfig, evaluation_due, held_out_step
+from elastrata.core.record import StepRecord
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.phase import Phase
+
+
+class HeldOut:
+    """This rank's part of it, in every phase that is left.
+
+    Args:
+        phases: of the run.
+        held_out: the data set of each; None where there is none.
+        config: when to evaluate, and on how much.
+        data: this rank's place among those that have samples.
+        done: steps that the run has done.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        held_out: Sequence[Batches | None],
+        config: EvaluationConfig,
+        data: DataRank,
+        done: int,
+    ) -> None:
+        self._config = config
+        self._parts = {
+            phase.last_step: held_out_step(
+                batches, samples=config.samples, rank=data.rank, num_ranks=data.dp_size
+            )
+            if batches
+            else None
+            for phase, batches in zip(phases, held_out, strict=True)
+            if phase.last_step >= done
+        }
+
+    def due(self, record: StepRecord) -> RankStep | None:
+        """What the model is evaluated on after that step; there is always an evaluation at the end
+        of a phase."""
+        is_due = evaluation_due(
+            self._config,
+            step=record.step,
+            steps=self._last_step(record.step),
+            samples=record.samples,
+            batch_samples=record.batch_samples,
+        )
+        return self.of(record.step) if is_due else None
+
+    def of(self, step: int) -> RankStep | None:
+        """That of the phase which has that step."""
+        return self._parts[self._last_step(step)]
+
+    def _last_step(self, step: int) -> int:
+        return min(last for last in self._parts if last >= step)

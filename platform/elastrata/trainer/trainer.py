@@ -1,0 +1,139 @@
+"""The learner: one rank's part of a recipe's model, with all that changes while it learns.
+
+Knows no Ray: every worker of a group has one, and so has the lone trial of a sweep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.training_state import load, restore, training_state
+from elastrata.core.control_signal import Act
+from elastrata.core.evaluate import evaluate
+from elastrata.core.events import Chosen
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.record import StepRecord
+from elastrata.core.step import StepLoss
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.auto import automatic
+from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.phase import Phase
+
+
+class Learner:
+    """Model, optimizer, masks and what is chosen automatically. All its methods are collective.
+
+    Args:
+        recipe: what is trained.
+        phases: of the run.
+        device: of this rank.
+        world_size: ranks of the process group.
+        per_node: how many of them share this machine, and its memory.
+        counts: whether this rank's sums over samples count; see `DataRank`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        phases: Sequence[Phase],
+        device: torch.device,
+        *,
+        world_size: int,
+        per_node: int,
+        counts: bool = True,
+    ) -> None:
+        self._recipe, self._device = recipe, device
+        self._world_size, self._counts = world_size, counts
+        self._vocabulary = phases[0].batches.manifest.vocabulary
+        seq_len = max(phase.batches.manifest.seq_len for phase in phases)
+        self._divided = divided_model(recipe, self._vocabulary, seq_len, device, world_size)
+        self.model = self._divided.model
+        self.optimizer = build_optimizer(
+            recipe.optimizer, self.model, recipe.workload.blocks(self.model)
+        )
+        self._masks = phase_masks(recipe, self._divided)
+        self._chooser = automatic(
+            recipe,
+            phases,
+            self._divided.recompute,
+            device,
+            world_size=world_size,
+            per_node=per_node,
+        )
+
+    def restore(self, checkpoints: CommitStorage, commit: Commit) -> None:
+        """Goes on from a commit.
+
+        Raises:
+            UserError: it is damaged, or another model's.
+        """
+        restore(checkpoints, commit, self.model, self.optimizer)
+        if self._masks:
+            self._masks.restore(commit.step, partial(load, checkpoints, commit))
+        self._chooser.restore(commit.extra)
+
+    def state(self) -> dict[str, Any]:
+        """The live tensors that a checkpoint holds."""
+        masks = self._masks.state() if self._masks else {}
+        return training_state(self.model, self.optimizer) | masks
+
+    def extra(self) -> dict[str, Any]:
+        """What a commit is to say beside them."""
+        return self._chooser.state()
+
+    def steps(
+        self,
+        stream: Iterable[RankStep],
+        start: Start,
+        *,
+        chose: Callable[[Chosen], None],
+        asked: Callable[[], Act],
+    ) -> Iterator[tuple[StepRecord, Act]]:
+        """Trains.
+
+        Args:
+            stream: this rank's part of all steps that are left.
+            start: where the run is.
+            chose: called with every choice that is to be recorded.
+            asked: what is to be done after the step.
+
+        Yields:
+            The record of every step, and what all ranks agree to do after it.
+        """
+        recipe, chooser = self._recipe, self._chooser
+        loop = training_loop(
+            recipe,
+            self._divided.clip,
+            self._vocabulary,
+            self._device,
+            self._world_size,
+            counts=self._counts,
+            masks=self._masks,
+        )
+        parts = chooser.cut(stream, chose)
+        for done, act in loop.run(self._divided.passes, self.optimizer, parts, start, asked):
+            yield replace(done, **chooser.figures()), act
+
+    def evaluate(self, held_out: RankStep) -> tuple[StepLoss, float]:
+        """The loss of the model as it is now on this rank's part of held-out data, and the seconds
+        that took."""
+        began = time.perf_counter()
+        loss = evaluate(
+            self._divided.passes,
+            self._recipe.workload,
+            self._chooser.as_chosen(held_out).micro_batches,
+            self._vocabulary,
+            self._device,
+            counts=self._counts,
+        )
+        return loss, time.perf_counter() - began
