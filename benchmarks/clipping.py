@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip, build_clip
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.forward_backward import WholeModel
 from elastrata.core.loop import Loop
 from elastrata.core.optimizer import build_optimizer
@@ -145,7 +145,7 @@ class Steps:
         dist.all_reduce(weight)
         self._weights = {"mlm": float(weight)}
         model = model_of(recipe, device, ranks)
-        self._passes = WholeModel(model, recipe.workload)
+        self._forward_backward = WholeModel(model, recipe.workload)
         blocks = recipe.workload.blocks(model)
         self._optimizer = build_optimizer(recipe.optimizer, model, blocks)
         self._clip = Ranged(build_clip(recipe.clip, model))
@@ -157,7 +157,7 @@ class Steps:
             dist.barrier()
             started = time.perf_counter()
             train_step(
-                self._passes,
+                self._forward_backward,
                 self._optimizer,
                 self._batches,
                 weights=self._weights,
@@ -251,8 +251,8 @@ def measure_losses(
             blocks = recipe.workload.blocks(model)
             optimizer = build_optimizer(recipe.optimizer, model, blocks)
             parts = steps_of(recipe, rank, ranks)
-            passes = WholeModel(model, recipe.workload)
-            records = loop.run(passes, optimizer, parts, Start(), lambda: Act.GO_ON)
+            forward_backward = WholeModel(model, recipe.workload)
+            records = loop.run(forward_backward, optimizer, parts, Start(), lambda: Action.GO_ON)
             runs[f"{way}, seed {seed}"] = [(r.loss, r.gradient_norm) for r, _ in records]
     return runs
 

@@ -81,9 +81,9 @@ INJECTIONS: dict[str, Injection] = {
     "node added": add_node,
 }
 UNNOTICED: dict[str, Injection] = {
-    "mailbox stopped, 10 s allowed": stop_actor("_Mailbox"),
-    "directory of hot copies stopped, 10 s allowed": stop_actor("HotDirectory"),
-    "keeper of hot copies stopped, 10 s allowed": stop_actor("HotKeeper"),
+    "channel stopped, 10 s allowed": stop_actor("ControlChannel"),
+    "directory of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
+    "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
 }
 """After these the same group goes on: what counts is the longest time between two steps."""
 UNNOTICED_SECONDS = 60.0

@@ -49,7 +49,7 @@ from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import MFU_CONVENTION, measure_steps
 from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.device import current_device, device_name
 from elastrata.core.lone_group import lone_group
 from elastrata.core.optimizer import build_optimizer
@@ -124,7 +124,9 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
         optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
         loop = training_loop(recipe, divided.clip, samples.vocabulary, device, 1)
         loop = replace(loop, clip=RangedClip(loop.clip))
-        run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+        run = loop.run(
+            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+        )
         for _ in range(PROFILED_AFTER):
             next(run)
         if device.type == "cuda":

@@ -28,12 +28,12 @@ from report import write_result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoints.checkpoint import DurableSaver, hot_saver
+from elastrata.checkpoints.checkpoint import DurableSaver, replica_saver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.cluster.ray_session import ray_session
-from elastrata.replicas.storage import close_hot_tier, newest_hot, open_hot_tier
+from elastrata.replicas.storage import close_replicas, newest_replica, open_replicas
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2
@@ -86,7 +86,7 @@ class Rank:
     def measure(self, storage: CommitStorage, kind: str, rounds: int) -> list[dict[str, float]]:
         """Saves `rounds` times and once more before, for warmth; a dict of seconds for each."""
         saver = (
-            hot_saver(storage, attempt=1, warn=print)
+            replica_saver(storage, attempt=1, warn=print)
             if kind == "hot"
             else DurableSaver(storage, keep_last=1, keep_best=False, warn=print)
         )
@@ -168,7 +168,7 @@ def summary(by_rank: list[list[dict[str, float]]]) -> dict[str, float]:
 def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         disk = Storage(str(Path(folder) / "checkpoints"))
-        hot = open_hot_tier(LIMIT_BYTES)
+        hot = open_replicas(LIMIT_BYTES)
         ranks = start(WORLD_SIZE, folder, shape)
         on_all(ranks, "calibrate")
         figures: dict[str, Any] = {
@@ -177,7 +177,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         }
         end(ranks)
         looking = time.perf_counter()
-        commit = newest_hot(hot)
+        commit = newest_replica(hot)
         figures["hot"]["found_s"] = round(time.perf_counter() - looking, 4)
         assert commit is not None
         figures["state_mb"] = round(sum(file.size for file in commit.files.values()) / 1e6, 2)
@@ -185,7 +185,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
             ranks = start(world_size, folder, shape)
             figures["hot"][f"loaded_at_{world_size}_s"] = round(max(on_all(ranks, "load", hot)), 4)
             end(ranks)
-        close_hot_tier(hot)
+        close_replicas(hot)
     return figures
 
 

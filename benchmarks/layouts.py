@@ -81,7 +81,7 @@ def train(
     import torch
 
     from elastrata.bench.samples import bench_samples
-    from elastrata.core.control_signal import Act
+    from elastrata.core.control_signal import Action
     from elastrata.core.optimizer import build_optimizer
     from elastrata.trainer.engine import divided_model, training_loop
     from elastrata_pipelines.batches import Start
@@ -95,7 +95,9 @@ def train(
     optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
     loop = training_loop(recipe, divided.clip, samples.vocabulary, device, processes)
     seconds, began = [], time.perf_counter()
-    for _ in loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON):
+    for _ in loop.run(
+        divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+    ):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -138,10 +140,10 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     from elastrata.planner.memory import memory
     from elastrata.planner.stack import elastrata
     from elastrata.planner.step_time import step_time
-    from elastrata.recipe.data_spec import data_outline
+    from elastrata.recipe.data_spec import data_spec
 
     recipe, processes = recipe_of(name, {}), LAYOUTS[name][0]
-    outline = data_outline(recipe)
+    outline = data_spec(recipe)
     model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
     tensor, is_copy = recipe.parallel.tensor, recipe.parallel.replicate == "all"
     data = processes // tensor

@@ -101,7 +101,7 @@ def train(name: str, recipe: Recipe) -> Curve:
     torch.manual_seed(recipe.seed)
     model = workload.build_model(vocabulary, data.train.manifest.seq_len)
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
-    clip, passes = build_clip(recipe.clip, model), WholeModel(model, workload)
+    clip, forward_backward = build_clip(recipe.clip, model), WholeModel(model, workload)
     held_out = held_out_step(
         validation, samples=recipe.evaluation.samples, rank=0, num_ranks=1
     ).micro_batches
@@ -110,10 +110,10 @@ def train(name: str, recipe: Recipe) -> Curve:
         ready = [workload.collate(rows, vocabulary, recipe.seed) for rows in micro_batches]
         set_learning_rate(optimizer, recipe.learning_rate(number))
         weights = {"mlm": sum(batch.weights["mlm"] for batch in ready)}
-        train_step(passes, optimizer, ready, weights=weights, clip=clip)
+        train_step(forward_backward, optimizer, ready, weights=weights, clip=clip)
         tokens += sum(len(rows.tokens) for rows in micro_batches)
         if (number + 1) % recipe.evaluation.every == 0:
-            found = evaluate(passes, workload, held_out, vocabulary, torch.device(device))
+            found = evaluate(forward_backward, workload, held_out, vocabulary, torch.device(device))
             curve.append((tokens, found.total))
     return curve
 

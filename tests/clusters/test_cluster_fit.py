@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastrata.cli.main import run
 from elastrata.deploy.cluster_file import read_cluster
-from elastrata.deploy.cluster_spec import ClusterOutline, NodeGroup
+from elastrata.deploy.cluster_spec import ClusterSpec, NodeGroup
 from elastrata_pipelines.errors import UserError
 
 SIZES = st.integers(0, 4)
@@ -155,7 +155,7 @@ def test_the_room_is_that_of_the_best_choice_of_nodes(
     )
     max_nodes += sum(group.min_nodes for group in groups)
     head = NodeGroup(name="head", resources={"CPU": 1}, min_nodes=1, max_nodes=1)
-    cluster = ClusterOutline(file="f", head=head, groups=groups, max_nodes=max_nodes)
+    cluster = ClusterSpec(file="f", head=head, groups=groups, max_nodes=max_nodes)
     worker = {"CPU": 1.0, "GPU": 0.5}
     choices = product(*(range(group.min_nodes, group.max_nodes + 1) for group in groups))
     best = max(

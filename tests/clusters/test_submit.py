@@ -266,7 +266,7 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
 
 
 def _drivers() -> list[psutil.Process]:
-    """The processes `elastrata train` of jobs: those that `elastrata.deploy.job_entrypoint` started."""
+    """The `elastrata train` of jobs: what `elastrata.deploy.job_entrypoint` started."""
     found = []
     for process in psutil.process_iter():
         try:

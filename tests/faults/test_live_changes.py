@@ -70,7 +70,7 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["TrainController", "_Mailbox", "HotDirectory"])
+@pytest.mark.parametrize("name", ["TrainController", "ControlChannel", "ReplicaRegistry"])
 def test_a_killed_helper_is_replaced(name, recipe, undisturbed, cluster, tmp_path) -> None:
     cluster.add(cpus=2)
     live = LiveRun(recipe, f"no{name}", tmp_path / "log", "--address", cluster.address)

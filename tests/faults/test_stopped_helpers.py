@@ -22,7 +22,7 @@ STEPS = 100_000
 FEW = 5
 PATIENCE = 200
 """Seconds: a helper has 10 to answer, Ray takes 5 to kill it and some to start another one."""
-NOT_FOR_STEPS = ("_Mailbox", "HotKeeper", "HotDirectory")
+NOT_FOR_STEPS = ("ControlChannel", "ReplicaStore", "ReplicaRegistry")
 
 
 def stop(live: LiveRun, name: str) -> tuple[float, float]:
@@ -92,7 +92,7 @@ def test_a_stopped_controller_is_replaced_with_its_group(tmp_path: Path) -> None
     live.wait_for_group(1)
     stop_and_see_another(live, "TrainController")
     live.wait_for_group(2, steps=2 * HOT_STEPS)
-    stop_and_see_another(live, "_Mailbox")
+    stop_and_see_another(live, "ControlChannel")
     live.wait_for_more(2 * HOT_STEPS)
     stop(live, "SplitCoordinator")  # what it has handed out is enough for a while
     live.wait_for_more(2 * HOT_STEPS)

@@ -13,7 +13,7 @@ def test_actions_run_in_order_through_failures() -> None:
     done: list[int] = []
     failures = {3: 2}
 
-    def act(number: int) -> None:
+    def action(number: int) -> None:
         if failures.get(number):
             failures[number] -= 1
             raise ConnectionError("not now")
@@ -21,7 +21,7 @@ def test_actions_run_in_order_through_failures() -> None:
 
     outbox = Outbox("the store", lambda error: False)
     for number in range(6):
-        outbox.put(lambda number=number: act(number))
+        outbox.put(lambda number=number: action(number))
     assert outbox.close(30) == 0
     assert done == list(range(6))
 

@@ -21,7 +21,7 @@ from elastrata.planner.reasons import why_slower
 from elastrata.planner.search import search
 from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, step_time
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.errors import UserError
 from support.published import gpt
@@ -42,11 +42,11 @@ def _bytes(layout: Layout) -> float:
 @pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "gpt/megatron-1.7b", "bert/base"])
 def test_the_parameters_are_those_of_the_model(name: str) -> None:
     recipe = load_recipe(name)
-    outline = data_outline(recipe)
+    spec = data_spec(recipe)
     with torch.device("meta"):
-        built = recipe.workload.build_model(outline.vocabulary, outline.seq_len)
+        built = recipe.workload.build_model(spec.vocabulary, spec.seq_len)
     counted = sum(parameter.numel() for parameter in built.parameters())
-    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
     assert model.parameters == pytest.approx(counted, rel=2e-3)
     blocks = recipe.workload.blocks(built)
     own = sum(parameter.numel() for parameter in blocks[0].parameters())
@@ -56,8 +56,8 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "bert/base"])
 def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
     recipe = load_recipe(name)
-    outline = data_outline(recipe)
-    length, vocabulary = outline.seq_len, outline.vocabulary
+    spec = data_spec(recipe)
+    length, vocabulary = spec.seq_len, spec.vocabulary
     model = recipe.workload.transformer(vocabulary, length)
     weight = {"lm": length, "mlm": round(0.15 * length)}
     counted = recipe.workload.flops([length], weight, vocabulary)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.reproducible_norm import order_free_norm
+from elastrata.core.reproducible_norm import reproducible_norm
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
 from support.bare_loop import train_on_ranks
@@ -68,18 +68,18 @@ def test_what_a_virtual_rank_gets_does_not_depend_on_who_plays_it(
 )
 def test_a_norm_that_no_order_changes(values: list[float], seed: int) -> None:
     draw = np.random.default_rng(seed)
-    one = order_free_norm([torch.tensor(values)])
+    one = reproducible_norm([torch.tensor(values)])
     shuffled = torch.tensor(values)[torch.from_numpy(draw.permutation(len(values)))]
     cut = int(draw.integers(0, len(values) + 1))
-    assert order_free_norm([shuffled[:cut], shuffled[cut:]]).item() == one.item()
+    assert reproducible_norm([shuffled[:cut], shuffled[cut:]]).item() == one.item()
     exact = math.sqrt(math.fsum(float(value) ** 2 for value in torch.tensor(values).tolist()))
     assert one.item() == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite(bad: float) -> None:
-    assert not math.isfinite(order_free_norm([torch.tensor([1.0, bad])]))
-    assert order_free_norm([torch.zeros(3), torch.zeros(0)]).item() == 0
+    assert not math.isfinite(reproducible_norm([torch.tensor([1.0, bad])]))
+    assert reproducible_norm([torch.zeros(3), torch.zeros(0)]).item() == 0
 
 
 @pytest.fixture(scope="module")

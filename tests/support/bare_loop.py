@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.data_rank import data_rank
 from elastrata.core.evaluate import evaluate, held_out_step
 from elastrata.core.events import Chosen
@@ -68,7 +68,7 @@ class BareTraining:
         manifest = self._batches.manifest
         vocabulary, seq_len = manifest.vocabulary, manifest.seq_len
         divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
-        self.model, self._passes = divided.model, divided.passes
+        self.model, self._forward_backward = divided.model, divided.forward_backward
         self.chosen: list[Chosen] = []
         self.chooser = automatic(
             recipe,
@@ -99,7 +99,9 @@ class BareTraining:
     def records(self, start: Start, steps: int) -> Iterator[StepRecord]:
         """The same, one by one as they are done."""
         stream = self.chooser.cut(self._stream(start, steps), self.chosen.append)
-        run = self.loop.run(self._passes, self.optimizer, stream, start, lambda: Act.GO_ON)
+        run = self.loop.run(
+            self._forward_backward, self.optimizer, stream, start, lambda: Action.GO_ON
+        )
         return (replace(record, **self.chooser.figures()) for record, _ in run)
 
     def evaluate(self, samples: int) -> StepLoss:
@@ -108,7 +110,7 @@ class BareTraining:
         data = self._data
         part = held_out_step(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
         return evaluate(
-            self._passes,
+            self._forward_backward,
             workload,
             part.micro_batches,
             manifest.vocabulary,

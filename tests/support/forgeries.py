@@ -36,12 +36,12 @@ def _name(rng: random.Random) -> str:
 def _copied_part(run: Path, rng: random.Random) -> Mutation:
     source, target, sealed = rng.choice(_parts(run)), _name(rng), rng.random() < 0.7
 
-    def act(copy: Path) -> None:
+    def action(copy: Path) -> None:
         lines = (copy / "history" / source).read_text().splitlines(keepends=True)
         (copy / "history" / target).write_text("".join(lines if sealed else lines[:-1]))
 
     seal = "" if sealed else " without its seal"
-    return Mutation(f"history/{source}: a copy{seal} as {target}", act)
+    return Mutation(f"history/{source}: a copy{seal} as {target}", action)
 
 
 def _part_by_hand(run: Path, rng: random.Random) -> Mutation:
@@ -49,33 +49,33 @@ def _part_by_hand(run: Path, rng: random.Random) -> Mutation:
     attempt = int(name.partition("-")[0])
     entries = [started(attempt, step), stepped(attempt, step + 1)]
 
-    def act(copy: Path) -> None:
+    def action(copy: Path) -> None:
         (copy / "history" / name).write_text("".join(json.dumps(e) + "\n" for e in entries))
 
-    return Mutation(f"history/{name}: by hand, from step {step}", act)
+    return Mutation(f"history/{name}: by hand, from step {step}", action)
 
 
 def _swapped(run: Path, rng: random.Random) -> Mutation:
     one, two = rng.sample(_parts(run), 2)
 
-    def act(copy: Path) -> None:
+    def action(copy: Path) -> None:
         texts = [(copy / "history" / name).read_bytes() for name in (one, two)]
         (copy / "history" / one).write_bytes(texts[1])
         (copy / "history" / two).write_bytes(texts[0])
 
-    return Mutation(f"history/{one}: swapped with {two}", act)
+    return Mutation(f"history/{one}: swapped with {two}", action)
 
 
 def _twice(run: Path, rng: random.Random) -> Mutation:
     name, number = rng.choice(_parts(run)), rng.randrange(40)
 
-    def act(copy: Path) -> None:
+    def action(copy: Path) -> None:
         path = copy / "history" / name
         lines = path.read_text().splitlines(keepends=True)
         at = number % len(lines)
         path.write_text("".join([*lines[: at + 1], *lines[at:]]))
 
-    return Mutation(f"history/{name}: line {number}, counted round and round, twice", act)
+    return Mutation(f"history/{name}: line {number}, counted round and round, twice", action)
 
 
 def _copied_commit(run: Path, rng: random.Random) -> Mutation:
@@ -83,7 +83,7 @@ def _copied_commit(run: Path, rng: random.Random) -> Mutation:
     step, attempt = rng.choice((0, 4, 8, 12, 16)), rng.choice((1, 2, 3, 100_000))
     target = f"{step:09d}-{attempt:04d}-{rng.randrange(16**6):06x}"
 
-    def act(copy: Path) -> None:
+    def action(copy: Path) -> None:
         shutil.copytree(copy / "checkpoints" / source, copy / "checkpoints" / target)
 
-    return Mutation(f"checkpoints/{source}: a copy as {target}", act)
+    return Mutation(f"checkpoints/{source}: a copy as {target}", action)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.checkpoints.checkpoint import hot_saver
+from elastrata.checkpoints.checkpoint import replica_saver
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.training_state import restore
-from elastrata.replicas.storage import HotStorage
+from elastrata.replicas.storage import Replicas
 from platform_.checkpoint_ranks import ROWS, Training
 
 
@@ -30,8 +30,8 @@ class Rank:
         self._training = Training()
         self._warnings: list[str] = []
 
-    def begin(self, storage: HotStorage, attempt: int) -> None:
-        self._saver = hot_saver(storage, attempt=attempt, warn=self._warnings.append)
+    def begin(self, storage: Replicas, attempt: int) -> None:
+        self._saver = replica_saver(storage, attempt=attempt, warn=self._warnings.append)
 
     def save(self, step: int) -> dict[str, Tensor]:
         """Trains a step, saves it, and returns the whole state of that moment."""
@@ -50,16 +50,16 @@ class Rank:
     def end(self) -> None:
         self._saver.close()
 
-    def restore(self, storage: HotStorage, commit: Commit) -> dict[str, Tensor]:
+    def restore(self, storage: Replicas, commit: Commit) -> dict[str, Tensor]:
         restore(storage, commit, self._training.model, self._training.optimizer)
         return self._training.full()
 
 
-class DeadlyHotStorage(HotStorage):
+class DeadlyHotStorage(Replicas):
     """Kills its process when the first bytes of a file are on their way."""
 
-    def __reduce__(self) -> tuple[type[HotStorage], tuple[Any]]:
-        return DeadlyHotStorage, (self.directory,)
+    def __reduce__(self) -> tuple[type[Replicas], tuple[Any]]:
+        return DeadlyHotStorage, (self.registry,)
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:

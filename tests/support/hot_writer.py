@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from elastrata.replicas.storage import HotStorage
+from elastrata.replicas.storage import Replicas
 
 
 class Writer:
     """Writes and reads on the node it runs on."""
 
-    def write(self, storage: HotStorage, data: bytes, *parts: str) -> None:
+    def write(self, storage: Replicas, data: bytes, *parts: str) -> None:
         storage.write(data, *parts)
 
-    def read(self, storage: HotStorage, *parts: str) -> bytes:
+    def read(self, storage: Replicas, *parts: str) -> bytes:
         return storage.read(*parts)

@@ -82,8 +82,8 @@ def _drawn(folder: Path, rng: random.Random) -> Iterator[Mutation]:
         path = rng.choice(trees if kind == "tree" else files)
         place = path.relative_to(folder)
         if kind == "tree":
-            name, act = _tree_mutation(folder, place, rng)
-            yield Mutation(f"{place}: {name}", act)
+            name, action = _tree_mutation(folder, place, rng)
+            yield Mutation(f"{place}: {name}", action)
             continue
         data = path.read_bytes()
         found = mutated_json(data, rng) if kind == "json" else mutated_bytes(data, rng)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.efficiency import GPU_PRIOR, Efficiency
@@ -46,9 +46,9 @@ def rows(path: Path) -> list[Row]:
     ]
 
 
-def gpt(layers: int, hidden: int, heads: int) -> Transformer:
+def gpt(layers: int, hidden: int, heads: int) -> ModelSpec:
     """A model of Megatron-LM's tables."""
-    return Transformer(
+    return ModelSpec(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -65,7 +65,7 @@ def gpt(layers: int, hidden: int, heads: int) -> Transformer:
 
 
 def _predicted(
-    model: Transformer,
+    model: ModelSpec,
     gpus: int,
     efficiency: Efficiency,
     stack: Stack,
@@ -76,7 +76,7 @@ def _predicted(
     return step_time(model, cluster, Machine(DEVICE, efficiency, stack), layout, batch_size)
 
 
-def _tflops(model: Transformer, gpus: int, batch_size: int, seconds: float) -> float:
+def _tflops(model: ModelSpec, gpus: int, batch_size: int, seconds: float) -> float:
     """As the paper counts, with recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
     s, layers, h = _SEQ_LEN, model.layers, model.hidden
     more = 1 + s / (6 * h) + _VOCABULARY / (16 * layers * h)
@@ -228,10 +228,10 @@ class Setting:
         return self.winner.mfu / self.winner.published - 1
 
 
-def llama(billion: int, sequence: int) -> Transformer:
+def llama(billion: int, sequence: int) -> ModelSpec:
     """A model of arXiv 2311.05610."""
     layers, hidden, heads, feed_forward = _LLAMA[billion]
-    return Transformer(
+    return ModelSpec(
         layers=layers,
         hidden=hidden,
         heads=heads,

@@ -1,4 +1,4 @@
-"""The verdict on what reads damaged files: it refuses in lines that a user can act on, or reads."""
+"""The verdict on what reads damaged files: refused in lines that a user can act on, or read."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import choose_lengths
 from elastrata.recipe.automatic_rules import fixed_tokens
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
@@ -36,7 +36,7 @@ def measure_balances(
     """
     tokens = fixed_tokens(recipe, "a measurement")
     batches = batches_of_lengths(recipe, wanted)
-    work = recipe.workload.work(data_outline(recipe).vocabulary)
+    work = recipe.workload.work(data_spec(recipe).vocabulary)
     return {
         number: measure_balance(
             batches(samples_per_worker * number),
@@ -50,11 +50,11 @@ def measure_balances(
 
 def batches_of_lengths(recipe: Recipe, wanted: str | None) -> BatchesOfLengths:
     """Batches in the recipe's order, or drawn from a histogram; see `choose_lengths`."""
-    outline = data_outline(recipe)
-    chosen = choose_lengths(wanted, seq_len=outline.seq_len, prepared=outline.prepared)
+    spec = data_spec(recipe)
+    chosen = choose_lengths(wanted, seq_len=spec.seq_len, prepared=spec.prepared)
     histogram = chosen.histogram
     if histogram is not None:
-        check_fits(recipe, outline, chosen.name, histogram)
+        check_fits(recipe, spec, chosen.name, histogram)
         return lambda size: drawn_batches(histogram, batch_size=size, steps=_STEPS)
     data = training_data(recipe).train
     lengths = data.manifest.read_lengths(Storage(data.url))

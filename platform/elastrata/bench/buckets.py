@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 
 
@@ -14,9 +14,9 @@ def bucket_sizes(recipe: Recipe) -> list[int]:
     Raises:
         UserError: the size of the vocabulary is not known before the data is prepared.
     """
-    outline = data_outline(recipe)
+    spec = data_spec(recipe)
     with torch.device("meta"):
-        model = recipe.workload.build_model(outline.vocabulary, outline.seq_len)
+        model = recipe.workload.build_model(spec.vocabulary, spec.seq_len)
     blocks = [
         sum(parameter.numel() for parameter in block.parameters())
         for block in recipe.workload.blocks(model)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from elastrata.recipe.data_spec import DataOutline
+from elastrata.recipe.data_spec import DataSpec
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 
 
-def check_fits(recipe: Recipe, outline: DataOutline, name: str, histogram: tuple[int, ...]) -> None:
+def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, ...]) -> None:
     """Makes sure that the recipe's model and micro-batches can take such samples.
 
     Args:
         recipe: what would train on them.
-        outline: what they are made of.
+        spec: what they are made of.
         name: of the lengths, for the message.
         histogram: `histogram[s]` samples have s tokens, up to the longest.
 
@@ -21,7 +21,7 @@ def check_fits(recipe: Recipe, outline: DataOutline, name: str, histogram: tuple
         UserError: one line for each reason why they cannot.
     """
     longest = len(histogram) - 1
-    problems = recipe.workload.problems(_manifest(outline, histogram))
+    problems = recipe.workload.problems(_manifest(spec, histogram))
     most = recipe.micro_batch_tokens
     if most != "auto" and longest > most:
         problems.append(
@@ -32,7 +32,7 @@ def check_fits(recipe: Recipe, outline: DataOutline, name: str, histogram: tuple
         raise UserError(*problems)
 
 
-def _manifest(outline: DataOutline, histogram: tuple[int, ...]) -> Manifest:
+def _manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
     """What the manifest of such a data set would say to a workload."""
     return Manifest(
         samples=sum(histogram),
@@ -42,10 +42,10 @@ def _manifest(outline: DataOutline, histogram: tuple[int, ...]) -> Manifest:
         seq_len=len(histogram) - 1,
         seed=0,
         packing="none",
-        pairs=outline.pairs,
+        pairs=spec.pairs,
         token_dtype="uint32",
         length_histogram=histogram,
-        vocabulary=outline.vocabulary,
+        vocabulary=spec.vocabulary,
         tokenizer_fingerprint="",
         sources=(),
         files=(),

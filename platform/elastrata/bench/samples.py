@@ -9,7 +9,7 @@ from elastrata.bench.lengths import DATA, choose_lengths
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.rank_steps import rank_steps
 from elastrata.recipe.automatic_rules import fixed_tokens
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Vocabulary
@@ -40,25 +40,25 @@ def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
         UserError: the lengths, the data set and the recipe do not fit; one line for each reason.
     """
     tokens = fixed_tokens(recipe, "a measurement")
-    outline = data_outline(recipe)
-    lengths = choose_lengths(wanted, seq_len=outline.seq_len, prepared=outline.prepared)
+    spec = data_spec(recipe)
+    lengths = choose_lengths(wanted, seq_len=spec.seq_len, prepared=spec.prepared)
     if lengths.histogram is None:
         return _of_data_set(recipe, steps)
-    check_fits(recipe, outline, lengths.name, lengths.histogram)
+    check_fits(recipe, spec, lengths.name, lengths.histogram)
     random = RandomSteps(
         histogram=lengths.histogram,
-        num_ids=outline.vocabulary.size,
-        pairs=outline.pairs,
+        num_ids=spec.vocabulary.size,
+        pairs=spec.pairs,
         steps=steps,
         batch_size=recipe.batch_size,
-        work=recipe.workload.work(outline.vocabulary),
+        work=recipe.workload.work(spec.vocabulary),
         tokens_per_micro_batch=tokens,
         virtual_ranks=recipe.parallel.virtual_ranks or 1,
         seed=recipe.seed,
     )
     return Samples(
         lengths=lengths.name,
-        vocabulary=outline.vocabulary,
+        vocabulary=spec.vocabulary,
         seq_len=len(lengths.histogram) - 1,
         steps=tuple(random),
     )

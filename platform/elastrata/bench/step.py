@@ -11,9 +11,9 @@ import torch
 
 from elastrata.bench.quartiles import Quartiles, quartiles
 from elastrata.bench.samples import Samples
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.device import (
-    abilities,
+    capabilities,
     current_device,
     device_name,
     peak_flops,
@@ -113,11 +113,13 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
         masks = phase_masks(endless, divided)
         loop = training_loop(endless, divided.clip, samples.vocabulary, device, 1, masks=masks)
-        run = loop.run(divided.passes, optimizer, samples.steps, Start(), lambda: Act.GO_ON)
+        run = loop.run(
+            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+        )
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = _figures(timed, warm_up, device, parameters)
-    return replace(found, substitutions=tuple(missing_here(recipe, abilities(device))))
+    return replace(found, substitutions=tuple(missing_here(recipe, capabilities(device))))
 
 
 def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:

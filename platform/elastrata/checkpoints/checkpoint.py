@@ -46,9 +46,9 @@ from elastrata.config import Config
 __all__ = [
     "CheckpointConfig",
     "DurableSaver",
-    "hot_saver",
     "load",
     "load_full_model_state",
+    "replica_saver",
     "restore",
     "training_state",
 ]
@@ -259,11 +259,13 @@ class DurableSaver:
                 remove(self._storage, folder)
 
 
-def hot_saver(storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]) -> DurableSaver:
+def replica_saver(
+    storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]
+) -> DurableSaver:
     """A saver for the hot tier: it keeps the newest commit alone, and saves it cheaply.
 
     Args:
-        storage: a `HotStorage`.
+        storage: a `Replicas`.
         attempt: number of this group of workers.
         warn: called with one line when a save has failed.
     """

@@ -76,12 +76,12 @@ def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> 
     from elastrata.deploy.cluster_fit import cluster_findings, fit_findings, niceness_findings
     from elastrata.recipe.file import load_recipe
 
-    outline = read_cluster(cluster)
+    spec = read_cluster(cluster)
     chosen = load_recipe(recipe, overrides) if recipe is not None else None
-    yield from cluster_findings(outline)
+    yield from cluster_findings(spec)
     yield from niceness_findings(cluster, find_cluster_file(cluster).read_text(encoding="utf-8"))
     if chosen is not None:
-        yield from fit_findings(chosen.workers, outline)
+        yield from fit_findings(chosen.workers, spec)
 
 
 def _show(console: Console, finding: Finding) -> None:

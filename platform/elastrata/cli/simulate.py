@@ -59,7 +59,7 @@ def simulate(
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
     from elastrata.planner.cluster import read_cluster
-    from elastrata.recipe.data_spec import data_outline
+    from elastrata.recipe.data_spec import data_spec
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import as_if_full, in_steps
     from elastrata.simulation import simulate as simulation
@@ -72,9 +72,9 @@ def simulate(
     where = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
     given = read_trace(trace) if trace else None
-    outline = data_outline(loaded)
-    loaded = as_if_full(loaded, outline.seq_len)
-    model = loaded.workload.transformer(outline.vocabulary, outline.seq_len)
+    spec = data_spec(loaded)
+    loaded = as_if_full(loaded, spec.seq_len)
+    model = loaded.workload.transformer(spec.vocabulary, spec.seq_len)
     pace, group = _pace(loaded, where, step_seconds)
     at = simulation.conditions(
         loaded,

@@ -1,1 +1,1 @@
-"""The group of workers on Ray Train: what it does, what is asked of it, how it is replaced."""
+"""The run time on Ray: the driver, its workers, what is between them, and what replaces them."""

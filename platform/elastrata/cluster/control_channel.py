@@ -1,4 +1,4 @@
-"""The mailbox: how events get from the workers to the driver, and requests to the workers.
+"""The channel: how events get from the workers to the driver, and requests to the workers.
 
 It may die, or stop answering and be killed, at any time: an empty one takes its place, and who has
 sent what the driver has not handled sends it again. Nobody's steps wait for it.
@@ -17,20 +17,20 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.cluster.letters import Letter, Parcel, Receipt, Shelf
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import Event, Halted, Heard, Started
 
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
-class _Mailbox:
+class ControlChannel:
     """Where it is killed, an empty one takes its place. Who calls it calls again."""
 
     def __init__(self) -> None:
         self._shelf = Shelf()
         self._arrived = asyncio.Event()
-        self._request: Request | None = None
+        self._request: ControlSignal | None = None
         self._halted = False
 
     async def ping(self) -> None:
@@ -49,12 +49,12 @@ class _Mailbox:
             self._arrived.set()
         return Receipt(receipt.expected, receipt.handled, self._request)
 
-    async def ask(self, request: Request) -> None:
+    async def ask(self, request: ControlSignal) -> None:
         """Asks this of the workers; a request that asks for less than one that waits is dropped."""
-        if self._request is None or request.act > self._request.act:
+        if self._request is None or request.action > self._request.action:
             self._request = request
 
-    async def withdraw(self, most: Act) -> None:
+    async def withdraw(self, most: Action) -> None:
         """Nothing up to `most` is asked any more, and what was asked before is forgotten."""
         self._drop(most)
         self._halted = False
@@ -81,27 +81,27 @@ class _Mailbox:
         match event:
             case Started():
                 self._halted = False
-            case Heard(act=Act.SAVE):
-                self._drop(Act.SAVE)
+            case Heard(action=Action.SAVE):
+                self._drop(Action.SAVE)
             case Halted():
                 self._halted = True
-                self._drop(Act.HALT)
+                self._drop(Action.HALT)
 
-    def _drop(self, most: Act) -> None:
-        if self._request and self._request.act <= most:
+    def _drop(self, most: Action) -> None:
+        if self._request and self._request.action <= most:
             self._request = None
 
 
-def open_mailbox() -> Any:
-    """A mailbox on the driver's own node, gone with the driver."""
+def open_channel() -> Any:
+    """A channel on the driver's own node, gone with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return _Mailbox.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    return ControlChannel.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
-def raylet_of(mailbox: Any) -> int:
-    """The pid of the raylet on the mailbox's node; -1, which nobody has, where Ray has ended."""
+def raylet_of(channel: Any) -> int:
+    """The pid of the raylet on the channel's node; -1, which nobody has, where Ray has ended."""
     while ray.is_initialized():
         with contextlib.suppress(ray.exceptions.RayError):
-            return int(ray.get(mailbox.raylet.remote(), timeout=_ANSWER_SECONDS))
+            return int(ray.get(channel.raylet.remote(), timeout=_ANSWER_SECONDS))
         time.sleep(_PAUSE_SECONDS)
     return -1

@@ -23,12 +23,12 @@ from elastrata.cluster.sentry import Sentry
 from elastrata.cluster.source import Source
 from elastrata.cluster.teardown import undisturbed
 from elastrata.cluster.watchdog import Watchdog
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.ends import ControllerLostError, TrainingError
 from elastrata.core.events import Event, Lost, Warned
 from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
-from elastrata.replicas.storage import HotStorage, close_hot_tier, open_hot_tier
+from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
 from elastrata.run.flops import flops_by_phase
 from elastrata.run.history import HistoryWriter
@@ -42,14 +42,14 @@ from elastrata_pipelines.storage import Storage
 
 
 @dataclass(frozen=True)
-class Drive:
+class RunDriver:
     """One driver's part in a run."""
 
     recipe: Recipe
     run: Storage
     data: TrainingData
     tracker: Tracker
-    mailbox: Any
+    channel: Any
     interrupt: Interrupt
     gpus: float
     show: Callable[[Event], None]
@@ -94,21 +94,21 @@ class Drive:
 
     def _fit(self, observer: Observer, number: int) -> None:
         recipe = self.recipe
-        hot = open_hot_tier(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        hot = open_replicas(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
         watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
 
         def handle(events: Sequence[Event]) -> None:
             watchdog.hear(events)
             observer(events)
 
-        receiver = Receiver(self.mailbox, handle)
+        receiver = Receiver(self.channel, handle)
         try:
             with self._guarded(hot, lambda line: observer([Warned(text=line)])):
                 try:
                     self.interrupt.run(
                         lambda: self._controlled(handle, observer, number, hot),
                         recipe.checkpoint.grace_seconds,
-                        lambda name: ask_to_stop(self.mailbox, name),
+                        lambda name: ask_to_stop(self.channel, name),
                     )
                 finally:
                     receiver.close()
@@ -121,7 +121,7 @@ class Drive:
         finally:
             watchdog.close()
             if hot:
-                close_hot_tier(hot)
+                close_replicas(hot)
         if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
             raise TrainingError(
                 "the last checkpoint could not be saved; the same command redoes the steps after "
@@ -129,15 +129,15 @@ class Drive:
             )
 
     @contextmanager
-    def _guarded(self, hot: HotStorage | None, warn: Callable[[str], None]) -> Iterator[None]:
+    def _guarded(self, hot: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
         """Replaces helpers that do not answer, or are stopped, while its block runs."""
         seconds = self.recipe.workers.hang_seconds
-        helpers = {"mailbox": self.mailbox}
+        helpers = {"control channel": self.channel}
         if hot:
-            helpers["directory of the hot copies"] = hot.directory
+            helpers["registry of the hot copies"] = hot.registry
         attendant = Attendant(helpers, seconds, warn)
         job: str = ray.get_runtime_context().get_job_id()
-        sentry = Sentry(lambda: raylet_of(self.mailbox), job, seconds, warn)
+        sentry = Sentry(lambda: raylet_of(self.channel), job, seconds, warn)
         try:
             yield
         finally:
@@ -149,7 +149,7 @@ class Drive:
         handle: Callable[[Sequence[Event]], None],
         observer: Observer,
         number: int,
-        hot: HotStorage | None,
+        hot: Replicas | None,
     ) -> None:
         """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
         from elastrata.cluster.worker_group import fit
@@ -199,13 +199,13 @@ class Drive:
                 [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
             )
 
-    def _job(self, hot: HotStorage | None) -> Job:
+    def _job(self, hot: Replicas | None) -> Job:
         return Job(
             recipe=self.recipe,
             run=self.run,
             phases=self.data.phases,
             held_out=self.data.held_out,
-            mailbox=self.mailbox,
+            channel=self.channel,
             hot=hot,
         )
 
@@ -220,11 +220,11 @@ class Drive:
         except Exception as error:  # it does not undo a run
             self._warn(f"no report of the run: {error}")
 
-    def _source(self, hot: HotStorage | None) -> Source:
+    def _source(self, hot: Replicas | None) -> Source:
         return Source(
             run=self.run,
             phases=self.data.phases,
-            mailbox=self.mailbox,
+            channel=self.channel,
             hot=hot,
         )
 
@@ -232,9 +232,9 @@ class Drive:
         self.show(Warned(text=line))
 
 
-def ask_to_stop(mailbox: Any, name: str) -> None:
+def ask_to_stop(channel: Any, name: str) -> None:
     """Asks the workers to save and end, as the signal of that name wants it; waits for nothing."""
-    mailbox.ask.remote(Request(act=Act.STOP, reason="stop", text=name))
+    channel.ask.remote(ControlSignal(action=Action.STOP, reason="stop", text=name))
 
 
 def _publish(

@@ -1,4 +1,4 @@
-"""The receiver: the driver's side of the mailbox."""
+"""The receiver: the driver's side of the channel."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Receiver:
     """Calls `handle` with all events, in order and each once, from a thread of its own.
 
     Args:
-        mailbox: its handle, which stays when it is replaced.
-        handle: called whenever the mailbox has answered, at least every second: with no events,
+        channel: its handle, which stays when it is replaced.
+        handle: called whenever the channel has answered, at least every second: with no events,
             where there are none.
     """
 
-    def __init__(self, mailbox: Any, handle: Callable[[Sequence[Event]], None]) -> None:
-        self._mailbox = mailbox
+    def __init__(self, channel: Any, handle: Callable[[Sequence[Event]], None]) -> None:
+        self._channel = channel
         self._handle = handle
         self._handled: dict[str, int] = {}
         self._closed = Flag()
@@ -37,7 +37,7 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Handles what has arrived, then stops; waits half a minute for a mailbox that is away."""
+        """Handles what has arrived, then stops; waits half a minute for a channel that is away."""
         self._closed.set()
         self._thread.join()
 
@@ -50,7 +50,7 @@ class Receiver:
 
     def _take(self, seconds: float) -> bool | None:
         """Handles what there is; returns whether there was anything, None where nobody answered."""
-        call = self._mailbox.take.remote(seconds, dict(self._handled))
+        call = self._channel.take.remote(seconds, dict(self._handled))
         try:
             letters: list[Letter] = ray.get(call, timeout=seconds + _ANSWER_SECONDS)
         except ray.exceptions.RayError:

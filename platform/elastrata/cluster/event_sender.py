@@ -1,4 +1,4 @@
-"""The sender: the workers' side of the mailbox. It waits for nothing, whatever the mailbox does."""
+"""The sender: the workers' side of the channel. It waits for nothing, whatever the channel does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from elastrata.cluster.letters import Outgoing, Parcel, Receipt
-from elastrata.core.control_signal import Request
+from elastrata.core.control_signal import ControlSignal
 from elastrata.core.events import Event, Refused, Warned
 from elastrata.core.record import StepRecord
 
@@ -31,18 +31,18 @@ class Sender:
     """Sends events from a thread of its own; any thread may send. Ranks beside rank 0 send nothing
     but refusals.
 
-    What the driver has not handled stays here, and is sent again where the mailbox was replaced.
+    What the driver has not handled stays here, and is sent again where the channel was replaced.
     """
 
-    def __init__(self, mailbox: Any, *, rank: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, channel: Any, *, rank: int) -> None:
+        self._channel = channel
         self._speaks = rank == 0
         self._changed = Condition()
         self._outgoing = Outgoing(uuid.uuid4().hex)
         self._is_urgent = False
         self._closing = False
         self._posted = float("-inf")
-        self._request: Request | None = None
+        self._request: ControlSignal | None = None
         self._thread: Thread | None = None
 
     def send(self, event: Event) -> None:
@@ -63,12 +63,12 @@ class Sender:
         if not dropped and self._outgoing.dropped:
             self._outgoing.add(Warned(text=_DROPPED))
 
-    def look(self) -> Request | None:
+    def look(self) -> ControlSignal | None:
         """What is asked, by the newest answer that has come; waits for none."""
         return self._request
 
     def flush(self) -> None:
-        """Waits until the mailbox has all that was sent; a minute at most."""
+        """Waits until the channel has all that was sent; a minute at most."""
         with self._changed:
             self._hurry()
             self._changed.wait_for(lambda: self._outgoing.is_sent, _FLUSH_SECONDS)
@@ -127,16 +127,16 @@ class Sender:
         return _ASK_SECONDS_AT_THE_END if self._closing else _ASK_SECONDS
 
     def _post(self, parcel: Parcel) -> Receipt | None:
-        """The mailbox's receipt; None where it does not answer."""
+        """The channel's receipt; None where it does not answer."""
         try:
-            receipt: Receipt = ray.get(self._mailbox.post.remote(parcel), timeout=_ANSWER_SECONDS)
+            receipt: Receipt = ray.get(self._channel.post.remote(parcel), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError:
             return None
         return receipt
 
 
-def tell(mailbox: Any, event: Event) -> None:
+def tell(channel: Any, event: Event) -> None:
     """Sends one event from a process that has no sender, and waits for nothing."""
-    sender = Sender(mailbox, rank=0)
+    sender = Sender(channel, rank=0)
     sender.send(event)
     sender.leave()

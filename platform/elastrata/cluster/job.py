@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.replicas.storage import HotStorage
+from elastrata.replicas.storage import Replicas
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
@@ -21,7 +21,7 @@ class Job:
     phases: tuple[Phase, ...]
     held_out: tuple[Batches | None, ...]
     """For the evaluations in every phase."""
-    mailbox: Any
-    """Handle of the driver's mailbox."""
-    hot: HotStorage | None
+    channel: Any
+    """Handle of the driver's channel."""
+    hot: Replicas | None
     """Where the copies in memory are kept; None: nowhere."""

@@ -20,7 +20,7 @@ def note_controller(run: str) -> None:
     internal_kv._internal_kv_put(f"{_KEY}{run}", actor.encode())
 
 
-def remove_orphans(run: str) -> None:
+def remove_leaked(run: str) -> None:
     """Frees what the run's newest controller has placed: Ray keeps that until the job ends. What
     other runs of this job have placed stays."""
     actor: Any = internal_kv._internal_kv_get(f"{_KEY}{run}")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastrata.core.control_signal import Request
+from elastrata.core.control_signal import ControlSignal
 from elastrata.core.events import Event
 from elastrata.core.record import StepRecord
 
@@ -49,7 +49,7 @@ class Receipt:
     """The number of the event that the shelf takes next."""
     handled: int
     """All events below this number have been handled."""
-    request: Request | None = None
+    request: ControlSignal | None = None
 
 
 class Shelf:

@@ -1,7 +1,7 @@
 """When the group of workers changes its size: not before its state is safe.
 
 Ray's own elastic policy kills the workers in the middle of a step. This one asks them, through the
-mailbox, to save their state and halt, and resizes when they have. It also sees nodes that are about
+channel, to save their state and halt, and resizes when they have. It also sees nodes that are about
 to go (`ray drain-node`, a spot machine's notice) before they are gone.
 """
 
@@ -30,7 +30,7 @@ from elastrata.cluster.autoscaler import launches_nodes, refuses
 from elastrata.cluster.demand import Demand
 from elastrata.cluster.leaked_placement_groups import note_controller
 from elastrata.cluster.nodes import draining, elsewhere, nodes, unreachable
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -46,7 +46,7 @@ class ResizePolicy(ElasticScalingPolicy):
 
     Args:
         scaling: with the bounds, and how often a resize upward is considered.
-        mailbox: to ask the workers through.
+        channel: to ask the workers through.
         run: what Ray's reservations are for. A controller that follows one that died takes them
             over; another name's would bar it from these resources for three minutes.
         multiple: workers come in whole numbers of so many; what is left over waits as spares.
@@ -56,18 +56,18 @@ class ResizePolicy(ElasticScalingPolicy):
     def __init__(
         self,
         scaling: ScalingConfig,
-        mailbox: Any,
+        channel: Any,
         *,
         run: str,
         multiple: int,
         grace_seconds: float,
     ) -> None:
         super().__init__(scaling)
-        self._mailbox = mailbox
+        self._channel = channel
         self._run = run
         self._multiple = multiple
         self._grace_seconds = grace_seconds
-        self._asked: Request | None = None
+        self._asked: ControlSignal | None = None
         self._deadline = 0.0
         self._warned_of: frozenset[str] = frozenset()
         self._avoided: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ class ResizePolicy(ElasticScalingPolicy):
             return NoopDecision()
         return self._resize()
 
-    def _reason_to_halt(self, group: Any, status: Any) -> Request | None:
+    def _reason_to_halt(self, group: Any, status: Any) -> ControlSignal | None:
         """What to ask of the workers where their number or their nodes are to change."""
         self._own_nodes = frozenset(worker.metadata.node_id for worker in group.workers)
         self._avoided = draining()
@@ -128,16 +128,16 @@ class ResizePolicy(ElasticScalingPolicy):
         if count == group.num_workers:
             return None
         text = f"{group.num_workers} -> {count} workers"
-        return Request(act=Act.HALT, reason="resize", text=text)
+        return ControlSignal(action=Action.HALT, reason="resize", text=text)
 
-    def _make_way(self, leaving: frozenset[str]) -> Request | None:
+    def _make_way(self, leaving: frozenset[str]) -> ControlSignal | None:
         """Halts for a group on other nodes where there is room for one; else has the workers save
         once, and looks again."""
         text = f"{len(leaving)} node{'s' * (len(leaving) > 1)} to go"
         if self._possible() >= self.scaling_config.min_workers:
-            return Request(act=Act.HALT, reason="drain", text=text)
+            return ControlSignal(action=Action.HALT, reason="drain", text=text)
         if leaving - self._warned_of:
-            self._call("ask", Request(act=Act.SAVE, reason="drain", text=text))
+            self._call("ask", ControlSignal(action=Action.SAVE, reason="drain", text=text))
             self._warned_of |= leaving
         return None
 
@@ -151,7 +151,7 @@ class ResizePolicy(ElasticScalingPolicy):
 
     def _withdraw(self) -> None:
         self._asked = None
-        self._call("withdraw", Act.HALT)
+        self._call("withdraw", Action.HALT)
 
     def _is_time(self) -> bool:
         """Whether the last look at the whole cluster is some time ago; then a new one begins."""
@@ -248,10 +248,10 @@ class ResizePolicy(ElasticScalingPolicy):
         return int(min(fitting, default=self.scaling_config.max_workers))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Calls the mailbox; one that does not answer is one that halts nobody."""
+        """Calls the channel; one that does not answer is one that halts nobody."""
         try:
             return ray.get(
-                getattr(self._mailbox, method).remote(*arguments), timeout=_SECONDS_TO_ANSWER
+                getattr(self._channel, method).remote(*arguments), timeout=_SECONDS_TO_ANSWER
             )
         except ray.exceptions.RayError:
             return None

@@ -14,7 +14,7 @@ from ray.data import Dataset
 from elastrata.cluster.event_sender import tell
 from elastrata.core.backoff import patiently
 from elastrata.core.events import Warned
-from elastrata.replicas.storage import HotStorage
+from elastrata.replicas.storage import Replicas
 from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.phase import Phase
@@ -28,8 +28,8 @@ class Source:
 
     run: Storage
     phases: tuple[Phase, ...]
-    mailbox: Any
-    hot: HotStorage | None
+    channel: Any
+    hot: Replicas | None
 
     def __call__(self) -> Dataset:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
@@ -42,4 +42,4 @@ class Source:
         )
 
     def _warn(self, line: str) -> None:
-        tell(self.mailbox, Warned(text=line))
+        tell(self.channel, Warned(text=line))

@@ -19,20 +19,20 @@ from elastrata.cluster.job import Job
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.sentry import Sentry
 from elastrata.core.backoff import patiently
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.data_rank import data_rank
-from elastrata.core.device import Abilities, abilities, current_device
+from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.ends import Stopped
 from elastrata.core.events import Refused, Started, Substituted, Warned
 from elastrata.core.record import StepRecord
-from elastrata.core.stopwatch import Phases
+from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import TargetConfig, is_over, reached
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.succession import take_over
-from elastrata.trainer.checkpoint_manager import Keeper, Saving
+from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import missing_here
 from elastrata.trainer.held_out import HeldOut
-from elastrata.trainer.trainer import Learner
+from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -47,7 +47,7 @@ SPARES_AFTER_SECONDS = 5.0
 def train_worker(config: dict[str, Any]) -> None:
     """Ray Train's entry point: `config["job"]` is the `Job`."""
     job: Job = config["job"]
-    sender = Sender(job.mailbox, rank=ray.train.get_context().get_world_rank())
+    sender = Sender(job.channel, rank=ray.train.get_context().get_world_rank())
     try:
         _train(job, sender)
     except UserError as error:
@@ -59,7 +59,7 @@ def train_worker(config: dict[str, Any]) -> None:
 
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
-    phases, context, recipe = Phases(), ray.train.get_context(), job.recipe
+    stopwatch, context, recipe = Stopwatch(), ray.train.get_context(), job.recipe
     if context.get_local_rank() == 0:
         _post_sentry(recipe.workers.hang_seconds, sender)
     rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -69,8 +69,8 @@ def _train(job: Job, sender: Sender) -> None:
     device, token_dtype = current_device(), job.phases[0].batches.manifest.token_dtype
     with ThreadPoolExecutor(1) as background:
         opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
-        phases.passed("shard")
-        learner = Learner(
+        stopwatch.passed("shard")
+        trainer = Trainer(
             recipe,
             job.phases,
             device,
@@ -78,26 +78,26 @@ def _train(job: Job, sender: Sender) -> None:
             per_node=per_node,
             counts=data.counts,
         )
-        phases.passed("model")
+        stopwatch.passed("model")
         stream = opening.result()
-        phases.passed("data")
+        stopwatch.passed("data")
     start = stream.start
     commit = _commit(job, start)
     attempt = _agree(_take_over(job.run, commit, sender) if rank == 0 else None)
     if commit:
-        learner.restore(_storage(job, start), commit)
-    phases.passed("state")
+        trainer.restore(_storage(job, start), commit)
+    stopwatch.passed("state")
     held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
-    phases.passed("held_out")
-    keeper = Keeper(
+    stopwatch.passed("held_out")
+    manager = CheckpointManager(
         job.run,
         job.hot,
         attempt=attempt,
         rank=rank,
         config=recipe.checkpoint,
         channel=sender,
-        state=learner.state,
-        extra=learner.extra,
+        state=trainer.state,
+        extra=trainer.extra,
     )
     started = Started(
         attempt=attempt,
@@ -105,31 +105,31 @@ def _train(job: Job, sender: Sender) -> None:
         step=start.step,
         state=start.tier,
         pids=_pids(world_size),
-        seconds=phases.seconds,
+        seconds=stopwatch.seconds,
     )
-    with keeper:
-        keeper.started(started)
-        for line in _all_substitutions(recipe, abilities(device), world_size):
+    with manager:
+        manager.started(started)
+        for line in _all_substitutions(recipe, capabilities(device), world_size):
             sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(per_node, after=SPARES_AFTER_SECONDS)
         was_over = commit is not None and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         )
-        steps = learner.steps(stream, start, chose=keeper.chose, asked=keeper.asked)
-        for record, act in () if was_over else steps:
-            keeper.stepped(record)
+        steps = trainer.steps(stream, start, chose=manager.chose, asked=manager.asked)
+        for record, action in () if was_over else steps:
+            manager.stepped(record)
             is_last = record.step == recipe.steps_in_all
             if due := held_out.due(record):
-                metrics = keeper.evaluated(record, *learner.evaluate(due))
-                is_last |= _has_reached(recipe.target, metrics, record, keeper)
-            keeper.keep(record, act, is_last=is_last)
+                metrics = manager.evaluated(record, *trainer.evaluate(due))
+                is_last |= _has_reached(recipe.target, metrics, record, manager)
+            manager.keep(record, action, is_last=is_last)
             if is_last:
                 break
-            if act >= Act.HALT:
-                _rest(keeper.halted(act), recipe.checkpoint.grace_seconds)
+            if action >= Action.HALT:
+                _rest(manager.halted(action), recipe.checkpoint.grace_seconds)
         if commit and start.tier == "hot" and was_over:
-            keeper.continued(_saving(commit))
+            manager.continued(_saving(commit))
     ray.train.report({})
 
 
@@ -140,12 +140,15 @@ def _post_sentry(seconds: float, sender: Sender) -> None:
 
 
 def _has_reached(
-    target: TargetConfig | None, metrics: Mapping[str, float], record: StepRecord, keeper: Keeper
+    target: TargetConfig | None,
+    metrics: Mapping[str, float],
+    record: StepRecord,
+    manager: CheckpointManager,
 ) -> bool:
     """Whether the run ends here, at its target: the same on every rank. Collective."""
     if target is None or not _agree(reached(target, metrics)):
         return False
-    keeper.reached(record, target.metric, metrics[target.metric])
+    manager.reached(record, target.metric, metrics[target.metric])
     return True
 
 
@@ -175,14 +178,14 @@ def _saving(commit: Commit) -> Saving:
     )
 
 
-def _rest(request: Request, seconds: float) -> NoReturn:
+def _rest(request: ControlSignal, seconds: float) -> NoReturn:
     """After the state is safe: ends the run, or waits until Ray ends this process.
 
     Raises:
         Stopped: the run is to end.
         TimeoutError: nobody ended this process.
     """
-    if request.act == Act.STOP:
+    if request.action == Action.STOP:
         raise Stopped(request.text)
     Event().wait(seconds)
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
@@ -194,7 +197,7 @@ def _pids(world_size: int) -> dict[int, tuple[str, int]]:
     return dict(enumerate(_of_all_ranks(here, world_size)))
 
 
-def _all_substitutions(recipe: Recipe, here: Abilities, world_size: int) -> list[str]:
+def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int) -> list[str]:
     """What any rank uses instead of what the recipe asks for: each line once."""
     own = missing_here(recipe, here)
     return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))

@@ -22,7 +22,7 @@ from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from elastrata.cluster import prestarted
 from elastrata.cluster.event_sender import tell
 from elastrata.cluster.job import Job
-from elastrata.cluster.leaked_placement_groups import remove_orphans
+from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.scaling_policy import ResizePolicy
 from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
@@ -102,7 +102,7 @@ def fit(
     )
     trainer.policy = ResizePolicy(
         scaling,
-        job.mailbox,
+        job.channel,
         run=job.run.uri(),
         multiple=parallel.group_size,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
@@ -110,7 +110,7 @@ def fit(
     try:
         trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-        remove_orphans(job.run.uri())
+        remove_leaked(job.run.uri())
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, _DEATHS):
             raise ControllerLostError(_death(cause)) from error
@@ -127,7 +127,7 @@ def _place(folder: Storage) -> dict[str, Any]:
 
 
 def _callbacks(job: Job) -> list[Any]:
-    faults = _Faults(job.mailbox)
+    faults = _Faults(job.channel)
     return [faults, _Spares()] if job.recipe.workers.spares else [faults]
 
 
@@ -202,8 +202,8 @@ class _Spares(WorkerGroupCallback):
 class _Faults(UserCallback):
     """Tells the driver what was lost; ends the run at once where trying again cannot help."""
 
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for error in worker_exceptions.values():
@@ -214,7 +214,7 @@ class _Faults(UserCallback):
         lost = dead or causes  # the others only miss the dead
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
-        tell(self._mailbox, Lost(text=text, ranks=tuple(sorted(lost))))
+        tell(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))
 
 
 def _cause(error: Exception) -> Exception:

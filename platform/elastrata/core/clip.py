@@ -17,7 +17,7 @@ from elastrata.core.bucket_clip import (
 )
 from elastrata.core.late_bucket_clip import LateBucketClip, buckets_of
 from elastrata.core.norm import gradient_norm
-from elastrata.core.reproducible_norm import order_free_norm
+from elastrata.core.reproducible_norm import reproducible_norm
 
 Measure = Callable[[Sequence[Tensor]], Tensor]
 """The 2-norm of all gradients together; collective, and the same on every rank."""
@@ -41,7 +41,7 @@ class ClipConfig(Config):
 
 
 class Clip(Protocol):
-    """Clips the gradient of one step, during or after its backward passes."""
+    """Clips the gradient of one step, during or after its backward pass."""
 
     def before_backward(self, share: float) -> None:
         """Once per step, before its first backward pass.
@@ -81,7 +81,7 @@ def build_clip(
     if config.method == "bucketwise":
         return ReducedBucketClip(model, config.max_norm)
     max_norm = config.max_norm if config.method == "global_norm" else None
-    return WholeClip(model, max_norm, order_free_norm if ordered else gradient_norm)
+    return WholeClip(model, max_norm, reproducible_norm if ordered else gradient_norm)
 
 
 class WholeClip:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class Act(IntEnum):
+class Action(IntEnum):
     """What the workers do after the step they are at. The larger one counts."""
 
     GO_ON = 0
@@ -19,10 +19,10 @@ class Act(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ControlSignal:
     """One request. Rank 0 hears of it, and the step's own reduction tells all ranks at once."""
 
-    act: Act
+    action: Action
     reason: str
     """`resize`, `drain` or `stop`."""
     text: str

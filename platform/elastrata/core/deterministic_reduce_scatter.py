@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from typing_extensions import override
 
 
-class OrderedReduceScatter(ReduceScatter):
+class DeterministicReduceScatter(ReduceScatter):
     """Adds up the gradients of virtual ranks 0, 1, 2, ... from left to right, over all rounds of a
     step; one for each of FSDP's buckets.
 

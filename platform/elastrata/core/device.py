@@ -27,7 +27,7 @@ PEAK_BF16_FLOPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abilities:
+class DeviceCapabilities:
     """What a worker's device and its machine can do, as far as recipes may ask for more."""
 
     device: str
@@ -47,17 +47,17 @@ class Abilities:
         return self.missing_compiler is None
 
 
-def abilities(device: torch.device) -> Abilities:
+def capabilities(device: torch.device) -> DeviceCapabilities:
     """Looks at the device and at the machine that this process runs on."""
     if device.type != "cuda":
-        return Abilities(
+        return DeviceCapabilities(
             device="this CPU",
             capability=None,
             has_bf16=_cpu_has_bf16(),
             missing_compiler=_missing("CXX", "clang++" if sys.platform == "darwin" else "g++"),
         )
     capability = torch.cuda.get_device_capability(device)
-    return Abilities(
+    return DeviceCapabilities(
         device=f"a {torch.cuda.get_device_name(device)}",
         capability=capability,
         has_bf16=capability >= (8, 0),

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 
 from elastrata.config import Config
-from elastrata.core.forward_backward import Passes
+from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.step import StepLoss, mean_loss, reduce_sums, total_weights
 from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Batches, Group
@@ -94,7 +94,7 @@ def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
 
 
 def evaluate(
-    passes: Passes,
+    forward_backward: ForwardBackward,
     workload: Workload,
     micro_batches: Sequence[Rows],
     vocabulary: Vocabulary,
@@ -105,7 +105,7 @@ def evaluate(
     """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
 
     Args:
-        passes: through the model.
+        forward_backward: through the model.
         workload: its workload.
         micro_batches: this rank's; all ranks have equally many.
         vocabulary: the data set's.
@@ -115,6 +115,6 @@ def evaluate(
     batches = [
         workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
     ]
-    losses = passes.evaluate(passes.ready(batches))
+    losses = forward_backward.evaluate(forward_backward.ready(batches))
     weights = total_weights(batches)
     return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.record import StepRecord
 
 
@@ -87,7 +87,7 @@ class Stalled:
 class Heard:
     """Rank 0 knows of a request; all ranks hear of it with the step that comes."""
 
-    act: Act
+    action: Action
 
 
 @dataclass(frozen=True, kw_only=True)

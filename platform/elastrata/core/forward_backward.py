@@ -13,7 +13,7 @@ from elastrata.core.parallelize import synchronize_gradients
 from elastrata.core.workload import Batch, Loss, Workload
 
 
-class Passes(Protocol):
+class ForwardBackward(Protocol):
     """Runs a model over this rank's micro-batches of a step."""
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -60,13 +60,13 @@ class WholeModel:
         self._workload = workload
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
         return list(batches)
 
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
         per_round = len(batches) // rounds
         losses = []
         for place, batch in enumerate(batches):
@@ -78,17 +78,17 @@ class WholeModel:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
         self._model.eval()
         losses = [self._workload.loss(self._model, batch) for batch in batches]
         self._model.train()
         return losses
 
     def recomputes(self, share: float) -> None:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
 
     def figures(self) -> Mapping[str, Any]:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
         return {}
 
 

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import torch
 
 from elastrata.core.clip import Clip
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.device import peak_flops, peak_memory_bytes
 from elastrata.core.ends import TrainingError
-from elastrata.core.forward_backward import Passes
+from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
 from elastrata.core.record import StepRecord
 from elastrata.core.sparsity.masks import Masks
 from elastrata.core.step import StepResult, reduce_sums, total_weights, train_step
-from elastrata.core.stopwatch import Phases
+from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.workload import Batch, Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
@@ -26,7 +26,7 @@ from elastrata_pipelines.payload import RankStep
 
 _HALF = 2**32
 _WEIGHT = "weight/"
-_ACT = "act"
+_ACT = "action"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +50,27 @@ class Loop:
 
     def run(
         self,
-        passes: Passes,
+        forward_backward: ForwardBackward,
         optimizer: torch.optim.Optimizer,
         stream: Iterable[RankStep],
         start: Start,
-        asked: Callable[[], Act],
-    ) -> Iterator[tuple[StepRecord, Act]]:
+        asked: Callable[[], Action],
+    ) -> Iterator[tuple[StepRecord, Action]]:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
         the seconds and the memory, and what all ranks are to do after it.
 
         Args:
-            passes: through the model.
+            forward_backward: through the model.
             optimizer: over its parameters.
             stream: this rank's part of every step that is left.
             start: the state of the run before the first of them.
-            asked: what is asked of all ranks, on rank 0; elsewhere `Act.GO_ON`.
+            asked: what is asked of all ranks, on rank 0; elsewhere `Action.GO_ON`.
         """
         samples, tokens = start.samples, start.tokens
-        phases = Phases()
+        stopwatch = Stopwatch()
         for part in stream:
-            phases.passed("seconds_waiting_for_data")
-            batches = passes.ready(
+            stopwatch.passed("seconds_waiting_for_data")
+            batches = forward_backward.ready(
                 [
                     self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
                     for rows in part.micro_batches
@@ -78,13 +78,13 @@ class Loop:
             )
             sums = {**self._sums(part, batches), _ACT: asked()}
             batch = reduce_sums(sums, self.device, counts=self.counts)
-            phases.passed("seconds_collating")
+            stopwatch.passed("seconds_collating")
             if self.masks:
                 self.masks.before_step(part.step, optimizer)
             lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
-                passes,
+                forward_backward,
                 optimizer,
                 batches,
                 weights=_weights(batch),
@@ -105,14 +105,14 @@ class Loop:
                 micro_batches=len(part.cuts) - 1,
                 imbalance=part.imbalance,
                 memory_bytes=peak_memory_bytes(self.device),
-                **passes.figures(),
+                **forward_backward.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
                 **self._sparsity_fields(int(batch["tokens"])),
-                **self._time_fields(phases, batch["flops"]),
+                **self._time_fields(stopwatch, batch["flops"]),
             )
-            yield record, Act(int(batch[_ACT]))
-            phases = Phases()
+            yield record, Action(int(batch[_ACT]))
+            stopwatch = Stopwatch()
 
     def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
@@ -136,10 +136,10 @@ class Loop:
         zeros = self.masks.flops_of_zeros(tokens)
         return {"flops_of_zeros": zeros, "layer_sparsity": self.masks.news()}
 
-    def _time_fields(self, phases: Phases, flops: float) -> dict[str, Any]:
-        parts = dict(phases.seconds)
-        phases.passed("rest")
-        seconds, peak = sum(phases.seconds.values()), peak_flops(self.device)
+    def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
+        parts = dict(stopwatch.seconds)
+        stopwatch.passed("rest")
+        seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
         mfu = flops / (seconds * peak * self.world_size) if peak else None
         return {"seconds": seconds, "mfu": mfu, **parts}
 

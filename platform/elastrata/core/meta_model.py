@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 
-def outline_model(build: Callable[[], nn.Module]) -> nn.Module:
+def meta_model(build: Callable[[], nn.Module]) -> nn.Module:
     """The model that `build` makes, on the meta device."""
     with torch.device("meta"), _Undrawn():  # type: ignore[no-untyped-call]
         return build()

@@ -10,7 +10,7 @@ _FORWARD_AND_BACKWARD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer:
+class ModelSpec:
     """A model of equal blocks between an embedding and a head, on samples of one length."""
 
     layers: int

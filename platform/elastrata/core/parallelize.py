@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
-from elastrata.core.deterministic_reduce_scatter import OrderedReduceScatter
+from elastrata.core.deterministic_reduce_scatter import DeterministicReduceScatter
 from elastrata.core.recomputation import Recomputation, recompute
 from elastrata.core.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
 from elastrata_pipelines.virtual_ranks import num_rounds
@@ -174,7 +174,7 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if parallel.virtual_ranks and data.size() > 1:
                 rounds = num_rounds(parallel.virtual_ranks, data.size())
-                module.set_custom_reduce_scatter(OrderedReduceScatter(rounds))
+                module.set_custom_reduce_scatter(DeterministicReduceScatter(rounds))
             elif reduction:
                 reduction.attach(module)
             if overlap:

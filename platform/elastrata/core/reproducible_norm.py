@@ -14,7 +14,7 @@ _EXACT_BITS = 52
 _FOLDS = 3
 
 
-def order_free_norm(tensors: Sequence[Tensor]) -> Tensor:
+def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, float64, a scalar on their device.
 
     Squares of float32 values are exact in float64. They are rounded to multiples of a unit so large

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elastrata.core.clip import Clip
-from elastrata.core.forward_backward import Passes
+from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.sparsity.masks import Masks
 from elastrata.core.workload import Batch, Loss
 
@@ -55,7 +55,7 @@ def reduce_sums(
 
 
 def train_step(
-    passes: Passes,
+    forward_backward: ForwardBackward,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,
@@ -71,9 +71,9 @@ def train_step(
     finite; where they are not, nothing is updated.
 
     Args:
-        passes: through the model.
+        forward_backward: through the model.
         optimizer: over its parameters.
-        batches: this rank's micro-batches, from `passes.ready`; all ranks have equally many.
+        batches: this rank's micro-batches, made `ready`; all ranks have equally many.
         weights: per loss term the weight of the *global* batch.
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
@@ -82,7 +82,7 @@ def train_step(
     """
     started = time.perf_counter()
     clip.before_backward(share_of(batches, weights))
-    losses = passes.train(batches, weights, rounds=rounds)
+    losses = forward_backward.train(batches, weights, rounds=rounds)
     mean = mean_loss(losses, weights, counts=counts)
     in_optimizer = time.perf_counter()
     if masks:

@@ -1,11 +1,11 @@
-"""Phases: what the seconds of a start went to."""
+"""Stopwatch: what the seconds of a start went to."""
 
 from __future__ import annotations
 
 import time
 
 
-class Phases:
+class Stopwatch:
     """Seconds by name, since the birth of the object and one after the other."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastrata.config import Config
-from elastrata.core.device import Abilities
+from elastrata.core.device import DeviceCapabilities
 from elastrata.core.installed import installed_workloads
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -112,7 +112,7 @@ class Workload(Config):
         train on it; none by default."""
         return []
 
-    def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+    def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """One line for each of its keys that asks for what a machine lacks, with what is used
         instead; none by default. `dtype` is what the model is computed in."""
         return []
@@ -221,7 +221,7 @@ class Workload(Config):
         """
         return 6 * matmul_parameters(self, vocabulary) * sum(lengths)
 
-    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
+    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
         """The numbers that `elastrata plan` computes memory and time from.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Clusters before there are any: what a cluster file can ever provide."""
+"""Where runs go: cluster files, jobs of clusters elsewhere, machines that are taken away."""

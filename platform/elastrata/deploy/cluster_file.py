@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from elastrata.deploy.cluster_spec import ClusterOutline
+from elastrata.deploy.cluster_spec import ClusterSpec
 from elastrata.deploy.kuberay import KINDS
 from elastrata.deploy.launcher import LauncherFile, unknown_keys
 from elastrata.recipe.problems import recipe_problems
@@ -21,7 +21,7 @@ from elastrata_pipelines.errors import UserError, nearest
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def read_cluster(name_or_path: str) -> ClusterOutline:
+def read_cluster(name_or_path: str) -> ClusterSpec:
     """What the cluster of a file can ever provide.
 
     Args:
@@ -35,10 +35,12 @@ def read_cluster(name_or_path: str) -> ClusterOutline:
     for values in documents:
         model = KINDS.get(str(values.get("kind")))
         if model is not None:
-            return _checked(model, values, name_or_path).outline(name_or_path)
+            return _checked(model, values, name_or_path).cluster_spec(name_or_path)
     if len(documents) == 1 and "provider" in documents[0]:
         unknown = list(unknown_keys(documents[0], name_or_path))
-        return _checked(LauncherFile, documents[0], name_or_path, unknown).outline(name_or_path)
+        return _checked(LauncherFile, documents[0], name_or_path, unknown).cluster_spec(
+            name_or_path
+        )
     raise UserError(
         f"{name_or_path}: expected a file for Ray's cluster launcher, with `provider`, or a "
         "RayCluster or RayJob of KubeRay"

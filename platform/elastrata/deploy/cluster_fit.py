@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastrata.cluster.ray_processes import NICENESS
-from elastrata.deploy.cluster_spec import ClusterOutline
+from elastrata.deploy.cluster_spec import ClusterSpec
 from elastrata.launch.doctor import Finding
 from elastrata.recipe.recipe import WorkersConfig
 
@@ -13,7 +13,7 @@ _READERS_CPUS = 1
 """What reading the data wants, beside the workers."""
 
 
-def cluster_findings(cluster: ClusterOutline) -> Iterator[Finding]:
+def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
     """What there can ever be."""
     resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
     amounts = [f"{cluster.amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources]
@@ -44,7 +44,7 @@ def niceness_findings(file: str, text: str) -> Iterator[Finding]:
     )
 
 
-def fit_findings(workers: WorkersConfig, cluster: ClusterOutline) -> Iterator[Finding]:
+def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]:
     """Whether the workers of a recipe can be had, and whether anything is left to feed them."""
     worker = worker_resources(workers, cluster)
     claim = " + ".join(f"{amount:g} {name}" for name, amount in worker.items())
@@ -83,7 +83,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterOutline) -> Iterator[Fi
     )
 
 
-def worker_resources(workers: WorkersConfig, cluster: ClusterOutline) -> dict[str, float]:
+def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
     """What each worker claims; a GPU under `auto` where the cluster can have any."""
     auto = 1.0 if cluster.amount("GPU") >= 1 else 0.0
     gpus = auto if workers.gpus == "auto" else float(workers.gpus)

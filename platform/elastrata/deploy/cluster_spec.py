@@ -33,7 +33,7 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOutline:
+class ClusterSpec:
     """What a cluster file can ever provide."""
 
     file: str

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
-from elastrata.deploy.cluster_spec import ClusterOutline, NodeGroup
+from elastrata.deploy.cluster_spec import ClusterSpec, NodeGroup
 from elastrata_pipelines.errors import UserError
 
 _Text = Annotated[str, Field(coerce_numbers_to_str=True)]
@@ -77,13 +77,13 @@ class _ClusterSpec(BaseModel):
     headGroupSpec: _Group  # noqa: N815
     workerGroupSpecs: list[_WorkerGroup] = []  # noqa: N815
 
-    def outline(self, file: str) -> ClusterOutline:
+    def cluster_spec(self, file: str) -> ClusterSpec:
         groups = tuple(
             group.node_group(file, autoscales=self.enableInTreeAutoscaling)
             for group in self.workerGroupSpecs
         )
         head = self.headGroupSpec.resources(file)
-        return ClusterOutline(
+        return ClusterSpec(
             file=file,
             head=NodeGroup(name="head", resources=head, min_nodes=1, max_nodes=1),
             groups=groups,
@@ -97,9 +97,9 @@ class RayCluster(BaseModel):
     kind: Literal["RayCluster"]
     spec: _ClusterSpec
 
-    def outline(self, file: str) -> ClusterOutline:
+    def cluster_spec(self, file: str) -> ClusterSpec:
         """What the cluster can ever provide."""
-        return self.spec.outline(file)
+        return self.spec.cluster_spec(file)
 
 
 class _JobSpec(BaseModel):
@@ -112,9 +112,9 @@ class RayJob(BaseModel):
     kind: Literal["RayJob"]
     spec: _JobSpec
 
-    def outline(self, file: str) -> ClusterOutline:
+    def cluster_spec(self, file: str) -> ClusterSpec:
         """What the cluster can ever provide."""
-        return self.spec.rayClusterSpec.outline(file)
+        return self.spec.rayClusterSpec.cluster_spec(file)
 
 
 KINDS: Mapping[str, type[RayCluster] | type[RayJob]] = {"RayCluster": RayCluster, "RayJob": RayJob}

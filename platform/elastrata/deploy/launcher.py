@@ -11,7 +11,7 @@ from typing import Any
 import ray.autoscaler
 from pydantic import BaseModel, NonNegativeInt
 
-from elastrata.deploy.cluster_spec import ClusterOutline, NodeGroup
+from elastrata.deploy.cluster_spec import ClusterSpec, NodeGroup
 from elastrata_pipelines.errors import UserError, nearest
 
 _DEFAULT_MAX_WORKERS = 2
@@ -41,7 +41,7 @@ class LauncherFile(BaseModel):
     head_start_ray_commands: list[str] = []
     worker_start_ray_commands: list[str] = []
 
-    def outline(self, file: str) -> ClusterOutline:
+    def cluster_spec(self, file: str) -> ClusterSpec:
         """What its cluster can ever provide.
 
         Raises:
@@ -65,14 +65,14 @@ class LauncherFile(BaseModel):
             )
             for name, kind in types.items()
         }
-        return ClusterOutline(
+        return ClusterSpec(
             file=file,
             head=groups.pop(self.head_node_type),
             groups=tuple(groups.values()),
             max_nodes=most,
         )
 
-    def _own_machines(self, file: str) -> ClusterOutline:
+    def _own_machines(self, file: str) -> ClusterSpec:
         """Machines that are there already: their start commands say what Ray may use."""
         count = len(self.provider.worker_ips)
         commands = {
@@ -92,7 +92,7 @@ class LauncherFile(BaseModel):
             NodeGroup(name=key.split("_")[0], resources=found, min_nodes=count, max_nodes=count)
             for key, found in resources.items()
         )
-        return ClusterOutline(file=file, head=head, groups=tuple(workers), max_nodes=count)
+        return ClusterSpec(file=file, head=head, groups=tuple(workers), max_nodes=count)
 
 
 def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from elastrata.run.export import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.preflight import training_data
-from elastrata.trainer.trainer import Learner
+from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -41,14 +41,14 @@ def evaluate_run(run_dir: str, checkpoint: str = "newest") -> Mapping[str, float
     recipe = _alone(read_recipe(run), identity)
     data = training_data(recipe)
     with lone_group(device := current_device()):
-        learner = Learner(recipe, data.phases, device, world_size=1, per_node=1)
-        learner.restore(checkpoints, commit)
+        trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
+        trainer.restore(checkpoints, commit)
         rank = data_rank(0, 1, 1)
         held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, rank, commit.step)
         step = held_out.of(commit.step)
         if step is None:
             raise UserError(f"{data.phases[-1].batches.url}: has no held-out data to evaluate on")
-        loss, seconds = learner.evaluate(step)
+        loss, seconds = trainer.evaluate(step)
     metrics = {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
     told = Evaluated(step=commit.step, loss=loss.total, metrics=metrics, seconds=seconds)
     return told.to_metrics()

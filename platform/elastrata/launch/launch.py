@@ -13,15 +13,15 @@ import ray
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.cluster.autoscaler import launches_nodes
 from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
-from elastrata.cluster.control_channel import open_mailbox
-from elastrata.cluster.driver import Drive, ask_to_stop, is_finished
+from elastrata.cluster.control_channel import open_channel
+from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
 from elastrata.core.events import Committed, Event, Launched, Warned
 from elastrata.core.record import StepRecord
-from elastrata.core.stopwatch import Phases
+from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import TargetConfig
 from elastrata.launch.doubts import doubts
 from elastrata.launch.model_inspection import num_parameters
@@ -85,7 +85,7 @@ def train(
         UserError: something in the run's folder, the recipe, the data or the cluster cannot work.
         TrainingError: training did not come to its end; says why.
     """
-    phases = Phases()
+    stopwatch = Stopwatch()
     if problems := [line for _, line in cross_field_problems(recipe)]:
         raise UserError(*problems)
     if problems := mask_problems(recipe):
@@ -98,7 +98,7 @@ def train(
     check_storage(root)
     run = root.sub(name)
     interrupt = interrupt or Interrupt()
-    phases.passed("preflight")
+    stopwatch.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
     with _owned(run, interrupt, show, origin) as ownership:
@@ -108,9 +108,9 @@ def train(
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
-        phases.passed("ownership")
+        stopwatch.passed("ownership")
         with ray_session(address):
-            phases.passed("ray")
+            stopwatch.passed("ray")
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
             if problems := cluster_problems(recipe, gpus, resources):
@@ -118,12 +118,12 @@ def train(
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
             recipe = with_workers(recipe, gpus, resources)
-            mailbox = open_mailbox()
+            channel = open_channel()
             tracker = _open_record(recipe, name, run, identity, data, record)
-            phases.passed("record")
-            show(Launched(seconds=phases.seconds))
-            drive = Drive(recipe, run, data, tracker, mailbox, interrupt, gpus, show)
-            with interrupt.heard(lambda name: _ask_to_stop(mailbox, show, name)):
+            stopwatch.passed("record")
+            show(Launched(seconds=stopwatch.seconds))
+            drive = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
+            with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
                 status = drive.to_end(finished)
     return _result(run, recipe.target, tracker.run_id, status)
 
@@ -205,9 +205,9 @@ def _warn(show: Callable[[Event], None], line: str) -> None:
     show(Warned(text=line))
 
 
-def _ask_to_stop(mailbox: Any, show: Callable[[Event], None], name: str) -> None:
+def _ask_to_stop(channel: Any, show: Callable[[Event], None], name: str) -> None:
     """Called in a signal's handler: only sends, and waits for nothing."""
-    ask_to_stop(mailbox, name)
+    ask_to_stop(channel, name)
     show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
 
 

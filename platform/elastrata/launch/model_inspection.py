@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.meta_model import outline_model
+from elastrata.core.meta_model import meta_model
 from elastrata.core.optimizers.groups import ParameterGroup
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.plan import SparsityPlan, sparsity_plan
 from elastrata.core.workload import Workload
-from elastrata.recipe.data_spec import DataOutline, data_outline
+from elastrata.recipe.data_spec import DataSpec, data_spec
 from elastrata.recipe.length import as_if_full
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData
@@ -35,33 +35,31 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
     Raises:
         UserError: the size of the vocabulary is not known before the data is prepared.
     """
-    outline = data_outline(recipe)
-    model = outline_model(lambda: recipe.workload.build_model(outline.vocabulary, outline.seq_len))
+    spec = data_spec(recipe)
+    model = meta_model(lambda: recipe.workload.build_model(spec.vocabulary, spec.seq_len))
     groups = recipe.optimizer.groups(model, recipe.workload.blocks(model))
     return ModelInspection(
-        vocabulary=outline.vocabulary.size,
-        prepared=outline.prepared,
+        vocabulary=spec.vocabulary.size,
+        prepared=spec.prepared,
         groups=tuple(group for group in groups if group.parameters),
-        sparsity=_sparsity(recipe, outline),
+        sparsity=_sparsity(recipe, spec),
     )
 
 
 def num_parameters(workload: Workload, data: TrainingData) -> int:
     """How many numbers a model has that trains on that data; shared ones count once."""
     seq_len = max(phase.batches.manifest.seq_len for phase in data.phases)
-    model = outline_model(lambda: workload.build_model(data.vocabulary, seq_len))
+    model = meta_model(lambda: workload.build_model(data.vocabulary, seq_len))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _sparsity(recipe: Recipe, outline: DataOutline) -> tuple[SparsityPlan, ...]:
+def _sparsity(recipe: Recipe, spec: DataSpec) -> tuple[SparsityPlan, ...]:
     if not any(part.sparsity for part in recipe.parts):
         return ()
-    recipe = as_if_full(recipe, outline.seq_len)
+    recipe = as_if_full(recipe, spec.seq_len)
     shapes = layer_shapes(recipe.workload)
-    work = recipe.workload.work(outline.vocabulary)
+    work = recipe.workload.work(spec.vocabulary)
     return tuple(
-        sparsity_plan(
-            part.sparsity, shapes, work=work, seq_len=outline.seq_len, steps=part.num_steps
-        )
+        sparsity_plan(part.sparsity, shapes, work=work, seq_len=spec.seq_len, steps=part.num_steps)
         for part in recipe.parts
     )

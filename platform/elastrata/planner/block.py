@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.efficiency import Efficiency
 from elastrata.planner.hardware import Device
 from elastrata.planner.kernels import matmul_seconds, traffic_seconds
@@ -47,7 +47,7 @@ class Machine:
 
 @lru_cache(maxsize=4096)
 def block_passes(
-    model: Transformer, machine: Machine, samples: int, tensor: int, sequence: bool
+    model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
     """Of a block without its messages."""
     linear = _linear(model, machine, samples, tensor)
@@ -59,7 +59,7 @@ def block_passes(
 
 @lru_cache(maxsize=4096)
 def again_seconds(
-    model: Transformer,
+    model: ModelSpec,
     machine: Machine,
     samples: int,
     tensor: int,
@@ -80,7 +80,7 @@ def again_seconds(
 
 
 @lru_cache(maxsize=4096)
-def head_passes(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
     """Of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four times
     and the logit itself twice."""
     tokens = max(1, round(samples * model.seq_len * model.predicted))
@@ -106,7 +106,7 @@ def _product(machine: Machine, rows: int, columns: int, inner: int) -> Passes:
     )
 
 
-def _linear(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
     tokens = samples * model.seq_len
     wide = (2 if model.gated else 1) * model.feed_forward
     products = [
@@ -118,7 +118,7 @@ def _linear(model: Transformer, machine: Machine, samples: int, tensor: int) -> 
     return Passes(sum(p.forward for p in products), sum(p.backward for p in products))
 
 
-def _attention(model: Transformer, machine: Machine, samples: int, tensor: int) -> Passes:
+def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
     """Scores and their products with the values."""
     length, width = model.seq_len, model.hidden // model.heads
     count = samples * -(-model.heads // tensor)
@@ -139,7 +139,7 @@ def _attention(model: Transformer, machine: Machine, samples: int, tensor: int) 
 
 
 def _elementwise(
-    model: Transformer, machine: Machine, samples: int, tensor: int, sequence: bool
+    model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
     """What is read and written between the matrix products, in bytes per token.
 
@@ -165,7 +165,7 @@ def _elementwise(
     )
 
 
-def _own_traffic(model: Transformer, stack: Stack) -> tuple[float, float]:
+def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
     """Bytes per token, forward and backward, of what tensor-parallel devices divide."""
     e, f = stack.element_bytes, model.feed_forward
     if model.gated:

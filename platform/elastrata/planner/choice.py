@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Checkpointing, Layout
@@ -47,7 +47,7 @@ def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
 class Choices:
     """What may be chosen for one phase of a recipe, on one group of workers."""
 
-    model: Transformer
+    model: ModelSpec
     cluster: Cluster
     machine: Machine
     layout: Layout

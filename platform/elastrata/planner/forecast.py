@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory
@@ -38,7 +38,7 @@ class Forecast:
 
 
 def forecast(
-    model: Transformer,
+    model: ModelSpec,
     cluster: Cluster,
     layout: Layout,
     memory: Memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.planner.choice import Choices, budgets
 from elastrata.planner.cluster import Cluster
@@ -61,7 +61,7 @@ def _policies(recipe: Recipe) -> tuple[Checkpointing, ...]:
 def phase_choices(
     recipe: Recipe,
     part: PhaseKeys,
-    model: Transformer,
+    model: ModelSpec,
     sizes: Sequence[int],
     layout: Layout,
     cluster: Cluster,
@@ -102,7 +102,7 @@ class Planned:
     """Whether that is within what a group dares to use of its devices."""
 
 
-def planned(recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster) -> Planned:
+def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> Planned:
     """What a group on all devices of a cluster would choose, if it measured what is planned.
 
     Args:

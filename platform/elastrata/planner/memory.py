@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.hardware import Device
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import Stack
@@ -42,7 +42,7 @@ class Memory:
 
 
 def memory(
-    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+    model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     """What a step needs at its peak: where a backward pass begins, with all activations, or where
     it ends, with all gradients.
@@ -59,7 +59,7 @@ def memory(
     return max(found, key=lambda one: one.total)
 
 
-def block_activations(model: Transformer, stack: Stack, layout: Layout) -> float:
+def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Bytes that a block keeps for the backward pass of one micro-batch.
 
     As in arXiv 2205.05198, section 4.1, counted for the operations of each kind of block. What
@@ -82,7 +82,7 @@ def block_activations(model: Transformer, stack: Stack, layout: Layout) -> float
     return tokens * (shared / parts + own / layout.tensor)
 
 
-def blocks_in_flight(model: Transformer, layout: Layout, micro_batches: int, stage: int) -> float:
+def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage: int) -> float:
     """Blocks times micro-batches whose activations a stage holds at once.
 
     GPipe holds all micro-batches; 1F1B, and ZB-H1, as many as there are stages from here to the
@@ -100,14 +100,14 @@ def blocks_in_flight(model: Transformer, layout: Layout, micro_batches: int, sta
 
 
 def _only_stage(
-    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+    model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     numbers = float(model.parameters)
     return _stage(model, device, stack, layout, batch_size, numbers, 0, has_head=True)
 
 
 def _first_stage(
-    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+    model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     blocks = layout.layers_of_stage(model.layers) * model.block_parameters
     numbers = float(blocks + model.embedding_parameters)
@@ -115,7 +115,7 @@ def _first_stage(
 
 
 def _last_stage(
-    model: Transformer, device: Device, stack: Stack, layout: Layout, batch_size: int
+    model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     blocks = layout.layers_of_stage(model.layers) * model.block_parameters
     numbers = float(blocks + model.vocabulary * model.hidden + model.head_extra)
@@ -124,7 +124,7 @@ def _last_stage(
 
 
 def _stage(
-    model: Transformer,
+    model: ModelSpec,
     device: Device,
     stack: Stack,
     layout: Layout,
@@ -163,7 +163,7 @@ def _stage(
     )
 
 
-def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> float:
+def _kept(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
     """Of a block, for the backward pass: all of it, its input alone, or with that what `selective`
     keeps (`core/recomputation.py`)."""
     if layout.checkpointing == "none":
@@ -175,7 +175,7 @@ def _kept(model: Transformer, stack: Stack, layout: Layout, block: float) -> flo
     return min(block, hidden / parts + tokens * _kept_results(model, stack, layout))
 
 
-def _kept_results(model: Transformer, stack: Stack, layout: Layout) -> float:
+def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Bytes per token of attention's result and of every second matrix product: query, value, the
     feed-forward's first and, where it has three, its last, which is whole on every tensor-parallel
     device; and there of the two sums over them."""
@@ -186,14 +186,14 @@ def _kept_results(model: Transformer, stack: Stack, layout: Layout) -> float:
     return own / layout.tensor + last + sums
 
 
-def _logits(model: Transformer, stack: Stack, layout: Layout) -> float:
+def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Of one micro-batch, with what the loss makes of them."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
     columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
     return tokens * columns * stack.logit_bytes
 
 
-def _gathered(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
+def _gathered(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:
     """FSDP2 holds the block that is computed, the message of the next one, and what is outside of
     blocks; a lone shard is copied, too."""
     if stack.sharding != "all":
@@ -212,7 +212,7 @@ def _accumulated(stack: Stack, own: float, micro_batches: int) -> float:
     return own * stack.gradient_bytes if stack.accumulates and micro_batches > 1 else 0.0
 
 
-def _reduced(model: Transformer, stack: Stack, layout: Layout, own: float) -> float:
+def _reduced(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:
     """Gradients where the last backward pass ends: this shard's, and those on their way, as they
     are and as a message."""
     if stack.sharding != "all":
@@ -222,7 +222,7 @@ def _reduced(model: Transformer, stack: Stack, layout: Layout, own: float) -> fl
     return own / layout.shards * stack.gradient_bytes + on_their_way
 
 
-def _buckets(model: Transformer, layout: Layout, own: float) -> tuple[float, float]:
+def _buckets(model: ModelSpec, layout: Layout, own: float) -> tuple[float, float]:
     """Parameters of two blocks, and of what is outside of blocks."""
     block = model.block_parameters / layout.tensor
     blocks = layout.layers_of_stage(model.layers) * block

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.efficiency import CPU, GPU
@@ -14,7 +14,7 @@ from elastrata.planner.hardware import DEVICES
 from elastrata.planner.layout import Layout
 from elastrata.planner.search import Found, search
 from elastrata.planner.stack import elastrata
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.length import full_part
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
@@ -29,7 +29,7 @@ _MOST_DEVICES = 65_536
 class Plan:
     """All layouts that fit, and what they were computed from."""
 
-    model: Transformer
+    model: ModelSpec
     cluster: Cluster
     machine: Machine
     batch_size: int
@@ -51,9 +51,9 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         UserError: the model fits under no layout, with what is missing and what would make it fit;
             or its workload cannot be planned.
     """
-    outline = data_outline(recipe)
-    part = full_part(part, outline.seq_len)
-    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    spec = data_spec(recipe)
+    part = full_part(part, spec.seq_len)
+    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
     machine = machine_of(recipe, cluster)
     if part.batch_size < 1:
         raise UserError("batch_size: 0: expected at least 1")
@@ -66,7 +66,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         machine=machine,
         batch_size=part.batch_size,
         steps=part.num_steps,
-        prepared=outline.prepared,
+        prepared=spec.prepared,
         found=found,
     )
 
@@ -129,7 +129,7 @@ def _value(values: object, path: str) -> object:
 
 
 def _search(
-    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+    recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> Found:
     sizes = [n for n in _TENSOR_SIZES if n == 1 or not recipe.workload.tensor_problems(n)]
     return search(
@@ -145,7 +145,7 @@ def _search(
 def _misfit(
     recipe: Recipe,
     part: PhaseKeys,
-    model: Transformer,
+    model: ModelSpec,
     cluster: Cluster,
     machine: Machine,
     found: Found,
@@ -170,7 +170,7 @@ def _misfit(
 
 
 def _more_devices(
-    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+    recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
     if cluster.device.memory_bytes <= cluster.device.reserved_bytes:
         return []
@@ -185,7 +185,7 @@ def _more_devices(
 
 
 def _larger_devices(
-    recipe: Recipe, part: PhaseKeys, model: Transformer, cluster: Cluster, machine: Machine
+    recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
     for device in sorted(DEVICES.values(), key=lambda one: one.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes and device.name != "CPU":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.forecast import Forecast, forecast
@@ -58,7 +58,7 @@ def family(layout: Layout) -> tuple[int, ...]:
 
 
 def search(
-    model: Transformer,
+    model: ModelSpec,
     cluster: Cluster,
     machine: Machine,
     *,
@@ -105,7 +105,7 @@ def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
 
 
 def _shapes(
-    model: Transformer,
+    model: ModelSpec,
     devices: int,
     per_node: int,
     tensor_sizes: Sequence[int],

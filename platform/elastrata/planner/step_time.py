@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import Transformer
-from elastrata.planner.block import Machine, Passes, again_seconds, block_passes, head_passes
+from elastrata.core.model_spec import ModelSpec
+from elastrata.planner.block import (
+    Machine,
+    Passes,
+    again_seconds,
+    block_passes,
+    head_passes,
+)
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.kernels import traffic_seconds
 from elastrata.planner.layout import Layout
@@ -58,7 +64,7 @@ class StepTime:
 class _Setting:
     """What every term depends on."""
 
-    model: Transformer
+    model: ModelSpec
     cluster: Cluster
     machine: Machine
     layout: Layout
@@ -80,7 +86,7 @@ class _Setting:
 
 
 def step_time(
-    model: Transformer, cluster: Cluster, machine: Machine, layout: Layout, batch_size: int
+    model: ModelSpec, cluster: Cluster, machine: Machine, layout: Layout, batch_size: int
 ) -> StepTime:
     """What a step of `batch_size` samples takes.
 

@@ -1,4 +1,4 @@
-"""The outline of a recipe's data set: what a model must know of it, also before it is prepared."""
+"""The spec of a recipe's data set: what a model must know of it, also before it is prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastrata_pipelines.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOutline:
+class DataSpec:
     """What samples look like."""
 
     vocabulary: Vocabulary
@@ -23,7 +23,7 @@ class DataOutline:
     """Whether the data set is there; else this is what `elastrata prepare` is asked for."""
 
 
-def data_outline(recipe: Recipe) -> DataOutline:
+def data_spec(recipe: Recipe) -> DataSpec:
     """That of the (first phase's) data set where it is there, else of the one that is asked for.
 
     Raises:
@@ -32,7 +32,7 @@ def data_outline(recipe: Recipe) -> DataOutline:
     data = recipe.parts[0].data
     storage = Storage(data.path)
     if manifest := Manifest.find(storage):
-        return DataOutline(
+        return DataSpec(
             vocabulary=manifest.vocabulary,
             seq_len=manifest.seq_len,
             pairs=manifest.pairs,
@@ -45,7 +45,7 @@ def data_outline(recipe: Recipe) -> DataOutline:
             "size; make it with `elastrata prepare`"
         )
     size = prepare.tokenizer.vocab_size
-    return DataOutline(
+    return DataSpec(
         vocabulary=Vocabulary(size=size, pad_id=0, mask_id=1, special_ids=(), continuation_ids=()),
         seq_len=prepare.seq_len,
         pairs=prepare.pairs,

@@ -1,4 +1,4 @@
-"""The directory of the hot tier: which nodes have keepers, who gives his files to which."""
+"""The registry of the hot tier: which nodes have stores, who gives his files to which."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.checkpoints.commit import MARKER, FolderName
-from elastrata.replicas.store import start_keeper
+from elastrata.replicas.store import start_store
 
 START_SECONDS = 60.0
-"""How long a new keeper may take to start: a process, on a machine that is busy training."""
+"""How long a new store may take to start: a process, on a machine that is busy training."""
 _ANSWER_SECONDS = 2.0
-"""A keeper that takes longer is passed over: its node may be gone without a word."""
+"""A store that takes longer is passed over: its node may be gone without a word."""
 _REPLACE_SECONDS = 20.0
-"""A keeper that takes longer to answer its own node's writer is replaced: it may be stopped."""
+"""A store that takes longer to answer its own node's writer is replaced: it may be stopped."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What the keepers that answer hold."""
+    """What the stores that answer hold."""
 
     sizes: dict[str, int]
     """Bytes of every file, by path."""
     holders: dict[str, list[str]]
     """Nodes that have a copy of a file, by path."""
-    keepers: dict[str, Any]
-    """Handle of the keeper on each node."""
+    stores: dict[str, Any]
+    """Handle of the store on each node."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
-class HotDirectory:
-    """Starts a keeper on every node that needs one; they die with it, and it with the driver.
+class ReplicaRegistry:
+    """Starts a store on every node that needs one; they die with it, and it with the driver.
 
-    It remembers no files: what a keeper says it has is what there is. Where it is killed, an empty
+    It remembers no files: what a store says it has is what there is. Where it is killed, an empty
     one takes its place.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._keepers: dict[str, Any] = {}
+        self._stores: dict[str, Any] = {}
         self._started: set[str] = set()
         self._group = ""
         self._assigned: dict[str, list[str]] = {}
@@ -52,11 +52,11 @@ class HotDirectory:
         """Answers."""
 
     async def assign(self, node: str, group: str) -> list[Any]:
-        """The keepers that take the files of the processes on a node.
+        """The stores that take the files of the processes on a node.
 
         Args:
             node: where the writer runs.
-            group: its group of workers; a new group lets go of the keepers of the one before.
+            group: its group of workers; a new group lets go of the stores of the one before.
 
         Returns:
             One on the same node; one more on another node, where there is one that answers.
@@ -68,44 +68,44 @@ class HotDirectory:
             self._group, self._assigned = group, {}
             await self._drop_unfinished()
         alive = _alive_nodes()
-        for gone in self._keepers.keys() - alive:
+        for gone in self._stores.keys() - alive:
             self._forget(gone)
         self._assigned[node] = [node]
-        keepers = [await self._own_keeper(node)]
+        stores = [await self._own_store(node)]
         for other in ring_from(node, alive, self._assigned):
             self._assigned[node] = [node, other]
             try:
-                return [*keepers, await self._answering(other)]
+                return [*stores, await self._answering(other)]
             except (OSError, ray.exceptions.RayError):  # a node that is dead, but not known to be
                 self._assigned[node] = [node]
-        return keepers
+        return stores
 
     async def listing(self) -> Listing:
-        """What there is, by the keepers that answer at once."""
-        keepers = dict(self._keepers)
-        found = await asyncio.gather(*map(_files, keepers.values()))
+        """What there is, by the stores that answer at once."""
+        stores = dict(self._stores)
+        found = await asyncio.gather(*map(_files, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
-        for node, files in zip(keepers, found, strict=True):
+        for node, files in zip(stores, found, strict=True):
             sizes |= files
             for path in files:
                 holders.setdefault(path, []).append(node)
-        return Listing(sizes, holders, keepers)
+        return Listing(sizes, holders, stores)
 
     async def delete(self, path: str) -> None:
-        """Deletes a file or folder; keepers without files that nobody writes to end."""
-        keepers = list(self._keepers.values())
-        await asyncio.gather(*(_quietly(keeper.delete.remote(path)) for keeper in keepers))
+        """Deletes a file or folder; stores without files that nobody writes to end."""
+        stores = list(self._stores.values())
+        await asyncio.gather(*(_quietly(store.delete.remote(path)) for store in stores))
         needed = {node for nodes in self._assigned.values() for node in nodes}
-        for node in self._keepers.keys() - needed:
-            if not await _files(self._keepers[node]):
+        for node in self._stores.keys() - needed:
+            if not await _files(self._stores[node]):
                 self._end(node)
 
     async def usage(self) -> dict[str, int]:
-        """Bytes held on every node that has a keeper which answers."""
-        keepers = dict(self._keepers)
-        found = await asyncio.gather(*map(_files, keepers.values()))
-        return {node: sum(files.values()) for node, files in zip(keepers, found, strict=True)}
+        """Bytes held on every node that has a store which answers."""
+        stores = dict(self._stores)
+        found = await asyncio.gather(*map(_files, stores.values()))
+        return {node: sum(files.values()) for node, files in zip(stores, found, strict=True)}
 
     async def _drop_unfinished(self) -> None:
         """Frees what a group before left half written: it would take the room for ever."""
@@ -115,53 +115,53 @@ class HotDirectory:
             if group_of(folder) != self._group:
                 await self.delete(folder)
 
-    async def _own_keeper(self, node: str) -> Any:
-        """The keeper on a writer's node; one that does not answer for long is replaced."""
-        asked = self._keepers.get(node)
+    async def _own_store(self, node: str) -> Any:
+        """The store on a writer's node; one that does not answer for long is replaced."""
+        asked = self._stores.get(node)
         try:
             return await self._answering(node, _REPLACE_SECONDS)
         except OSError:
             if node not in self._started:
                 raise
-            if self._keepers.get(node) is asked:  # else another rank has replaced it
+            if self._stores.get(node) is asked:  # else another rank has replaced it
                 self._end(node)
             return await self._answering(node)
 
     def _end(self, node: str) -> None:
-        ray.kill(self._keepers[node])  # Ray sends SIGKILL after 5 s, to stopped ones too
+        ray.kill(self._stores[node])  # Ray sends SIGKILL after 5 s, to stopped ones too
         self._forget(node)
 
     async def _answering(self, node: str, seconds: float = _ANSWER_SECONDS) -> Any:
-        """The keeper on a node, started where there is none or the one there was has died."""
-        if keeper := self._keepers.get(node):
+        """The store on a node, started where there is none or the one there was has died."""
+        if store := self._stores.get(node):
             try:
-                return await self._waited_for(keeper, node, seconds)
+                return await self._waited_for(store, node, seconds)
             except ray.exceptions.ActorDiedError:
-                if self._keepers.get(node) is keeper:
+                if self._stores.get(node) is store:
                     self._forget(node)
-        if node not in self._keepers:
+        if node not in self._stores:
             here = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._keepers[node] = start_keeper(self._limit_bytes, here)
-        return await self._waited_for(self._keepers[node], node, seconds)
+            self._stores[node] = start_store(self._limit_bytes, here)
+        return await self._waited_for(self._stores[node], node, seconds)
 
-    async def _waited_for(self, keeper: Any, node: str, seconds: float) -> Any:
+    async def _waited_for(self, store: Any, node: str, seconds: float) -> Any:
         limit = seconds if node in self._started else START_SECONDS
         try:
-            await asyncio.wait_for(keeper.files.remote(), limit)
+            await asyncio.wait_for(store.files.remote(), limit)
         except TimeoutError:
-            raise OSError(f"the keeper on node {node[:8]} does not answer") from None
+            raise OSError(f"the store on node {node[:8]} does not answer") from None
         self._started.add(node)
-        return keeper
+        return store
 
     def _forget(self, node: str) -> None:
-        self._keepers.pop(node, None)
+        self._stores.pop(node, None)
         self._started.discard(node)
 
 
-def start_directory(limit_bytes: int) -> Any:
-    """Handle of a new directory, on the node of this process, gone with it."""
+def start_registry(limit_bytes: int) -> Any:
+    """Handle of a new registry, on the node of this process, gone with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: Callable[..., Any] = HotDirectory.options  # type: ignore[attr-defined]
+    options: Callable[..., Any] = ReplicaRegistry.options  # type: ignore[attr-defined]
     return options(scheduling_strategy=here).remote(limit_bytes)
 
 
@@ -175,7 +175,7 @@ def ring_from(node: str, alive: Iterable[str], writing: Iterable[str]) -> list[s
     """The nodes that may take the second copy of a node's files, the first choice first.
 
     They follow `node` in the ring of those that write, so that every one of them takes the files of
-    one other. A node that writes nothing is taken only where `node` writes alone: a keeper on it
+    one other. A node that writes nothing is taken only where `node` writes alone: a store on it
     keeps an autoscaler from taking it away.
     """
     others = set(alive) - {node}
@@ -187,9 +187,9 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in nodes if node["Alive"]}
 
 
-async def _files(keeper: Any) -> dict[str, int]:
-    """The files of a keeper; none where it does not answer."""
-    return await _quietly(keeper.files.remote()) or {}
+async def _files(store: Any) -> dict[str, int]:
+    """The files of a store; none where it does not answer."""
+    return await _quietly(store.files.remote()) or {}
 
 
 async def _quietly(answer: Any) -> Any:

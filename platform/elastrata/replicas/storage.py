@@ -1,6 +1,6 @@
 """The hot tier: the newest state of a run, in the memory of other processes than its workers'.
 
-`HotStorage` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
+`Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
 durable checkpoints saves and loads hot ones. `docs/checkpoints.md` says what it promises. Free of
 torch, as drivers and controllers look for commits.
 """
@@ -19,28 +19,28 @@ import ray
 from elastrata.checkpoints.commit import Commit, commits, size_problems
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.replicas.call import answered
-from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_directory
+from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_registry
 from elastrata.replicas.store import CHUNK_BYTES
-from elastrata.replicas.upload import HotUpload
+from elastrata.replicas.upload import ReplicaUpload
 
 _ANSWER_SECONDS = 5.0
 
 
-class HotStorage:
-    """Files in the memory of the keepers; a value that can be sent to any process of the cluster.
+class Replicas:
+    """Files in the memory of the stores; a value that can be sent to any process of the cluster.
 
     As with `Storage`, `names` and `exists` look afresh, and `size` answers from the last look.
-    A file of which no keeper that answers has a copy does not exist.
+    A file of which no store that answers has a copy does not exist.
 
-    Every method raises an OSError where the directory is gone.
+    Every method raises an OSError where the registry is gone.
     """
 
-    def __init__(self, directory: Any) -> None:
-        self.directory = directory
+    def __init__(self, registry: Any) -> None:
+        self.registry = registry
         self._seen: Listing | None = None
 
-    def __reduce__(self) -> tuple[type[HotStorage], tuple[Any]]:
-        return HotStorage, (self.directory,)
+    def __reduce__(self) -> tuple[type[Replicas], tuple[Any]]:
+        return Replicas, (self.registry,)
 
     @property
     def url(self) -> str:
@@ -79,7 +79,7 @@ class HotStorage:
 
         Raises:
             FileNotFoundError: there is no such file.
-            OSError: no keeper of a copy answers.
+            OSError: no store of a copy answers.
         """
         path = "/".join(parts)
         listing = self._holding(path)
@@ -87,7 +87,7 @@ class HotStorage:
         problem = OSError()
         for node in sorted(listing.holders[path], key=lambda node: node != here):
             try:
-                return _fetched(listing.keepers[node], path, listing.sizes[path])
+                return _fetched(listing.stores[node], path, listing.sizes[path])
             except OSError as error:
                 problem = error
         self._seen = None
@@ -103,17 +103,17 @@ class HotStorage:
         """Opens a new file for writing that appears, whole, when the block ends without error.
 
         Raises:
-            OSError: a keeper has died or has no room.
+            OSError: a store has died or has no room.
         """
         path = "/".join(parts)
         here = ray.get_runtime_context().get_node_id()
-        keepers = self._assigned(here, group_of(path.partition("/")[0]))
-        upload = HotUpload(keepers, path)
+        stores = self._assigned(here, group_of(path.partition("/")[0]))
+        upload = ReplicaUpload(stores, path)
         try:
             yield cast("IO[bytes]", upload)
             upload.finish()
         except BaseException:
-            for answer in [keeper.delete.remote(path) for keeper in keepers]:
+            for answer in [store.delete.remote(path) for store in stores]:
                 with suppress(OSError):
                     answered(answer, _ANSWER_SECONDS)
             raise
@@ -124,13 +124,13 @@ class HotStorage:
         self._seen = None
 
     def usage(self) -> dict[str, int]:
-        """Bytes held on every node that has a keeper, by the node's id."""
+        """Bytes held on every node that has a store, by the node's id."""
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
 
     def _assigned(self, node: str, group: str) -> list[Any]:
-        """The keepers for a node's files. They may take a minute to start; a directory that is away
+        """The stores for a node's files. They may take a minute to start; a registry that is away
         for seconds is not waited for."""
-        answer = self.directory.assign.remote(node, group)
+        answer = self.registry.assign.remote(node, group)
         deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
         while not ray.wait([answer], timeout=_ANSWER_SECONDS)[0] and time.monotonic() < deadline:
             self._ask(_ANSWER_SECONDS, "ping")
@@ -150,25 +150,25 @@ class HotStorage:
         return self._seen
 
     def _ask(self, seconds: float, question: str, *args: Any) -> Any:
-        return answered(getattr(self.directory, question).remote(*args), seconds)
+        return answered(getattr(self.registry, question).remote(*args), seconds)
 
 
-def open_hot_tier(limit_bytes: int) -> HotStorage:
+def open_replicas(limit_bytes: int) -> Replicas:
     """A new hot tier; it lasts as long as the process that calls this.
 
     Args:
         limit_bytes: most that is held on any one node. Two states of the run, the newest and the
             one being saved, twice over where there are several nodes, divided by the nodes.
     """
-    return HotStorage(start_directory(limit_bytes))
+    return Replicas(start_registry(limit_bytes))
 
 
-def close_hot_tier(storage: HotStorage) -> None:
-    """Ends the directory and with it all keepers; nothing happens where they have ended."""
-    ray.kill(storage.directory)
+def close_replicas(storage: Replicas) -> None:
+    """Ends the registry and with it all stores; nothing happens where they have ended."""
+    ray.kill(storage.registry)
 
 
-def newest_hot(
+def newest_replica(
     storage: CommitStorage, counts: Callable[[int, int], bool] = lambda attempt, step: True
 ) -> Commit | None:
     """The newest commit whose every file is there; None where there is none or nobody answers.
@@ -186,9 +186,9 @@ def newest_hot(
     return None
 
 
-def _fetched(keeper: Any, path: str, size: int) -> io.BytesIO:
+def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
     stream = io.BytesIO()
     for index in range(-(-size // CHUNK_BYTES)):
-        stream.write(answered(keeper.chunk.remote(path, index), _ANSWER_SECONDS))
+        stream.write(answered(store.chunk.remote(path, index), _ANSWER_SECONDS))
     stream.seek(0)
     return stream

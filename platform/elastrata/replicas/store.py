@@ -1,4 +1,4 @@
-"""The keeper of the hot tier on one node: a process that holds files in its own memory."""
+"""The store of the hot tier on one node: a process that holds files in its own memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Chunk = NDArray[np.uint8]
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"answers": 1})  # type: ignore[call-overload]
-class HotKeeper:
+class ReplicaStore:
     """Files by path, in chunks. It copies what it is sent: Ray's own objects die with the sender.
 
     Questions have a thread of their own, so that they are answered while bytes arrive. What changes
@@ -100,9 +100,9 @@ class HotKeeper:
         return np.empty(size, np.uint8)
 
 
-def start_keeper(limit_bytes: int, scheduling: Any) -> Any:
-    """Handle of a new keeper, which lives as long as the process that starts it."""
-    options: Callable[..., Any] = HotKeeper.options  # type: ignore[attr-defined]
+def start_store(limit_bytes: int, scheduling: Any) -> Any:
+    """Handle of a new store, which lives as long as the process that starts it."""
+    options: Callable[..., Any] = ReplicaStore.options  # type: ignore[attr-defined]
     return options(scheduling_strategy=scheduling).remote(limit_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The upload of one file to the keepers of the hot tier, while it is being written."""
+"""The upload of one file to the stores of the hot tier, while it is being written."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from elastrata.replicas.store import CHUNK_BYTES
 
 _CHUNKS_UNDER_WAY = 2
 _CHUNK_SECONDS = 20.0
-"""How long a chunk may take to all its keepers: some 1 MB/s at worst."""
+"""How long a chunk may take to all its stores: some 1 MB/s at worst."""
 
 
-class HotUpload(io.RawIOBase):
+class ReplicaUpload(io.RawIOBase):
     """A stream for writing; what goes into it is a file when `finish` returns.
 
     Args:
-        keepers: all get the file.
+        stores: all get the file.
         path: of the file.
     """
 
-    def __init__(self, keepers: list[Any], path: str) -> None:
-        self._keepers = keepers
+    def __init__(self, stores: list[Any], path: str) -> None:
+        self._stores = stores
         self._path = path
         self._chunk = np.empty(CHUNK_BYTES, np.uint8)
         self._filled = 0
@@ -43,7 +43,7 @@ class HotUpload(io.RawIOBase):
         """Takes all of `data`, an object with the buffer protocol; returns its bytes.
 
         Raises:
-            OSError: a keeper did not take what was written before.
+            OSError: a store did not take what was written before.
         """
         source = np.frombuffer(data, np.uint8)
         taken = 0
@@ -57,7 +57,7 @@ class HotUpload(io.RawIOBase):
         return source.nbytes
 
     def finish(self) -> None:
-        """Sends the rest and waits until every keeper has the file.
+        """Sends the rest and waits until every store has the file.
 
         Raises:
             OSError: one did not take it.
@@ -66,16 +66,16 @@ class HotUpload(io.RawIOBase):
             self._send()
         while self._under_way:
             self._wait()
-        for answer in [keeper.finish.remote(self._path, self._sent) for keeper in self._keepers]:
+        for answer in [store.finish.remote(self._path, self._sent) for store in self._stores]:
             answered(answer, _CHUNK_SECONDS)
 
     def _send(self) -> None:
         if len(self._under_way) >= _CHUNKS_UNDER_WAY:
             self._wait()
-        # put() copies, so the buffer is free again, and both keepers read one object.
+        # put() copies, so the buffer is free again, and both stores read one object.
         chunk = ray.put(self._chunk[: self._filled])
         self._under_way.append(
-            [keeper.append.remote(self._path, self._sent, chunk) for keeper in self._keepers]
+            [store.append.remote(self._path, self._sent, chunk) for store in self._stores]
         )
         self._sent += 1
         self._filled = 0

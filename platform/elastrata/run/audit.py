@@ -14,7 +14,7 @@ from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
-from elastrata.run.summary import PhaseOutline, read_outline
+from elastrata.run.summary import PhaseSummary, read_summary
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
 from elastrata_pipelines.storage import Storage
@@ -89,7 +89,7 @@ def audit(run: Storage) -> Audit:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
     problems = [*found.problems, *recipe_problems(run, identity)]
     problems += [*sequence_problems(entries), *position_problems(steps)]
-    phases, states = read_outline(run).phases, list[DataCheck]()
+    phases, states = read_summary(run).phases, list[DataCheck]()
     if len(phases) != len(identity.data):
         raise UserError(
             f"{run.uri(RUN_FILE)}: data: {len(identity.data)} data sets, but the run's recipe has "
@@ -185,7 +185,7 @@ def _is_within_reach(step: Entry, expected: Expectation) -> bool:
 
 
 def _by_data_set(
-    steps: Sequence[Entry], phases: Sequence[PhaseOutline], data: Sequence[DataSet]
+    steps: Sequence[Entry], phases: Sequence[PhaseSummary], data: Sequence[DataSet]
 ) -> dict[DataSet, list[Entry]]:
     """The steps of the phases on each data set, their samples counted from the first of it."""
     placed: dict[DataSet, list[Entry]] = {data_set: [] for data_set in data}
@@ -208,7 +208,7 @@ class _UnusableError(Exception):
         self.check = check
 
 
-def _expectation(data_set: DataSet, phase: PhaseOutline) -> Expectation:
+def _expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:
     data = Storage(data_set.url)
     try:
         manifest = Manifest.find(data)

@@ -23,7 +23,7 @@ from elastrata.run.state import (
     look_at_driver,
     run_state,
 )
-from elastrata.run.summary import read_outline
+from elastrata.run.summary import read_summary
 from elastrata.run.time_to_target import TimeToTarget, time_to_target
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -112,7 +112,7 @@ def status(run: Storage) -> Status:
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    checkpoints, outline, found = run.sub("checkpoints"), read_outline(run), evidence(run)
+    checkpoints, recipe, found = run.sub("checkpoints"), read_summary(run), evidence(run)
     newest = [
         Checkpoint(step=commit.step, uri=checkpoints.uri(commit.folder))
         for commit in found.counting[:1]
@@ -120,8 +120,8 @@ def status(run: Storage) -> Status:
     return summary(
         run.uri(),
         found.history.entries,
-        steps_in_all=outline.steps,
-        target=outline.target,
+        steps_in_all=recipe.steps,
+        target=recipe.target,
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),

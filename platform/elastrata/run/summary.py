@@ -1,4 +1,4 @@
-"""The outline of a run's recipe: its phases and its target, found without reading it as a whole.
+"""The summary of a run's recipe: its phases and its target, found without reading it as a whole.
 
 So a run can be looked at where its workload is not installed, and whatever else its recipe says.
 """
@@ -19,7 +19,7 @@ _MOST = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseOutline:
+class PhaseSummary:
     """What a phase of a run takes from its data set."""
 
     steps: int
@@ -29,10 +29,10 @@ class PhaseOutline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
+class RunSummary:
     """What decides how far a run goes, and on which samples."""
 
-    phases: tuple[PhaseOutline, ...]
+    phases: tuple[PhaseSummary, ...]
     """A single one where the recipe has none."""
     target: TargetConfig | None
     """None where there is none, as in runs of old."""
@@ -43,7 +43,7 @@ class Outline:
         return sum(phase.steps for phase in self.phases)
 
 
-def read_outline(run: Storage) -> Outline:
+def read_summary(run: Storage) -> RunSummary:
     """That of the recipe in a run's folder.
 
     Raises:
@@ -53,7 +53,7 @@ def read_outline(run: Storage) -> Outline:
     damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
     try:
         target = recipe.get("target")
-        return Outline(
+        return RunSummary(
             phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),
             target=None if target is None else TargetConfig.model_validate(target),
         )
@@ -64,10 +64,10 @@ def read_outline(run: Storage) -> Outline:
         ) from None
 
 
-def _phase(part: Mapping[str, Any], seed: int) -> PhaseOutline:
+def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
     warmup = part.get("batch_size_warmup")
     steps = _number(part, "steps", 1)
-    return PhaseOutline(
+    return PhaseSummary(
         steps=steps,
         samples=samples_in(
             steps,

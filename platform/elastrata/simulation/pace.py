@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from elastrata.bench.balance import batches_of_lengths
-from elastrata.recipe.data_spec import data_outline
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import least_loaded
 
@@ -40,7 +40,7 @@ def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[int], f
         group: workers that compute a sample together.
     """
     batches = batches_of_lengths(recipe, None)
-    work = recipe.workload.work(data_outline(recipe).vocabulary)
+    work = recipe.workload.work(data_spec(recipe).vocabulary)
     lengths = next(iter(batches(recipe.batch_size)))
     costs = work(np.sort(lengths)[::-1])
 

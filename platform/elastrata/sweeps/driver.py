@@ -56,7 +56,7 @@ Show = Callable[[Standings], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class SweepDriver:
     """One driver's part in a sweep."""
 
     config: SweepConfig
@@ -85,7 +85,7 @@ class Drive:
         show: Show,
         warn: Callable[[str], None],
         resources: Mapping[str, float],
-    ) -> Drive:
+    ) -> SweepDriver:
         """Reads the journal and opens the record."""
         storage = folder.sub(JOURNAL)
         entries = read_journal(folder).entries

@@ -16,7 +16,7 @@ from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.run.parts import part_names
-from elastrata.sweeps.driver import Drive, Show
+from elastrata.sweeps.driver import Show, SweepDriver
 from elastrata.sweeps.file import check_sweep
 from elastrata.sweeps.folder import TRIALS, check_same_sweep, read_journal, write_sweep
 from elastrata.sweeps.job import TrialJob
@@ -78,7 +78,7 @@ def sweep(
             job = TrialJob(
                 base=base, folder=folder.sub(TRIALS), threads=shares.threads, metric=config.metric
             )
-            drive = Drive.begin(config, folder, job, interrupt, show, warn, _resources())
+            drive = SweepDriver.begin(config, folder, job, interrupt, show, warn, _resources())
             status = drive.to_end(shares, trials, tokens, began)
     return SweepResult(
         name=name,

@@ -13,24 +13,24 @@ from dataclasses import replace
 import torch
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.data_rank import data_rank
 from elastrata.core.device import current_device
 from elastrata.core.events import Evaluated, Started
 from elastrata.core.record import StepRecord
-from elastrata.core.stopwatch import Phases
+from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.succession import take_over
+from elastrata.sweeps.lone_channel import LoneChannel
 from elastrata.sweeps.past import Past, curve
-from elastrata.sweeps.post import Post
 from elastrata.sweeps.report import Report
-from elastrata.trainer.checkpoint_manager import Keeper
+from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import TrainingData, training_data
-from elastrata.trainer.trainer import Learner
+from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep, decode
@@ -70,7 +70,7 @@ class LoneTrial:
         data = training_data(recipe)
         _check_held_out(data)
         self._phases = data.phases
-        self._learner = Learner(
+        self._trainer = Trainer(
             recipe,
             data.phases,
             current_device(),
@@ -79,12 +79,12 @@ class LoneTrial:
         )
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
-            self._learner.restore(checkpoints, self._commit)
+            self._trainer.restore(checkpoints, self._commit)
         self.start = _start(self._commit)
         self._held_out = HeldOut(
             data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step
         )
-        self._post = Post()
+        self._post = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
         write_identity(run, RunIdentity(name=name, data=data.data_sets), recipe)
@@ -107,7 +107,7 @@ class LoneTrial:
         step = self.start.step
         held_out = self._held_out.of(step)
         assert held_out is not None
-        loss, _ = self._learner.evaluate(held_out)
+        loss, _ = self._trainer.evaluate(held_out)
         metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
         return Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=0.0).to_metrics()
 
@@ -123,7 +123,7 @@ class LoneTrial:
         if self._record is None:
             assert self._commit is not None
             return self._commit.folder
-        self._keeper.keep(self._record, Act.SAVE, is_last=True)
+        self._manager.keep(self._record, Action.SAVE, is_last=True)
         return self._post.committed(self._record.step, _SECONDS_TO_SAVE)
 
     def close(self) -> None:
@@ -131,40 +131,40 @@ class LoneTrial:
         self._reports.close()
 
     def _train(self, attempt: int) -> Generator[Report]:
-        phases = Phases()
-        self._keeper = Keeper(
+        stopwatch = Stopwatch()
+        self._manager = CheckpointManager(
             self.run,
             None,
             attempt=attempt,
             rank=0,
             config=self.recipe.checkpoint,
             channel=self._post,
-            state=self._learner.state,
-            extra=self._learner.extra,
+            state=self._trainer.state,
+            extra=self._trainer.extra,
         )
-        with self._keeper as keeper:
-            keeper.started(
+        with self._manager as manager:
+            manager.started(
                 Started(
                     attempt=attempt,
                     world_size=1,
                     step=self.start.step,
                     state=self.start.tier,
                     pids={},
-                    seconds=phases.seconds,
+                    seconds=stopwatch.seconds,
                 )
             )
             failure: Exception | None = None
             try:
-                yield from self._told(keeper)
+                yield from self._told(manager)
             except GeneratorExit:
-                keeper.leave()
+                manager.leave()
             except Exception as error:
-                keeper.leave()
+                manager.leave()
                 failure = error
         if failure:
             raise failure
 
-    def _told(self, keeper: Keeper) -> Iterator[Report]:
+    def _told(self, manager: CheckpointManager) -> Iterator[Report]:
         """What the run has done already and was not told, then what it does now."""
         over = False
         for report in self._past.reports():
@@ -172,25 +172,25 @@ class LoneTrial:
             if report.step > self._told_before or over:
                 yield replace(report, state="finished" if over else "running")
         if not over:
-            yield from self._new(keeper)
+            yield from self._new(manager)
 
-    def _new(self, keeper: Keeper) -> Iterator[Report]:
-        stream, learner = steps_from(self._phases, self.start), self._learner
+    def _new(self, manager: CheckpointManager) -> Iterator[Report]:
+        stream, trainer = steps_from(self._phases, self.start), self._trainer
         steps, seconds = self._past.unreported(), 0.0
-        done = learner.steps(stream, self.start, chose=keeper.chose, asked=keeper.asked)
+        done = trainer.steps(stream, self.start, chose=manager.chose, asked=manager.asked)
         for record, _ in done:
             self._record = record
-            keeper.stepped(record)
+            manager.stepped(record)
             steps.append(curve(record))
             held_out = self._held_out.due(record)
             if held_out is None:
-                keeper.keep(record, Act.GO_ON, is_last=False)
+                manager.keep(record, Action.GO_ON, is_last=False)
                 seconds += record.seconds
                 continue
-            loss, took = learner.evaluate(held_out)
-            metrics = dict(keeper.evaluated(record, loss, took))
+            loss, took = trainer.evaluate(held_out)
+            metrics = dict(manager.evaluated(record, loss, took))
             over = self._is_end(record.step, metrics)
-            keeper.keep(record, Act.GO_ON, is_last=over)
+            manager.keep(record, Action.GO_ON, is_last=over)
             if over:  # who hears of the end may look for the checkpoint
                 self._post.committed(record.step, _SECONDS_TO_SAVE)
             yield Report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elastrata.core.control_signal import Request
+from elastrata.core.control_signal import ControlSignal
 from elastrata.core.events import Event
 
 
@@ -14,7 +14,7 @@ class Channel(Protocol):
     def send(self, event: Event) -> None:
         """Sends an event; waits for nothing."""
 
-    def look(self) -> Request | None:
+    def look(self) -> ControlSignal | None:
         """What is asked, as far as it is known here; waits for nothing."""
 
     def flush(self) -> None:

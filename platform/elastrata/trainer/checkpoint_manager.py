@@ -1,4 +1,4 @@
-"""The keeper of a run while it trains: history, copies of the state, and word to the driver."""
+"""The manager of a run while it trains: history, copies of the state, and word to the driver."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Self, cast
 
 import torch.distributed as dist
 
-from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, hot_saver
+from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, replica_saver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
 from elastrata.core.backoff import Backoff
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import (
     Chosen,
     Committed,
@@ -28,7 +28,7 @@ from elastrata.core.events import (
 )
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
-from elastrata.replicas.storage import HotStorage
+from elastrata.replicas.storage import Replicas
 from elastrata.run.history import HistoryWriter
 from elastrata.run.unwritten import unwritten
 from elastrata.trainer.channel import Channel
@@ -50,7 +50,7 @@ class Saving:
     extra: Mapping[str, Any]
 
 
-class Keeper:
+class CheckpointManager:
     """One attempt's writer of history and state. Every rank has one; rank 0's does more.
 
     On a clean end it waits for the last checkpoint; after an exception it leaves what is not yet
@@ -70,7 +70,7 @@ class Keeper:
     def __init__(
         self,
         run: Storage,
-        hot: HotStorage | None,
+        hot: Replicas | None,
         *,
         attempt: int,
         rank: int,
@@ -84,7 +84,7 @@ class Keeper:
         self._config, self._channel, self._state = config, channel, state
         self._extra = extra
         self._evaluated: Evaluated | None = None
-        self._serving: Request | None = None
+        self._serving: ControlSignal | None = None
         self._retry = Backoff()
         self._newest: Saving | None = None
         self._overdue = False
@@ -100,20 +100,20 @@ class Keeper:
                 Removed(uri=self._checkpoints.uri(commit.folder))
             ),
         )
-        self._hot = hot_saver(hot, attempt=attempt, warn=self._warn) if hot else None
+        self._hot = replica_saver(hot, attempt=attempt, warn=self._warn) if hot else None
 
-    def asked(self) -> Act:
+    def asked(self) -> Action:
         """What all ranks are to do after the step that is about to begin; on rank 0."""
         if self._history is None:
-            return Act.GO_ON
+            return Action.GO_ON
         request = self._channel.look()
         is_new = request != self._serving
         self._serving = request
         if request and is_new:
-            self._channel.send(Heard(act=request.act))
-            return request.act
+            self._channel.send(Heard(action=request.action))
+            return request.action
         is_due = self._overdue or self._retry.retry_due(time.monotonic())
-        return Act.SAVE if is_due and not self._durable.saving else Act.GO_ON
+        return Action.SAVE if is_due and not self._durable.saving else Action.GO_ON
 
     def started(self, event: Started) -> None:
         """The group is ready for its first step."""
@@ -166,13 +166,13 @@ class Keeper:
                 "reached", {"step": record.step, **progress, "metric": metric, "value": value}
             )
 
-    def keep(self, record: StepRecord, act: Act, *, is_last: bool) -> None:
+    def keep(self, record: StepRecord, action: Action, *, is_last: bool) -> None:
         """Copies the state after that step where a copy is due, as after the last. Collective."""
         self._newest = self._saving(record)
         seconds = 0.0
-        if act > Act.GO_ON or is_last or record.step % self._config.every == 0:
-            seconds += self._save_durably(waits=act >= Act.HALT or is_last)
-        if self._hot and (act >= Act.HALT or record.step % self._config.hot_every == 0):
+        if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
+            seconds += self._save_durably(waits=action >= Action.HALT or is_last)
+        if self._hot and (action >= Action.HALT or record.step % self._config.hot_every == 0):
             seconds += self._copy(self._hot)
         if seconds:
             self._channel.send(Stalled(step=record.step, seconds=seconds))
@@ -183,13 +183,13 @@ class Keeper:
         self._newest = saving
         self._save_durably(waits=True)
 
-    def halted(self, act: Act) -> Request:
+    def halted(self, action: Action) -> ControlSignal:
         """Waits until the newest state is safe, and says so. Collective.
 
         Returns:
             What was asked, on every rank.
         """
-        self._make_safe(in_memory=act < Act.STOP)
+        self._make_safe(in_memory=action < Action.STOP)
         if self._history and self._serving and self._newest:
             halt = Halted(
                 step=self._newest.step, reason=self._serving.reason, text=self._serving.text
@@ -202,7 +202,7 @@ class Keeper:
             self._channel.flush()
         agreed: list[Any] = [self._serving]
         dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
-        return cast(Request, agreed[0])
+        return cast(ControlSignal, agreed[0])
 
     def leave(self) -> None:
         """Nobody will go on from here: what is not saved by now need not be."""
@@ -245,7 +245,7 @@ class Keeper:
         return self._save(self._durable)
 
     def _copy(self, saver: DurableSaver) -> float:
-        """Copies into memory; not now where the copy before is stuck, as its keeper may be gone."""
+        """Copies into memory; not now where the copy before is stuck, as its store may be gone."""
         started = time.perf_counter()
         saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
         self._is_stuck = not saver.all_idle()

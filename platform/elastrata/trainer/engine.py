@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elastrata.core.clip import Clip, build_clip
-from elastrata.core.device import Abilities, abilities, current_device
+from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.fallbacks import substitutions
-from elastrata.core.forward_backward import Passes, WholeModel
+from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
 from elastrata.core.parallelize import DTYPES, parallelize, rank_mesh
 from elastrata.core.partial_model import partial_model
@@ -36,7 +36,7 @@ class DividedModel:
 
     model: nn.Module
     """Its parameters, under their names in the whole model."""
-    passes: Passes
+    forward_backward: ForwardBackward
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
     """Of its gradient; may have hooks on the model."""
@@ -50,7 +50,7 @@ class DividedModel:
         them compute again."""
         for block in self.blocks:
             recompute(block, way)
-        self.passes.recomputes(RECOMPUTED[way])
+        self.forward_backward.recomputes(RECOMPUTED[way])
 
 
 def divided_model(
@@ -66,8 +66,8 @@ def divided_model(
         ordered=recipe.parallel.virtual_ranks is not None,
         sparse=any(part.sparsity for part in recipe.parts),
     )
-    passes = WholeModel(model, recipe.workload)
-    return DividedModel(model, passes, clip, recipe.workload.blocks(model))
+    forward_backward = WholeModel(model, recipe.workload)
+    return DividedModel(model, forward_backward, clip, recipe.workload.blocks(model))
 
 
 def sharded_model(
@@ -82,7 +82,7 @@ def sharded_model(
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
         activation_checkpointing=way_at_first(recipe.activation_checkpointing),
-        compile=recipe.compile and abilities(device).can_compile,
+        compile=recipe.compile and capabilities(device).can_compile,
         parallel=recipe.parallel,
         tensor_parallel=recipe.workload.tensor_parallel,
     )
@@ -133,7 +133,7 @@ def training_loop(
     )
 
 
-def missing_here(recipe: Recipe, here: Abilities) -> list[str]:
+def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
     dtype = DTYPES[recipe.precision]
     return [
@@ -173,10 +173,10 @@ def _pipelined(
         mesh,
         precision=recipe.precision,
         activation_checkpointing=way_at_first(recipe.activation_checkpointing),
-        compile=recipe.compile and abilities(device).can_compile,
+        compile=recipe.compile and capabilities(device).can_compile,
         parallel=parallel,
     )
-    passes = Pipeline(
+    forward_backward = Pipeline(
         stages,
         workload,
         mesh,
@@ -188,7 +188,7 @@ def _pipelined(
     group = mesh.get_group("pipeline")
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
     clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
-    return DividedModel(stages.model, passes, clip, workload.blocks(stages.model), group)
+    return DividedModel(stages.model, forward_backward, clip, workload.blocks(stages.model), group)
 
 
 def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.replicas.storage import newest_hot
+from elastrata.replicas.storage import newest_replica
 from elastrata.run import history
 from elastrata.run.evidence import contradictions
 from elastrata_pipelines.batches import Start
@@ -35,7 +35,7 @@ def newest_state(run: Storage, hot: CommitStorage | None, warn: Callable[[str], 
     lineage = history.read_lineage(run.sub("history"))
     saved = commits(checkpoints)
     counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
-    copy = newest_hot(hot, lineage.counts) if hot else None
+    copy = newest_replica(hot, lineage.counts) if hot else None
     if copy and copy.place >= max(counting, default=(0, 0)):
         return _start(copy, "hot")
     if saved and not counting:

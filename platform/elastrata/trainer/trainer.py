@@ -1,4 +1,4 @@
-"""The learner: one rank's part of a recipe's model, with all that changes while it learns.
+"""The trainer: one rank's part of a recipe's model, with all that changes while it learns.
 
 Knows no Ray: every worker of a group has one, and so has the lone trial of a sweep.
 """
@@ -16,7 +16,7 @@ import torch
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import load, restore, training_state
-from elastrata.core.control_signal import Act
+from elastrata.core.control_signal import Action
 from elastrata.core.evaluate import evaluate
 from elastrata.core.events import Chosen
 from elastrata.core.optimizer import build_optimizer
@@ -30,7 +30,7 @@ from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
 
 
-class Learner:
+class Trainer:
     """Model, optimizer, masks and what is chosen automatically. All its methods are collective.
 
     Args:
@@ -97,8 +97,8 @@ class Learner:
         start: Start,
         *,
         chose: Callable[[Chosen], None],
-        asked: Callable[[], Act],
-    ) -> Iterator[tuple[StepRecord, Act]]:
+        asked: Callable[[], Action],
+    ) -> Iterator[tuple[StepRecord, Action]]:
         """Trains.
 
         Args:
@@ -121,15 +121,17 @@ class Learner:
             masks=self._masks,
         )
         parts = chooser.cut(stream, chose)
-        for done, act in loop.run(self._divided.passes, self.optimizer, parts, start, asked):
-            yield replace(done, **chooser.figures()), act
+        for done, action in loop.run(
+            self._divided.forward_backward, self.optimizer, parts, start, asked
+        ):
+            yield replace(done, **chooser.figures()), action
 
     def evaluate(self, held_out: RankStep) -> tuple[StepLoss, float]:
         """The loss of the model as it is now on this rank's part of held-out data, and the seconds
         that took."""
         began = time.perf_counter()
         loss = evaluate(
-            self._divided.passes,
+            self._divided.forward_backward,
             self._recipe.workload,
             self._chooser.as_chosen(held_out).micro_batches,
             self._vocabulary,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.core.device import Abilities
+from elastrata.core.device import DeviceCapabilities
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
@@ -17,8 +17,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 INSTEAD = "; dense instead, one call per run of samples of equal length"
 
 
-def machine(device: str, capability: tuple[int, int] | None) -> Abilities:
-    return Abilities(device=device, capability=capability, has_bf16=True, missing_compiler=None)
+def machine(device: str, capability: tuple[int, int] | None) -> DeviceCapabilities:
+    return DeviceCapabilities(
+        device=device, capability=capability, has_bf16=True, missing_compiler=None
+    )
 
 
 @pytest.mark.parametrize(

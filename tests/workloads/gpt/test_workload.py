@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastrata.core.device import Abilities
+from elastrata.core.device import DeviceCapabilities
 from elastrata.core.evaluate import evaluate, evaluation_metrics
 from elastrata.core.forward_backward import WholeModel
 from elastrata.core.workload import workload_class
@@ -96,7 +96,9 @@ def test_unfit_data_sets_are_refused_in_one_line(manifest) -> None:
 
 
 def test_a_kernel_that_is_not_there_is_told() -> None:
-    cpu = Abilities(device="this CPU", capability=None, has_bf16=True, missing_compiler=None)
+    cpu = DeviceCapabilities(
+        device="this CPU", capability=None, has_bf16=True, missing_compiler=None
+    )
     (line,) = Gpt(attention="varlen").substitutions(cpu, torch.bfloat16)
     assert line.startswith("workload.attention: varlen: there is none for this CPU")
     assert Gpt().substitutions(cpu, torch.bfloat16) == []

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from elastrata.core.model_spec import Transformer
+from elastrata.core.model_spec import ModelSpec
 from elastrata_workloads.bert.shape import BertShape
 
 _TOKEN_TYPES = 2
 
 
-def transformer(shape: BertShape, seq_len: int, mask_probability: float) -> Transformer:
+def transformer(shape: BertShape, seq_len: int, mask_probability: float) -> ModelSpec:
     """The numbers that memory and time depend on."""
     pooler = shape.hidden_size * shape.hidden_size if shape.next_sentence else 0
     biases = 5 * shape.hidden_size + shape.intermediate_size
-    return Transformer(
+    return ModelSpec(
         layers=shape.num_layers,
         hidden=shape.hidden_size,
         heads=shape.num_heads,

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from elastrata.core.device import Abilities
-from elastrata.core.model_spec import Transformer
+from elastrata.core.device import DeviceCapabilities
+from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import Batch, ExportedAs, Loss, Workload
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -110,9 +110,9 @@ class Bert(Workload):
             )
         return found
 
-    def substitutions(self, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+    def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
-        return substitution(self.attention, abilities, dtype)
+        return substitution(self.attention, capabilities, dtype)
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""
@@ -225,7 +225,7 @@ class Bert(Workload):
 
         export(self.shape(vocabulary), state, tokenizer, path)
 
-    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> Transformer:
+    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
         """The numbers that `elastrata plan` computes memory and time from."""
         return transformer(self.shape(vocabulary), seq_len, self.mask_probability)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from elastrata.core.device import Abilities
+from elastrata.core.device import DeviceCapabilities
 
 Kernel = Literal["auto", "varlen", "dense"]
 
@@ -24,18 +24,18 @@ def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
     return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
 
 
-def substitution(kernel: Kernel, abilities: Abilities, dtype: torch.dtype) -> list[str]:
+def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
     """A line where a recipe's `workload.attention` asks for a kernel that is not there.
 
     Args:
         kernel: that it asks for.
-        abilities: of the machine.
+        capabilities: of the machine.
         dtype: of query, key and value.
     """
-    if kernel != "varlen" or has_varlen(abilities.capability, dtype):
+    if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
         return []
-    lacks = has_varlen(abilities.capability, torch.bfloat16)
-    where = "fp32" if lacks else abilities.device
+    lacks = has_varlen(capabilities.capability, torch.bfloat16)
+    where = "fp32" if lacks else capabilities.device
     return [
         f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
         "run of samples of equal length"

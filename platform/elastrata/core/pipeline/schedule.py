@@ -57,7 +57,7 @@ class _Run:
 
 
 class Pipeline:
-    """This rank's part of a pipeline: `Passes`.
+    """This rank's part of a pipeline: `ForwardBackward`.
 
     Args:
         stages: those of this rank.
@@ -89,14 +89,14 @@ class Pipeline:
         self._bubble = 0.0
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """See `Passes`. Fills them up to one length."""
+        """See `ForwardBackward`. Fills them up to one length."""
         multiple = math.lcm(FILLED_TO, self._parallel.tensor)
         return self._workload.equally_long(batches, multiple)
 
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """See `Passes`. All ranks of a pipeline return the same; `rounds` must be 1."""
+        """See `ForwardBackward`. All ranks of a pipeline return the same; `rounds` must be 1."""
         assert rounds == 1
         found = self._through(batches, weights, trains=True)
         self._add_up_shared()
@@ -104,7 +104,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """See `Passes`. All ranks of a pipeline return the same."""
+        """See `ForwardBackward`. All ranks of a pipeline return the same."""
         at_once = EVALUATED_AT_ONCE * self._parallel.micro_batch_multiple
         weights = dict.fromkeys(batches[0].weights, 1.0)
         self._stages.model.eval()
@@ -117,12 +117,12 @@ class Pipeline:
         return losses
 
     def recomputes(self, share: float) -> None:
-        """See `Passes`. Figures only: it is the stages' blocks that do."""
+        """See `ForwardBackward`. Figures only: it is the stages' blocks that do."""
         self._recomputed = share
         self._runs.clear()
 
     def figures(self) -> Mapping[str, Any]:
-        """See `Passes`."""
+        """See `ForwardBackward`."""
         return {"bubble": self._bubble, "memory_by_stage": self._memory}
 
     def _through(

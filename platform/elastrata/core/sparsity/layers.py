@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastrata.core.meta_model import outline_model
+from elastrata.core.meta_model import meta_model
 from elastrata_pipelines.format import Vocabulary
 
 if TYPE_CHECKING:  # it knows this package
@@ -20,7 +20,7 @@ def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
     They do not depend on the vocabulary. Takes neither memory nor data.
     """
     vocabulary = Vocabulary(size=8, pad_id=0, mask_id=1, special_ids=(), continuation_ids=())
-    model = outline_model(lambda: workload.build_model(vocabulary, seq_len=1))
+    model = meta_model(lambda: workload.build_model(vocabulary, seq_len=1))
     found = workload.matrices(model)
     return {layer_of(name): (m.shape[0], m.shape[1]) for name, m in found.items()}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from elastrata.checkpoints.checkpoint import DurableSaver, load
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
 from elastrata.replicas.registry import ring_from
-from elastrata.replicas.storage import HotStorage, close_hot_tier, newest_hot, open_hot_tier
+from elastrata.replicas.storage import Replicas, close_replicas, newest_replica, open_replicas
 from elastrata.replicas.store import CHUNK_BYTES
 from elastrata_pipelines.storage import Storage
 from support.actors import answers, driver_of_nodes, head_id, on_node
@@ -48,17 +48,17 @@ def writers(nodes: Nodes) -> list[Any]:
 
 
 @pytest.fixture
-def storage(nodes: Nodes) -> Iterator[HotStorage]:
-    opened = open_hot_tier(LIMIT_BYTES)
+def storage(nodes: Nodes) -> Iterator[Replicas]:
+    opened = open_replicas(LIMIT_BYTES)
     yield opened
-    close_hot_tier(opened)
+    close_replicas(opened)
 
 
 def folder_of(step: int, attempt: int = 1) -> str:
     return str(FolderName(attempt, step, "0a1b2c"))
 
 
-def put(storage: HotStorage, writers: list[Any], step: int) -> Commit:
+def put(storage: Replicas, writers: list[Any], step: int) -> Commit:
     """A commit of which every writer writes a shard."""
     folder, content = folder_of(step), b"shard of step %d" % step
     answers(
@@ -74,13 +74,11 @@ def put(storage: HotStorage, writers: list[Any], step: int) -> Commit:
     return commit
 
 
-def keeper_pids(storage: HotStorage) -> dict[str, int]:
-    """The process of the keeper on every node."""
-    (listing,) = answers(storage.directory.listing.remote())
-    pids = answers(
-        *(k.__ray_call__.remote(lambda _: os.getpid()) for k in listing.keepers.values())
-    )
-    return dict(zip(listing.keepers, pids, strict=True))
+def store_pids(storage: Replicas) -> dict[str, int]:
+    """The process of the store on every node."""
+    (listing,) = answers(storage.registry.listing.remote())
+    pids = answers(*(k.__ray_call__.remote(lambda _: os.getpid()) for k in listing.stores.values()))
+    return dict(zip(listing.stores, pids, strict=True))
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -98,13 +96,13 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def break_off(storage: HotStorage, data: bytes) -> None:
+def break_off(storage: Replicas, data: bytes) -> None:
     with storage.create("a", "torn") as stream:
         stream.write(data)
         raise ZeroDivisionError
 
 
-def test_files_are_whole_or_not_there(storage: HotStorage) -> None:
+def test_files_are_whole_or_not_there(storage: Replicas) -> None:
     large = os.urandom(2 * CHUNK_BYTES) + b"tail"
     storage.write(large, "a", "large")
     storage.write(b"", "a", "b", "empty")
@@ -133,73 +131,73 @@ def test_files_are_whole_or_not_there(storage: HotStorage) -> None:
     assert set(storage.usage().values()) == {0}
 
 
-def test_a_keeper_killed_takes_nothing_along(storage: HotStorage, writers: list[Any]) -> None:
+def test_a_store_killed_takes_nothing_along(storage: Replicas, writers: list[Any]) -> None:
     put(storage, writers, 1)
     commit = put(storage, writers, 2)
-    before = keeper_pids(storage)
+    before = store_pids(storage)
     assert len(before) == 2
     os.kill(min(before.values()), signal.SIGKILL)
 
-    assert newest_hot(storage) == commit
+    assert newest_replica(storage) == commit
     for name in SHARDS:
         assert answers(writers[1].read.remote(storage, commit.folder, name)) == [b"shard of step 2"]
-    # The writers get a new keeper for the one that died.
-    assert newest_hot(storage) != put(storage, writers, 3)
-    assert len(keeper_pids(storage)) == 2
+    # The writers get a new store for the one that died.
+    assert newest_replica(storage) != put(storage, writers, 3)
+    assert len(store_pids(storage)) == 2
 
 
-def test_a_node_removed_takes_nothing_along(storage: HotStorage, nodes: Nodes) -> None:
+def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> None:
     leaving = nodes.add(0)
     writers = [on_node(node, Writer) for node in (head_id(), leaving.node_id)]
     commit = put(storage, writers, 7)
     nodes.kill(leaving)
-    assert newest_hot(storage) == commit
+    assert newest_replica(storage) == commit
     assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
 
 
-def test_what_is_incomplete_is_never_offered(storage: HotStorage, writers: list[Any]) -> None:
-    assert newest_hot(storage) is None
+def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[Any]) -> None:
+    assert newest_replica(storage) is None
     older = put(storage, writers, 1)
     newer = put(storage, writers, 2)
-    assert newest_hot(storage) == newer
+    assert newest_replica(storage) == newer
     storage.delete(newer.folder, SHARDS[0])
     storage.write(b"half", folder_of(3), SHARDS[0])
-    assert newest_hot(storage) == older
+    assert newest_replica(storage) == older
     storage.delete(older.folder, MARKER)
-    assert newest_hot(storage) is None
+    assert newest_replica(storage) is None
 
 
 def test_without_a_directory_there_is_nothing(nodes: Nodes, writers: list[Any]) -> None:
-    storage = open_hot_tier(LIMIT_BYTES)
+    storage = open_replicas(LIMIT_BYTES)
     put(storage, writers, 1)
-    pids = keeper_pids(storage).values()
-    close_hot_tier(storage)
-    assert newest_hot(storage) is None
+    pids = store_pids(storage).values()
+    close_replicas(storage)
+    assert newest_replica(storage) is None
     with pytest.raises(OSError, match="ActorDied"):
         storage.write(b"", "a")
     until(lambda: not any(map(is_running, pids)))
-    close_hot_tier(storage)
+    close_replicas(storage)
 
 
-def test_a_keeper_that_nobody_needs_ends(storage: HotStorage, writers: list[Any]) -> None:
+def test_a_store_that_nobody_needs_ends(storage: Replicas, writers: list[Any]) -> None:
     put(storage, writers, 1)
-    assert len(keeper_pids(storage)) == 2
+    assert len(store_pids(storage)) == 2
     storage.write(b"by another group", folder_of(2, attempt=2), "file")
     storage.delete(folder_of(1))
-    assert newest_hot(storage) is None
+    assert newest_replica(storage) is None
     assert storage.names() == [folder_of(2, attempt=2)]
 
 
 def test_nothing_outlives_the_driver(nodes: Nodes) -> None:
     code = """
 import os, ray, sys
-from elastrata.replicas.storage import open_hot_tier
+from elastrata.replicas.storage import open_replicas
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-storage = open_hot_tier(1000)
+storage = open_replicas(1000)
 storage.write(b"x", "a")
-listing = ray.get(storage.directory.listing.remote())
+listing = ray.get(storage.registry.listing.remote())
 pid = lambda _: os.getpid()
-print(*ray.get([k.__ray_call__.remote(pid) for k in listing.keepers.values()]))
+print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]))
 os._exit(0)
 """
     address = ray.get_runtime_context().gcs_address
@@ -286,7 +284,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 def test_state_of_two_ranks_loads_at_other_numbers(
-    storage: HotStorage, nodes: Nodes, tmp_path: Path
+    storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:
     both = [head_id(), nodes.add(0).node_id]
     group = Group(both, 2, tmp_path)
@@ -295,7 +293,7 @@ def test_state_of_two_ranks_loads_at_other_numbers(
     assert group.all("warnings") == [[], []]
     group.kill()
 
-    commit = newest_hot(storage)
+    commit = newest_replica(storage)
     assert commit is not None
     assert (commit.step, commit.samples) == (3, 18)
     assert storage.names() == [commit.folder]
@@ -307,22 +305,22 @@ def test_state_of_two_ranks_loads_at_other_numbers(
         other.kill()
 
 
-def test_a_full_keeper_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
-    storage = open_hot_tier(1000)
+def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
+    storage = open_replicas(1000)
     group = Group([head_id()], 1, tmp_path)
     group.all("begin", storage, 1)
     group.all("save", 1)
     ((warning,),) = group.all("warnings")
     assert warning.startswith("hot copy of step 1 failed, training goes on: rank 0: OSError: no ")
-    assert newest_hot(storage) is None
+    assert newest_replica(storage) is None
     until(lambda: set(storage.usage().values()) == {0})
     group.all("save", 2)
     group.kill()
-    close_hot_tier(storage)
+    close_replicas(storage)
 
 
 def test_a_writer_killed_between_two_files_leaves_the_copy_before(
-    storage: HotStorage, nodes: Nodes, tmp_path: Path
+    storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:
     group = Group([head_id()], 2, tmp_path)
     group.all("begin", storage, 1)
@@ -330,15 +328,15 @@ def test_a_writer_killed_between_two_files_leaves_the_copy_before(
     group.all("end")
     answers(
         *(
-            rank.begin.remote(kind(storage.directory), 2)
-            for rank, kind in zip(group.ranks, (HotStorage, DeadlyHotStorage), strict=True)
+            rank.begin.remote(kind(storage.registry), 2)
+            for rank, kind in zip(group.ranks, (Replicas, DeadlyHotStorage), strict=True)
         )
     )
     survivor, victim = [rank.save.remote(2) for rank in group.ranks]
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(victim)
     until(lambda: len(storage.names()) == 2)
-    commit = newest_hot(storage)
+    commit = newest_replica(storage)
     assert commit is not None
     assert commit.step == 1
     del survivor

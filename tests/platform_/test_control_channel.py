@@ -1,4 +1,4 @@
-"""The mailbox: nothing that was sent is lost, whoever sends it and whatever becomes of it."""
+"""The channel: nothing that was sent is lost, whoever sends it and whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ import pytest
 import ray
 
 from elastrata.cluster.attendant import Attendant
-from elastrata.cluster.control_channel import open_mailbox, raylet_of
+from elastrata.cluster.control_channel import open_channel, raylet_of
 from elastrata.cluster.event_receiver import Receiver
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.processes import children, title
-from elastrata.core.control_signal import Act, Request
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import Committed, Event, Halted, Heard, Refused, Warned
 from support.command import wait_until
 from support.histories import record
 
 SECONDS = {signal.SIGKILL: 20.0, signal.SIGSTOP: 2.0}
-"""Without an answer until the mailbox is replaced."""
+"""Without an answer until the channel is replaced."""
 
 
 @contextmanager
-def received(mailbox: Any) -> Iterator[list[Event]]:
+def received(channel: Any) -> Iterator[list[Event]]:
     """The events that a receiver handles while the block runs, and afterwards."""
     events: list[Event] = []
-    receiver = Receiver(mailbox, events.extend)
+    receiver = Receiver(channel, events.extend)
     try:
         yield events
     finally:
         receiver.close()
 
 
-def pids_of(mailbox: Any) -> list[int]:
-    """The processes of all mailboxes of its cluster."""
-    siblings = children(raylet_of(mailbox))
-    return [int(one.name) for one in siblings if title(one).startswith("ray::_Mailbox")]
+def pids_of(channel: Any) -> list[int]:
+    """The processes of all channels of its cluster."""
+    siblings = children(raylet_of(channel))
+    return [int(one.name) for one in siblings if title(one).startswith("ray::ControlChannel")]
 
 
 def test_everything_arrives_once_and_in_order(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    sender = Sender(mailbox, rank=0)
+    channel = open_channel()
+    sender = Sender(channel, rank=0)
     threads = [
         Thread(target=lambda n=n: [sender.send(Warned(text=f"{n} {k}")) for k in range(200)])
         for n in range(2)
     ]
-    with received(mailbox) as events:
+    with received(channel) as events:
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,9 +64,9 @@ def test_everything_arrives_once_and_in_order(ray_local: None) -> None:
 
 
 def test_other_ranks_only_refuse(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    sender = Sender(mailbox, rank=1)
-    with received(mailbox) as events:
+    channel = open_channel()
+    sender = Sender(channel, rank=1)
+    with received(channel) as events:
         sender.send(Warned(text="rank 0 says it, too"))
         sender.send(Refused(problems=("the shard is damaged",)))
         sender.close()
@@ -74,62 +74,62 @@ def test_other_ranks_only_refuse(ray_local: None) -> None:
 
 
 def test_one_event_from_elsewhere(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    with received(mailbox) as events:
-        tell(mailbox, Warned(text="a look at storage failed"))
+    channel = open_channel()
+    with received(channel) as events:
+        tell(channel, Warned(text="a look at storage failed"))
         wait_until(lambda: events, 30, "the event")
     assert events == [Warned(text="a look at storage failed")]
 
 
 def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    sender = Sender(mailbox, rank=0)
-    save = Request(act=Act.SAVE, reason="drain", text="a node to go")
-    halt = Request(act=Act.HALT, reason="resize", text="2 -> 3 workers")
+    channel = open_channel()
+    sender = Sender(channel, rank=0)
+    save = ControlSignal(action=Action.SAVE, reason="drain", text="a node to go")
+    halt = ControlSignal(action=Action.HALT, reason="resize", text="2 -> 3 workers")
 
-    def after(event: Event) -> Request | None:
+    def after(event: Event) -> ControlSignal | None:
         sender.send(event)
         sender.flush()
         return sender.look()
 
     assert after(Warned(text="anything")) is None
-    ray.get(mailbox.ask.remote(save))
+    ray.get(channel.ask.remote(save))
     committed = Committed(step=400, uri="an earlier one", evaluation_loss=None)
     assert after(committed) == save, "a checkpoint that was under way does not serve it"
-    assert after(Heard(act=Act.SAVE)) is None
+    assert after(Heard(action=Action.SAVE)) is None
 
-    ray.get([mailbox.ask.remote(halt), mailbox.ask.remote(save)])
+    ray.get([channel.ask.remote(halt), channel.ask.remote(save)])
     assert after(Warned(text="anything")) == halt
-    assert after(Heard(act=Act.HALT)) == halt
-    assert not ray.get(mailbox.has_halted.remote())
+    assert after(Heard(action=Action.HALT)) == halt
+    assert not ray.get(channel.has_halted.remote())
     assert after(Halted(step=5, reason="resize", text="2 -> 3 workers")) is None
-    assert ray.get(mailbox.has_halted.remote())
-    ray.get(mailbox.withdraw.remote(Act.HALT))
-    assert not ray.get(mailbox.has_halted.remote())
+    assert ray.get(channel.has_halted.remote())
+    ray.get(channel.withdraw.remote(Action.HALT))
+    assert not ray.get(channel.has_halted.remote())
 
 
 def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local: None) -> None:
-    mailbox = open_mailbox()
-    sender = Sender(mailbox, rank=0)
-    stop = Request(act=Act.STOP, reason="stop", text="SIGTERM")
-    ray.get(mailbox.ask.remote(stop))
+    channel = open_channel()
+    sender = Sender(channel, rank=0)
+    stop = ControlSignal(action=Action.STOP, reason="stop", text="SIGTERM")
+    ray.get(channel.ask.remote(stop))
     assert sender.look() is None
     sender.send(Warned(text="anything"))
     assert wait_until(sender.look, 30, "the answer to what was sent") == stop
 
 
 @pytest.mark.parametrize("number", SECONDS)
-def test_a_mailbox_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
+def test_a_channel_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
     number: signal.Signals, ray_local: None
 ) -> None:
-    before = set(pids_of(open_mailbox()))
-    mailbox = open_mailbox()
-    raylet_of(mailbox)
-    (pid,) = set(pids_of(mailbox)) - before
-    sender = Sender(mailbox, rank=0)
+    before = set(pids_of(open_channel()))
+    channel = open_channel()
+    raylet_of(channel)
+    (pid,) = set(pids_of(channel)) - before
+    sender = Sender(channel, rank=0)
     lines: list[str] = []
-    with received(mailbox) as events:
-        attendant = Attendant({"mailbox": mailbox}, SECONDS[number], lines.append)
+    with received(channel) as events:
+        attendant = Attendant({"channel": channel}, SECONDS[number], lines.append)
         sender.send(record(1))
         sender.send(Warned(text="all is well"))
         wait_until(lambda: len(events) == 2 and attendant.is_content, 60, "the first events")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastrata.cluster.observer import Observer
-from elastrata.core.device import Abilities, abilities
+from elastrata.core.device import DeviceCapabilities, capabilities
 from elastrata.core.events import Event, Started, Substituted
 from elastrata.core.fallbacks import substitutions
 from elastrata.recipe.recipe import Recipe
@@ -20,8 +20,10 @@ from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 
-ALL = Abilities(device="a GPU", capability=(9, 0), has_bf16=True, missing_compiler=None)
-POOR = Abilities(device="this CPU", capability=None, has_bf16=False, missing_compiler="g++")
+ALL = DeviceCapabilities(device="a GPU", capability=(9, 0), has_bf16=True, missing_compiler=None)
+POOR = DeviceCapabilities(
+    device="this CPU", capability=None, has_bf16=False, missing_compiler="g++"
+)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -55,11 +57,11 @@ def test_the_compiler_is_looked_for_where_torch_does(
     cpu = torch.device("cpu")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert not abilities(cpu).can_compile
+    assert not capabilities(cpu).can_compile
     monkeypatch.setenv("CXX", str(shutil.which("true", path="/bin:/usr/bin")))
-    assert abilities(cpu).can_compile
+    assert capabilities(cpu).can_compile
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert abilities(cpu).missing_compiler == "no-such-compiler"
+    assert capabilities(cpu).missing_compiler == "no-such-compiler"
 
 
 def test_every_group_says_it_the_user_hears_it_once(tmp_path: Path) -> None:

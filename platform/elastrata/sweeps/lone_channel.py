@@ -1,14 +1,14 @@
-"""The post of a lone trial: where its keeper's word goes, as there is no driver to hear it."""
+"""The channel of a lone trial: there is no driver, so it remembers what the trial must know."""
 
 from __future__ import annotations
 
 from threading import Condition
 
-from elastrata.core.control_signal import Request
+from elastrata.core.control_signal import ControlSignal
 from elastrata.core.events import Committed, Event
 
 
-class Post:
+class LoneChannel:
     """A channel that remembers which checkpoints are complete."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Post:
                 self._folders[event.step] = event.uri.rpartition("/")[2]
                 self._changed.notify_all()
 
-    def look(self) -> Request | None:
+    def look(self) -> ControlSignal | None:
         """Nobody asks for anything."""
         return None
 
