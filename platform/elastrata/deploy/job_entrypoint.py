@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import elastrata
-
 BAD_INPUT = 2
 
 
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             "submitted the job; submit without --installed, or install the same version\n"
         )
         return BAD_INPUT
-    sys.stderr.write(f"elastrata {wanted} from {Path(elastrata.__file__).parent}\n")
+    sys.stderr.write(f"elastrata {wanted} from {Path(__file__).parents[1]}\n")
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
