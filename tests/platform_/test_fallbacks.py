@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastrata.cluster.failures import Failures
 from elastrata.cluster.observer import Observer
 from elastrata.core.device import DeviceCapabilities, capabilities
 from elastrata.core.events import Event, Started, Substituted
@@ -83,7 +84,9 @@ def test_every_group_says_it_the_user_hears_it_once(tmp_path: Path) -> None:
     for launch in (1, 3):
         writer = history.HistoryWriter(storage.sub("history"), launch, pytest.fail, writer="d")
         before = [text for _, text in told()]
-        observer = Observer(tracker, writer, shown.append, [], step=0, substituted=before)
+        observer = Observer(
+            tracker, writer, Failures(-1), shown.append, [], step=0, substituted=before
+        )
         observer([*group(launch), *group(launch + 1)])
     observer([Substituted(text="on another device")])
     tracker.finish("FINISHED")

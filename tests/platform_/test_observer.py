@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastrata.cluster.failures import Failures
 from elastrata.cluster.observer import Observer
 from elastrata.core.events import Event, Lost, Started
 from elastrata.core.record import StepRecord
@@ -25,7 +26,9 @@ def observed(tmp_path: Path) -> Any:
     )
     past = storage.sub("history")
     writer = history.HistoryWriter(past, 1, pytest.fail, writer="d")
-    yield Observer(tracker, writer, lambda _: None, [2], step=20, substituted=[]), past
+    failures = Failures(3)
+    observer = Observer(tracker, writer, failures, lambda _: None, [2], step=20, substituted=[])
+    yield observer, past, failures
     tracker.finish("FINISHED")
 
 
@@ -38,7 +41,7 @@ def steps(first: int, last: int) -> list[StepRecord]:
 
 
 def test_what_was_heard_of_and_is_done_again(observed: Any) -> None:
-    observer, past = observed
+    observer, past, _ = observed
     observer([started(2, 15), *steps(16, 33)])
     observer([Lost(text="rank 1 was killed", ranks=(1,))])
     observer([started(3, 30), *steps(31, 40)])
@@ -48,7 +51,7 @@ def test_what_was_heard_of_and_is_done_again(observed: Any) -> None:
 
 
 def test_a_loss_that_is_seen_twice_is_one(observed: Any) -> None:
-    observer, past = observed
+    observer, past, failures = observed
     observer([started(2, 20)])
     observer([Lost(text="no sign of the workers", ranks=())])
     observer([Lost(text="rank 0: its process is gone", ranks=(0,))])
@@ -58,4 +61,4 @@ def test_a_loss_that_is_seen_twice_is_one(observed: Any) -> None:
         (2, "no sign of the workers"),
         (3, "rank 1: its process is gone"),
     ]
-    assert observer.losses == 2
+    assert (failures.count, failures.left) == (2, 1)

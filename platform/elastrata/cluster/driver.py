@@ -15,6 +15,7 @@ from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.cluster.attendant import Attendant
 from elastrata.cluster.control_channel import raylet_of
 from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.failures import Failures
 from elastrata.cluster.gauges import Gauges
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.job import Job
@@ -67,12 +68,13 @@ class RunDriver:
                 observer = Observer(
                     self.tracker,
                     writer,
+                    failures := Failures(self.recipe.workers.max_failures),
                     self._shown(),
                     history.world_sizes(entries),
                     step=max(done, default=0),
                     substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
                 )
-                self._fit(observer, number)
+                self._fit(observer, failures, number)
             status = "FINISHED"
             self._record_target()
             self._record_flops()
@@ -92,7 +94,7 @@ class RunDriver:
                     self.tracker.finish(status)
         return status
 
-    def _fit(self, observer: Observer, number: int) -> None:
+    def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
         recipe = self.recipe
         hot = open_replicas(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
         watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
@@ -106,7 +108,7 @@ class RunDriver:
             with self._guarded(hot, lambda line: observer([Warned(text=line)])):
                 try:
                     self.interrupt.run(
-                        lambda: self._controlled(handle, observer, number, hot),
+                        lambda: self._controlled(handle, failures, number, hot),
                         recipe.checkpoint.grace_seconds,
                         lambda name: ask_to_stop(self.channel, name),
                     )
@@ -147,14 +149,13 @@ class RunDriver:
     def _controlled(
         self,
         handle: Callable[[Sequence[Event]], None],
-        observer: Observer,
+        failures: Failures,
         number: int,
         hot: Replicas | None,
     ) -> None:
         """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
         from elastrata.cluster.worker_group import fit
 
-        most = self.recipe.workers.max_failures
         for controller in count():
             try:
                 fit(
@@ -162,10 +163,10 @@ class RunDriver:
                     self._source(hot),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
-                    max_failures=most if most < 0 else max(0, most - observer.losses),
+                    max_failures=failures.left,
                 )
             except ControllerLostError as error:
-                if self.interrupt.signal or 0 <= most <= observer.losses:
+                if self.interrupt.signal or failures.is_last:
                     raise
                 handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
             else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
+from elastrata.cluster.failures import Failures
 from elastrata.core.events import (
     Chosen,
     Committed,
@@ -57,6 +58,7 @@ class Observer:
     Args:
         tracker: of the run.
         history: of the run, written by the driver.
+        failures: of this launch, counted here.
         show: called with every event.
         world_sizes: of the groups of workers before this launch.
         step: the last one they did that counts.
@@ -69,6 +71,7 @@ class Observer:
         self,
         tracker: Tracker,
         history: HistoryWriter,
+        failures: Failures,
         show: Callable[[Event], None],
         world_sizes: Sequence[int],
         step: int,
@@ -81,10 +84,8 @@ class Observer:
         self._attempt = 0
         self._step = step
         self._substituted = list(substituted)
-        self._lost_attempt = -1
+        self._failures = failures
         self._lock = Lock()
-        self.losses = 0
-        """Groups of workers that were lost in this launch."""
         self.refused: tuple[str, ...] = ()
 
     def __call__(self, events: Sequence[Event]) -> None:
@@ -159,9 +160,7 @@ class Observer:
 
     def _lose(self, event: Lost) -> None:
         """Notes that a group is lost; once, as one loss may be seen in several ways."""
-        if self._attempt != self._lost_attempt:
-            self._lost_attempt = self._attempt
-            self.losses += 1
+        if self._failures.lose(self._attempt):
             fault = {"text": event.text, "ranks": list(event.ranks)}
             self._history.add("fault", {"attempt": self._attempt, **fault})
             self._history.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, NoReturn
@@ -24,11 +23,11 @@ from elastrata.core.data_rank import data_rank
 from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.ends import Stopped
 from elastrata.core.events import Refused, Started, Substituted, Warned
-from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
-from elastrata.core.target import TargetConfig, is_over, reached
+from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.succession import take_over
+from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import missing_here
 from elastrata.trainer.held_out import HeldOut
@@ -83,7 +82,7 @@ def _train(job: Job, sender: Sender) -> None:
         stopwatch.passed("data")
     start = stream.start
     commit = _commit(job, start)
-    attempt = _agree(_take_over(job.run, commit, sender) if rank == 0 else None)
+    number = agreed(_take_over(job.run, commit, sender) if rank == 0 else None)
     if commit:
         trainer.restore(_storage(job, start), commit)
     stopwatch.passed("state")
@@ -92,7 +91,7 @@ def _train(job: Job, sender: Sender) -> None:
     manager = CheckpointManager(
         job.run,
         job.hot,
-        attempt=attempt,
+        attempt=number,
         rank=rank,
         config=recipe.checkpoint,
         channel=sender,
@@ -100,7 +99,7 @@ def _train(job: Job, sender: Sender) -> None:
         extra=trainer.extra,
     )
     started = Started(
-        attempt=attempt,
+        attempt=number,
         world_size=world_size,
         step=start.step,
         state=start.tier,
@@ -116,18 +115,18 @@ def _train(job: Job, sender: Sender) -> None:
         was_over = commit is not None and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         )
-        steps = trainer.steps(stream, start, chose=manager.chose, asked=manager.asked)
-        for record, action in () if was_over else steps:
-            manager.stepped(record)
-            is_last = record.step == recipe.steps_in_all
-            if due := held_out.due(record):
-                metrics = manager.evaluated(record, *trainer.evaluate(due))
-                is_last |= _has_reached(recipe.target, metrics, record, manager)
-            manager.keep(record, action, is_last=is_last)
-            if is_last:
-                break
-            if action >= Action.HALT:
-                _rest(manager.halted(action), recipe.checkpoint.grace_seconds)
+        steps = attempt(
+            trainer,
+            manager,
+            held_out,
+            stream,
+            start,
+            steps=recipe.steps_in_all,
+            target=recipe.target,
+        )
+        for step in () if was_over else steps:
+            if step.action >= Action.HALT and not step.is_last:
+                _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
         if commit and start.tier == "hot" and was_over:
             manager.continued(_saving(commit))
     ray.train.report({})
@@ -137,19 +136,6 @@ def _post_sentry(seconds: float, sender: Sender) -> None:
     """Watches this node's processes, while this one lives."""
     job: str = ray.get_runtime_context().get_job_id()
     Sentry(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
-
-
-def _has_reached(
-    target: TargetConfig | None,
-    metrics: Mapping[str, float],
-    record: StepRecord,
-    manager: CheckpointManager,
-) -> bool:
-    """Whether the run ends here, at its target: the same on every rank. Collective."""
-    if target is None or not _agree(reached(target, metrics)):
-        return False
-    manager.reached(record, target.metric, metrics[target.metric])
-    return True
 
 
 def _storage(job: Job, start: Start) -> CommitStorage:
@@ -212,10 +198,3 @@ def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
 
 def _fair_threads(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
-
-
-def _agree(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    agreed = [value]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]

@@ -26,6 +26,7 @@ from elastrata.run.succession import take_over
 from elastrata.sweeps.lone_channel import LoneChannel
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.report import Report
+from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import newest_state
@@ -84,14 +85,14 @@ class LoneTrial:
         self._held_out = HeldOut(
             data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step
         )
-        self._post = LoneChannel()
+        self._channel = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
         write_identity(run, RunIdentity(name=name, data=data.data_sets), recipe)
-        attempt = take_over(run, self._commit if origin is None else None)
+        number = take_over(run, self._commit if origin is None else None)
         self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])
         self._told_before = told
-        self._reports = self._train(attempt)
+        self._reports = self._train(number)
 
     def report(self) -> Report:
         """Trains up to the next evaluation.
@@ -124,28 +125,28 @@ class LoneTrial:
             assert self._commit is not None
             return self._commit.folder
         self._manager.keep(self._record, Action.SAVE, is_last=True)
-        return self._post.committed(self._record.step, _SECONDS_TO_SAVE)
+        return self._channel.committed(self._record.step, _SECONDS_TO_SAVE)
 
     def close(self) -> None:
         """Ends it where it is. What was not saved by then is lost."""
         self._reports.close()
 
-    def _train(self, attempt: int) -> Generator[Report]:
+    def _train(self, number: int) -> Generator[Report]:
         stopwatch = Stopwatch()
         self._manager = CheckpointManager(
             self.run,
             None,
-            attempt=attempt,
+            attempt=number,
             rank=0,
             config=self.recipe.checkpoint,
-            channel=self._post,
+            channel=self._channel,
             state=self._trainer.state,
             extra=self._trainer.extra,
         )
         with self._manager as manager:
             manager.started(
                 Started(
-                    attempt=attempt,
+                    attempt=number,
                     world_size=1,
                     step=self.start.step,
                     state=self.start.tier,
@@ -175,36 +176,32 @@ class LoneTrial:
             yield from self._new(manager)
 
     def _new(self, manager: CheckpointManager) -> Iterator[Report]:
-        stream, trainer = steps_from(self._phases, self.start), self._trainer
         steps, seconds = self._past.unreported(), 0.0
-        done = trainer.steps(stream, self.start, chose=manager.chose, asked=manager.asked)
-        for record, _ in done:
-            self._record = record
-            manager.stepped(record)
+        for step in attempt(
+            self._trainer,
+            manager,
+            self._held_out,
+            steps_from(self._phases, self.start),
+            self.start,
+            steps=self.recipe.steps_in_all,
+            target=self.recipe.target,
+        ):
+            self._record = record = step.record
             steps.append(curve(record))
-            held_out = self._held_out.due(record)
-            if held_out is None:
-                manager.keep(record, Action.GO_ON, is_last=False)
-                seconds += record.seconds
-                continue
-            loss, took = trainer.evaluate(held_out)
-            metrics = dict(manager.evaluated(record, loss, took))
-            over = self._is_end(record.step, metrics)
-            manager.keep(record, Action.GO_ON, is_last=over)
-            if over:  # who hears of the end may look for the checkpoint
-                self._post.committed(record.step, _SECONDS_TO_SAVE)
-            yield Report(
-                step=record.step,
-                samples=record.samples,
-                tokens=record.tokens,
-                seconds=seconds + record.seconds + took,
-                metrics=metrics,
-                steps=tuple(steps),
-                state="finished" if over else "running",
-            )
-            if over:
-                return
-            steps, seconds = [], 0.0
+            seconds += record.seconds + step.evaluation_seconds
+            if step.is_last:  # who hears of the end may look for the checkpoint
+                self._channel.committed(record.step, _SECONDS_TO_SAVE)
+            if step.metrics:
+                yield Report(
+                    step=record.step,
+                    samples=record.samples,
+                    tokens=record.tokens,
+                    seconds=seconds,
+                    metrics=step.metrics,
+                    steps=tuple(steps),
+                    state="finished" if step.is_last else "running",
+                )
+                steps, seconds = [], 0.0
 
     def _is_end(self, step: int, metrics: Mapping[str, float]) -> bool:
         recipe = self.recipe

@@ -1,0 +1,92 @@
+"""An attempt: THE loop of training. Step, evaluation, save, until the run's end or a halt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from elastrata.core.control_signal import Action
+from elastrata.core.record import StepRecord
+from elastrata.core.target import TargetConfig, reached
+from elastrata.trainer.checkpoint_manager import CheckpointManager
+from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.trainer import Trainer
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import RankStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStep:
+    """A step that is done, with the evaluation after it and its state saved where they were due."""
+
+    record: StepRecord
+    metrics: Mapping[str, float]
+    """What the evaluation reports; empty where none was due."""
+    evaluation_seconds: float
+    action: Action
+    """What all ranks are to do now."""
+    is_last: bool
+    """Whether the run ends here: at its last step, or at its target."""
+
+
+def attempt(
+    trainer: Trainer,
+    manager: CheckpointManager,
+    held_out: HeldOut,
+    stream: Iterable[RankStep],
+    start: Start,
+    *,
+    steps: int,
+    target: TargetConfig | None,
+) -> Iterator[TrainedStep]:
+    """Trains until the run's end, or until nobody asks for more. Collective.
+
+    Args:
+        trainer: this rank's part of the model.
+        manager: keeps what the steps did, and the state.
+        held_out: what the model is evaluated on, and when.
+        stream: this rank's part of the steps that are left.
+        start: where the run is.
+        steps: of the whole run.
+        target: where the run ends earlier.
+    """
+    for record, action in trainer.steps(stream, start, chose=manager.chose, asked=manager.asked):
+        manager.stepped(record)
+        metrics, seconds, is_last = {}, 0.0, record.step == steps
+        if due := held_out.due(record):
+            loss, seconds = trainer.evaluate(due)
+            metrics = dict(manager.evaluated(record, loss, seconds))
+            is_last |= _has_reached(target, metrics, record, manager)
+        manager.keep(record, action, is_last=is_last)
+        yield TrainedStep(
+            record=record,
+            metrics=metrics,
+            evaluation_seconds=seconds,
+            action=action,
+            is_last=is_last,
+        )
+        if is_last:
+            return
+
+
+def _has_reached(
+    target: TargetConfig | None,
+    metrics: Mapping[str, float],
+    record: StepRecord,
+    manager: CheckpointManager,
+) -> bool:
+    """Whether the run ends here, at its target: the same on every rank. Collective."""
+    if target is None or not agreed(reached(target, metrics)):
+        return False
+    manager.reached(record, target.metric, metrics[target.metric])
+    return True
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
