@@ -30,12 +30,17 @@ DOORS = {
         "elastrata_pipelines.stream",
     },
     "ray.train": {
-        "elastrata.cluster.scaling_policy",
+        "elastrata.cluster.ray_train_internals",
         "elastrata.cluster.worker_group",
         "elastrata.cluster.worker",
         "elastrata_pipelines.stream",
     },
     "ray.tune": {"elastrata.sweeps"},
+    "ray._private": {"elastrata.cluster.ray_internals"},
+    "ray._raylet": {"elastrata.cluster.ray_internals"},
+    "ray.core": {"elastrata.cluster.ray_internals"},
+    "ray.train.v2": {"elastrata.cluster.ray_train_internals"},
+    "torch.distributed.fsdp._fully_shard": {"elastrata.core.fsdp_internals"},
     "torch.distributed.checkpoint": {
         "elastrata.checkpoints",
     },

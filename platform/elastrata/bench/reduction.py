@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.multiprocessing.spawn import spawn
 
 from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.core.fsdp_internals import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from elastrata.core.parallelize import rank_mesh
 
 _PATIENCE = timedelta(seconds=120)

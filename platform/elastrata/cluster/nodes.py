@@ -11,6 +11,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
 
+from elastrata.cluster.ray_internals import draining_nodes
+
 _SECONDS_TO_CONNECT = 3.0
 """Long enough for one lost packet, which is sent again after a second."""
 _MOST_AT_ONCE = 64
@@ -18,7 +20,7 @@ _MOST_AT_ONCE = 64
 
 def draining() -> frozenset[str]:
     """Ids of the nodes that are about to go: drained, or about to be taken away."""
-    return frozenset(ray._private.state.state.get_draining_nodes() or ())
+    return frozenset(draining_nodes())
 
 
 def unreachable() -> frozenset[str]:

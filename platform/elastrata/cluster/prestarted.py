@@ -1,4 +1,4 @@
-"""Warm spares: idle processes that have imported what a worker imports, for the next group.
+"""Prestarted processes, the spares: idle, their imports done, for the next group of workers.
 
 A new group of workers needs new processes, and most of the seconds until it trains go to their
 start and imports. Ray gives an actor an idle process only if that has the actor's runtime
@@ -20,13 +20,9 @@ from threading import Event, Thread
 from typing import Any
 
 import ray
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-from ray._private.utils import get_runtime_env_info
-from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
-from ray.runtime_env import RuntimeEnv
 
 from elastrata.cluster.processes import PROCESSES, children, environment, title
+from elastrata.cluster.ray_internals import SETUP_HOOK, prestart
 
 SECONDS_KEPT = 3600
 """After this time Ray may end a spare, where it has more idle processes than idle CPUs."""
@@ -42,7 +38,7 @@ def runtime_env(modules: Iterable[str]) -> dict[str, Any]:
     """A runtime environment whose processes import `modules` at their birth."""
     return {
         "env_vars": {
-            WORKER_PROCESS_SETUP_HOOK_ENV_VAR: f"{__name__}.{import_ahead.__name__}",
+            SETUP_HOOK: f"{__name__}.{import_ahead.__name__}",
             _MODULES: ",".join(modules),
         }
     }
@@ -162,20 +158,4 @@ def _start_one() -> None:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     node = next(node for node in nodes if node["NodeID"] == own)
     address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    with contextlib.closing(init_grpc_channel(address)) as channel:
-        raylet = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
-        raylet.PrestartWorkers(_request(), timeout=_SECONDS_TO_ANSWER)
-
-
-def _request() -> Any:
-    context = ray.get_runtime_context()
-    serialized = context.get_runtime_env_string()  # type: ignore[no-untyped-call]
-    environment = get_runtime_env_info(RuntimeEnv.deserialize(serialized))
-    environment.serialized_runtime_env = serialized  # compared by its hash: not a byte may differ
-    return node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
-        language=common_pb2.Language.PYTHON,  # type: ignore[attr-defined]
-        job_id=bytes.fromhex(context.get_job_id()),
-        runtime_env_info=environment,
-        keep_alive_duration_secs=SECONDS_KEPT,
-        num_workers=1,
-    )
+    prestart(address, keep_seconds=SECONDS_KEPT, seconds=_SECONDS_TO_ANSWER)

@@ -13,16 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import ray
-from ray._private.grpc_utils import init_grpc_channel
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+from elastrata.cluster.ray_internals import check_alive, own_node
 from elastrata.cluster.teardown import undisturbed
 
 _USERS_CHOICE = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
@@ -61,7 +60,7 @@ def kept_alive(environment: Callable[[], AbstractContextManager[None]]) -> Itera
     Args:
         environment: gives the context in which processes of the session are started.
     """
-    head = _Head(ray._private.worker._global_node, environment)
+    head = _Head(own_node(), environment)
     try:
         yield
     finally:
@@ -143,16 +142,13 @@ class _Head:
 
 
 def _answers(address: str) -> bool:
-    with closing(init_grpc_channel(address)) as channel:
-        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
-        try:
-            head.CheckAlive(request, timeout=_SECONDS_TO_ANSWER)
-        except grpc.RpcError as error:
-            return error.code() not in (
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                grpc.StatusCode.UNAVAILABLE,
-            )
+    try:
+        check_alive(address, _SECONDS_TO_ANSWER)
+    except grpc.RpcError as error:
+        return error.code() not in (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.UNAVAILABLE,
+        )
     return True
 
 

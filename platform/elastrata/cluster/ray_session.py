@@ -149,9 +149,7 @@ def _quiet_settings() -> None:
 @contextmanager
 def _brief_messages() -> Iterator[None]:
     """Trouble in the cluster, of which Ray tells every driver in pages of logs, takes one line."""
-    from ray._private import worker
-
-    in_full = worker.print_to_stdstream
+    from elastrata.cluster.ray_internals import replace_printer
 
     def briefly(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         if data["pid"] != "raylet":
@@ -162,11 +160,11 @@ def _brief_messages() -> Iterator[None]:
             line = message.partition("\n")[0]
             print(f"ray: {line[:_MESSAGE_CHARACTERS]}", file=sys.stderr, flush=True)
 
-    worker.print_to_stdstream = briefly
+    in_full = replace_printer(briefly)
     try:
         yield
     finally:
-        worker.print_to_stdstream = in_full
+        replace_printer(in_full)
 
 
 def _quiet_loggers() -> None:

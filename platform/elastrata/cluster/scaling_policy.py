@@ -13,23 +13,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.train.v2._internal.execution.context import TrainRunContext
-from ray.train.v2._internal.execution.scaling_policy import (
-    ElasticScalingPolicy,
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-)
-from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
-    TrainAutoscalingCoordinatorClient,
-)
-from ray.train.v2.api.config import ScalingConfig
 from typing_extensions import override
 
 from elastrata.cluster.autoscaler import launches_nodes, refuses
 from elastrata.cluster.demand import Demand
 from elastrata.cluster.leaked_placement_groups import note_controller
 from elastrata.cluster.nodes import draining, elsewhere, nodes, unreachable
+from elastrata.cluster.ray_internals import free_resources
+from elastrata.cluster.ray_train_internals import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingConfig,
+    ScalingDecision,
+    TrainAutoscalingCoordinatorClient,
+    TrainRunContext,
+)
 from elastrata.core.control_signal import Action, ControlSignal
 
 _SECONDS_TO_ANSWER = 5.0
@@ -172,9 +171,8 @@ class ResizePolicy(ElasticScalingPolicy):
     def _free(self) -> int:
         """More workers that fit beside all that runs: others than Ray Train's may hold resources,
         and the reservation does not know of them."""
-        available = ray._private.state.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         avoided = self._avoided | unreachable()
-        return sum(self._room(r) for node, r in available.items() if node not in avoided)
+        return sum(self._room(r) for node, r in free_resources().items() if node not in avoided)
 
     @override
     def _get_reserved_resources(self) -> Any:

@@ -14,15 +14,21 @@ import ray.train.torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 
 from elastrata.cluster import prestarted
 from elastrata.cluster.event_sender import tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
+from elastrata.cluster.ray_internals import has_dashboard
+from elastrata.cluster.ray_train_internals import (
+    CONTROLLER_MODULES,
+    ENV_VARS_TO_PROPAGATE,
+    FailureConfig,
+    PlacementGroupCleanerCallback,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupCallback,
+)
 from elastrata.cluster.scaling_policy import ResizePolicy
 from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
@@ -44,14 +50,7 @@ before it asks for another size, and that `ResizePolicy` looks after nodes that 
 takes them from the driver's environment only."""
 
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
-CONTROLLER_MODULES = (
-    "elastrata.cluster.source",
-    "ray.data._internal.execution.streaming_executor",
-    "ray.data._internal.iterator.stream_split_iterator",
-    "ray.data._internal.planner.planner",
-    "ray.train.v2._internal.callbacks.datasets",
-    "ray.train.v2._internal.data_integration.dataset_manager",
-)
+_SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
 """What the processes of a new group import before they are of use, beside the workload."""
 CONTROLLER_SPARES = 5
 """For a new group's barrier, data sets and their splits; and two for idle readers, which look like
@@ -164,12 +163,12 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
-        with _propagated(prestarted.runtime_env(CONTROLLER_MODULES)["env_vars"]):
+        with _propagated(prestarted.runtime_env(_SOURCE_MODULES)["env_vars"]):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        if ray._private.worker.get_dashboard_url():  # type: ignore[no-untyped-call]
+        if has_dashboard():
             return callbacks
         return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
 

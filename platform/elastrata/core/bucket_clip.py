@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from elastrata.core.bucket_norm import BucketNorm
+from elastrata.core.fsdp_internals import DefaultReduceScatter
 from elastrata.core.norm import gradient_norm, tensor_norm
 
 RANGE = "elastrata::clip_bucket"

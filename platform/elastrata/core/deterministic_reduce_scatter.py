@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from typing_extensions import override
+
+from elastrata.core.fsdp_internals import ReduceScatter
 
 
 class DeterministicReduceScatter(ReduceScatter):

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+from typing_extensions import override
+
+from elastrata.core.fsdp_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from typing_extensions import override
 
 Then = Callable[[dist.Work, Callable[[], object]], None]
 """Sees to it that something is done once a collective has ended."""

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+from elastrata.cluster.ray_internals import ALIVE, PREEMPTION, head_client
 
 _SECONDS_TO_ANSWER = 5.0
-_ALIVE = gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
-_REASON = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
 
 
 class Nodes:
@@ -28,10 +25,7 @@ class Nodes:
     """
 
     def __init__(self, address: str | None, node_id: str | None) -> None:
-        found = canonicalize_bootstrap_address(address or "auto")
-        if found is None:
-            raise ConnectionError("no Ray runs here")
-        self._gcs = _connected(found)
+        self._gcs = head_client(address)
         self._node_id = node_id
         self._ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
@@ -41,7 +35,7 @@ class Nodes:
         return [
             node.node_id.hex()
             for node in nodes.values()
-            if node.state == _ALIVE and self._is_meant(node)
+            if node.state == ALIVE and self._is_meant(node)
         ]
 
     def drain(self, ids: Sequence[str], text: str, time: float) -> list[str]:
@@ -53,7 +47,7 @@ class Nodes:
             time: when, in Unix time.
         """
         answers = [
-            self._gcs.drain_node(node, _REASON, text, math.floor(time * 1000)) for node in ids
+            self._gcs.drain_node(node, PREEMPTION, text, math.floor(time * 1000)) for node in ids
         ]
         return [str(reason) for is_accepted, reason in answers if not is_accepted]
 
@@ -61,10 +55,3 @@ class Nodes:
         if self._node_id is not None:
             return bool(node.node_id.hex() == self._node_id)
         return bool(node.node_manager_address == self._ip)
-
-
-def _connected(address: str) -> Any:
-    try:
-        return GcsClient(address=address)
-    except Exception as error:  # Ray's own kinds, which differ by version
-        raise ConnectionError(f"{address}: no Ray cluster answers ({error})") from error

@@ -1,0 +1,14 @@
+"""FSDP2's internals: the collectives that this project replaces, without PyTorch's promise.
+
+Nothing else imports `torch.distributed.fsdp._fully_shard`; a new version of PyTorch is looked at here.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+__all__ = ["DefaultAllGather", "DefaultReduceScatter", "ReduceScatter"]
