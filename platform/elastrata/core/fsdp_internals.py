@@ -1,6 +1,6 @@
 """FSDP2's internals: the collectives that this project replaces, without PyTorch's promise.
 
-Nothing else imports `torch.distributed.fsdp._fully_shard`; a new version of PyTorch is looked at here.
+Nothing else imports `torch.distributed.fsdp._fully_shard`; look here at a new version of PyTorch.
 """
 
 from __future__ import annotations

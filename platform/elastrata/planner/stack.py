@@ -68,7 +68,7 @@ def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16
         state_bytes=12,
         overlap=0.9,
         accumulates=True,
-        whole_logits=True,
+        whole_logits=False,
         logit_bytes=12,
         attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
     )
