@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from elastrata.core.evaluate import evaluate, evaluation_metrics
 from elastrata.core.forward_backward import WholeModel
 from elastrata.core.workload import workload_class
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.preparation.config import TokenizerConfig
+from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.gpt import Gpt
 
 
@@ -35,6 +38,16 @@ def manifest(vocabulary) -> Manifest:
         sources=(),
         files=(),
     )
+
+
+@pytest.mark.parametrize(("kind", "lines"), [("bpe", 0), ("wordpiece", 1)])
+def test_a_tokenizer_made_for_bert_is_told_and_our_own_for_gpt_is_not(
+    kind: Literal["bpe", "wordpiece"], lines: int, manifest: Manifest
+) -> None:
+    config = TokenizerConfig(train=kind, vocab_size=300)
+    files = train_tokenizer(["a few words of text"], config, seq_len=32)
+    trained = manifest.model_copy(update={"vocabulary": files.vocabulary()})
+    assert len(Gpt().advice(trained)) == lines
 
 
 def test_the_entry_point_is_gpt() -> None:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 _GATED_MULTIPLE = 256
 
 
+_BERTS_FRAMING = 3
+"""`[CLS]`, `[SEP]` and `[UNK]`; a tokenizer for running text has one token that does it all."""
+
+
 class Gpt(Workload):
     """Decoder with next-token pre-training, in the style of GPT-2 (Radford et al. 2019), of Llama
     (Touvron et al. 2023), or between them.
@@ -125,8 +129,11 @@ class Gpt(Workload):
         return found
 
     def advice(self, manifest: Manifest) -> list[str]:
-        """A line where the tokenizer is made for BERT."""
-        if manifest.vocabulary.mask_id is None:
+        """A line where the tokenizer is made for BERT: beside padding and mask it has tokens that
+        begin and end a sample, and one for what is unknown."""
+        vocabulary = manifest.vocabulary
+        framing = {*vocabulary.special_ids} - {vocabulary.pad_id, vocabulary.mask_id}
+        if vocabulary.mask_id is None or len(framing) < _BERTS_FRAMING:
             return []
         return [
             "its tokenizer has a mask token, as BERT's have, and no end of text: a gpt would learn "
