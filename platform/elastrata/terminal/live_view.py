@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -15,7 +14,7 @@ _NOTEBOOK_COLUMNS = 110
 
 
 class LiveView:
-    """Shows one view at a time as long as its block runs; nothing where output is neither a
+    """Shows one view at a time, in the place of the one before; nothing where output is neither a
     terminal nor a notebook.
 
     Args:
@@ -23,8 +22,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._notebook = notebook_display()
+        self._notebook = _notebook_display()
         is_terminal = console.is_terminal and self._notebook is None
         self._live = (
             Live(console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
@@ -37,29 +35,52 @@ class LiveView:
         """Whether anything is shown."""
         return self._live is not None or self._notebook is not None
 
-    def update(self, view: RenderableType) -> None:
-        """Shows this in the place of what was shown."""
+    def update(self, view: RenderableType, html: str | None = None) -> None:
+        """Shows this in the place of what was shown.
+
+        Args:
+            view: what to show.
+            html: the same for notebooks. Default: made of the view.
+        """
         if self._notebook is not None:
-            self._notebook.update(Html(_as_html(view)))
+            self._notebook.update(_Html(_as_html(view) if html is None else html))
         elif self._live:
             self._live.update(view)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Takes the end of the terminal."""
         if self._live:
             self._live.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Gives the terminal back, without what was shown. A notebook keeps it."""
         if self._live:
             self._live.stop()
 
 
-class Html:
+class ShownLive:
+    """What shows a live view as long as its block runs, and lines beside it.
+
+    Args:
+        console: where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._view = LiveView(console)
+
+    def __enter__(self) -> Self:
+        self._view.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._view.stop()
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+class _Html:
     """HTML that a notebook shows as it is."""
 
     def __init__(self, text: str) -> None:
@@ -69,13 +90,13 @@ class Html:
         return self._text
 
 
-def notebook_display() -> Any:
+def _notebook_display() -> Any:
     """The handle of a fresh display where this is a notebook, else None."""
     if "ipykernel" not in sys.modules:
         return None
     from IPython.display import display
 
-    return display(Html(""), display_id=True)  # type: ignore[no-untyped-call]
+    return display(_Html(""), display_id=True)  # type: ignore[no-untyped-call]
 
 
 def _as_html(view: RenderableType) -> str:
