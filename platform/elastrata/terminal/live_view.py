@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+
+from elastrata.terminal.console import is_notebook
 
 _REFRESHES_PER_SECOND = 4
 _NOTEBOOK_COLUMNS = 110
@@ -33,7 +34,12 @@ class LiveView:
     @property
     def is_live(self) -> bool:
         """Whether anything is shown."""
-        return self._live is not None or self._notebook is not None
+        return self._live is not None or self.stays
+
+    @property
+    def stays(self) -> bool:
+        """Whether the last view is still there at the end."""
+        return self._notebook is not None
 
     def update(self, view: RenderableType, html: str | None = None) -> None:
         """Shows this in the place of what was shown.
@@ -92,7 +98,7 @@ class _Html:
 
 def _notebook_display() -> Any:
     """The handle of a fresh display where this is a notebook, else None."""
-    if "ipykernel" not in sys.modules:
+    if not is_notebook():
         return None
     from IPython.display import display
 

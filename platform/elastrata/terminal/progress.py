@@ -67,6 +67,7 @@ class Progress(ShownLive):
         self._shown = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._step = self._workers = self._saved = 0
+        self._last: StepRecord | None = None
         self._is_long = False
 
     def __call__(self, event: Event) -> None:
@@ -80,8 +81,11 @@ class Progress(ShownLive):
             case Started():
                 self._workers = event.world_size
                 self._recent.clear()
+                self._last = None
             case Committed():
                 self._saved = event.step
+                if self._last is not None:
+                    self._view.update(self._moving(self._last))
 
     @override
     def _write(self, line: str) -> None:
@@ -90,7 +94,7 @@ class Progress(ShownLive):
     def _take(self, record: StepRecord) -> None:
         """Step records come too often to show each of them."""
         self._recent.append(record.seconds)
-        self._step = record.step
+        self._step, self._last = record.step, record
         if record.step in self._begins:
             self._write(self._begins[record.step])
         self._warn_of_length()

@@ -47,7 +47,7 @@ class StageProgress(ShownLive):
     @override
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if self._view.is_live:
+        if self._view.is_live and not self._view.stays:
             self._console.print(self._bars.get_renderable())
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
