@@ -20,6 +20,7 @@ from elastrata.cli import app, run
 from elastrata.launch.ray_session import ray_session
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.sweeps.best import find_sweep
 from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
 from support.documented import ROOT, documented_lines, documented_names
 from support.texts import plain_text
@@ -31,7 +32,7 @@ PHASES = """
 extends: bert/tiny
 data: {path: data/mine, prepare: {sources: [{paths: my/texts}]}}
 batch_size: 32
-phases: [{}, {data: {path: data/short, prepare: {seq_len: 32}}}]
+phases: [{}, {steps: 5, batch_size: 16}]
 """
 SMALL_SWEEP = {
     "steps: 2000": "steps: 6",
@@ -207,9 +208,10 @@ def test_the_lines_that_train(home: Path, capsys: pytest.CaptureFixture[str]) ->
     with ray_session("local", num_cpus=2):
         for line, how in TRAINING.items():
             arguments = how.arguments(line)
-            if arguments[0] == "export" and "runs/lr/trials/0007" in arguments:
-                best = json.loads((home / "runs" / "lr" / "sweep.json").read_text())["best"]
-                arguments[1] = f"runs/lr/trials/{best}"
+            if "runs/lr/trials/0007" in arguments:
+                best = find_sweep("lr").best
+                assert best is not None
+                arguments[1] = f"runs/lr/trials/{best.id}"
             assert run(arguments) == 0, (line, capsys.readouterr().err)
     assert "Once upon a time" in capsys.readouterr().out
     for model in ("models/best", "models/registered", "quick/model"):

@@ -97,7 +97,9 @@ TRAINING = {
     "elastrata export --register NAME": Run(
         words={"NAME": "little"}, extra=("first", "--out", "models/registered")
     ),
-    "elastrata prepare RECIPE": Run(words={"RECIPE": "phases.yaml"}),
+    "elastrata prepare RECIPE": Run(
+        words={"RECIPE": "phases.yaml"}, extra=("data.path=data/phases",)
+    ),
     "elastrata prepare --text FILES --text-field content": Run(
         words={"FILES": "web.jsonl"}, extra=("--out", "data/web")
     ),
@@ -113,7 +115,7 @@ TRAINING = {
     "elastrata sweep lr.yaml trials=64 batch_size=128": Run(
         words={"trials=64": "trials=1", "batch_size=128": "batch_size=16"}, extra=("name=other",)
     ),
-    "elastrata sweep --best lr --train": Run(),
+    "elastrata sweep --best lr --train": Run(extra=("steps=10",)),
     "elastrata sweep --best lr --train steps=50000 --name long": Run(
         words={"steps=50000": "steps=12"}
     ),

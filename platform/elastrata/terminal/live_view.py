@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
+from html import unescape
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from typing_extensions import override
 
 from elastrata.terminal.console import is_notebook
 
@@ -94,6 +97,11 @@ class _Html:
 
     def _repr_html_(self) -> str:
         return self._text
+
+    @override
+    def __repr__(self) -> str:
+        """For what shows notebooks without HTML."""
+        return unescape(re.sub(r"<[^>]*>", "", self._text)).strip()
 
 
 def _notebook_display() -> Any:
