@@ -28,7 +28,8 @@ session = ray_session("local", num_cpus=2)
 session.__enter__()
 recipe = elastrata.load_recipe("bert/tiny", [
     "name=first", "data.path=data", "steps=40", "batch_size=8", "schedule.warmup_steps=1",
-    "data.prepare={sources: [{paths: texts}], seq_len: 32, tokenizer: {train: wordpiece}}",
+    "data.prepare={sources: [{paths: texts}], seq_len: 32, held_out: 0.1}",
+    "data.prepare.tokenizer={train: wordpiece, vocab_size: 400}",
     "workers={threads: 1, spares: false}",
 ])
 # %%
@@ -82,7 +83,8 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_progress_is_one_display_that_moves_and_a_few_lines(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "one.txt").write_text(plain_text(1, 60_000))
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(plain_text(number, 2000))
     _, prepared, trained, result, _ = _executed(OF_ONES_OWN, tmp_path)
     bars, manifest = prepared
     assert "tokenize" in bars["data"]["text/html"]

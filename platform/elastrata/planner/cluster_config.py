@@ -66,10 +66,15 @@ class ClusterConfig(Config):
 
     def as_described(self) -> Device:
         """The device, with what the file says of it in the place of its data sheet."""
-        said = {
-            "memory_bytes": self.memory_gb and self.memory_gb * 1e9,
-            "peak_flops": self.peak_tflops and self.peak_tflops * 1e12,
-            "link": self.link_gb_per_second and self.link_gb_per_second * 1e9,
-            "network": self.network_gbit and self.network_gbit * _GBIT,
-        }
-        return replace(device_named(self.device), **{k: v for k, v in said.items() if v})
+        sheet = device_named(self.device)
+        return replace(
+            sheet,
+            memory_bytes=_times(self.memory_gb, 1e9, sheet.memory_bytes),
+            peak_flops=_times(self.peak_tflops, 1e12, sheet.peak_flops),
+            link=_times(self.link_gb_per_second, 1e9, sheet.link),
+            network=_times(self.network_gbit, _GBIT, sheet.network),
+        )
+
+
+def _times(amount: float | None, unit: float, default: float) -> float:
+    return default if amount is None else amount * unit
