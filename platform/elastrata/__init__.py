@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +63,16 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'elastrata' has no attribute '{name}'")
+    if "ipykernel" in sys.modules:
+        _keep_notebooks_quiet()
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _keep_notebooks_quiet() -> None:
+    """Ray and tqdm, when they are imported, ask every notebook for ipywidgets, which nothing here
+    needs."""
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def __dir__() -> list[str]:

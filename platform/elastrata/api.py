@@ -58,8 +58,7 @@ def train(
         UserError: the recipe, the data or the cluster cannot work; one line for each reason.
         TrainingError: training did not come to its end; says why.
     """
-    from rich.console import Console
-
+    from elastrata.terminal.console import open_console
     from elastrata.terminal.progress import Progress, phase_lines
 
     def run(recipe: Recipe, show: Callable[[Event], None]) -> TrainResult:
@@ -69,7 +68,9 @@ def train(
     if show is not None:
         return run(recipe, show)
     recipe = in_steps(recipe)
-    with Progress(recipe.steps_in_all, Console(), phase_lines(recipe)) as progress:
+    with Progress(
+        recipe.steps_in_all, open_console(as_json=False), phase_lines(recipe)
+    ) as progress:
         return run(recipe, progress)
 
 
@@ -93,8 +94,7 @@ def prepare(
     Raises:
         UserError: text or configuration cannot work; one line for each reason.
     """
-    from rich.console import Console
-
+    from elastrata.terminal.console import open_console
     from elastrata.terminal.stage_progress import StageProgress
 
     def run(report: Callable[[str, int, int, str], None]) -> Manifest:
@@ -108,7 +108,7 @@ def prepare(
 
     if progress is not None:
         return run(progress)
-    with StageProgress(Console()) as shown:
+    with StageProgress(open_console(as_json=False)) as shown:
         return run(shown)
 
 
@@ -201,16 +201,15 @@ def sweep(
     Raises:
         UserError: sweep, recipe, data or cluster cannot work; one line for each reason.
     """
-    from rich.console import Console
-
     from elastrata.sweeps.launch import sweep as sweep_on_ray
+    from elastrata.terminal.console import open_console
     from elastrata.terminal.sweep_progress import SweepProgress
 
     if config.name is None:
         raise UserError("name: missing: expected the sweep's name; the same name continues it")
     if show is not None:
         return sweep_on_ray(config, name=config.name, address=address, show=show, warn=warn)
-    with SweepProgress(config.space, Console()) as progress:
+    with SweepProgress(config.space, open_console(as_json=False)) as progress:
         return sweep_on_ray(
             config, name=config.name, address=address, show=progress, warn=progress.warn
         )

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from elastrata.cli.main import outcome, run
@@ -218,6 +219,16 @@ def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema", "--out", str(tmp_path / "s.json"), "--json"]) == 0
     assert _json(capsys) == {"path": str(tmp_path / "s.json")}
     assert json.loads((tmp_path / "s.json").read_text()) == shown
+
+
+@pytest.mark.parametrize(("kind", "key"), [("sweep", "space"), ("cluster", "devices")])
+def test_schema_of_other_files(kind: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", kind]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(shown)
+    assert shown["properties"][key]["description"]
+    assert run(["schema", kind, "--keys"]) == 2
+    assert f"--keys: unexpected with {kind}" in capsys.readouterr().err
 
 
 def test_a_failure_is_one_line_and_the_rest_on_demand(capsys: pytest.CaptureFixture[str]) -> None:

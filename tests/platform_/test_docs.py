@@ -18,10 +18,11 @@ from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli.main import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
-from elastrata.planner.cluster import _KEYS as CLUSTER_KEYS
+from elastrata.planner.cluster import read_cluster
+from elastrata.planner.json_schema import cluster_schema
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.json_schema import recipe_schema
-from elastrata.recipe.key_reference import key_reference, recipe_keys
+from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys
 from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
 from elastrata.sweeps.file import load_sweep
 from elastrata.sweeps.json_schema import sweep_schema
@@ -127,6 +128,12 @@ def test_the_sweep_of_the_guide_loads(tmp_path: Path) -> None:
     assert (sweep.trials, sweep.changes["batch_size"]) == (64, 128)
 
 
+def test_the_cluster_of_the_guide_loads(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(_blocks("docs/planner.md", "yaml")[0])
+    cluster = read_cluster(str(tmp_path / "cluster.yaml"))
+    assert (cluster.devices, cluster.price, cluster.device.network) == (128, 1.8, 25e9)
+
+
 def test_the_mistakes_of_the_guide_are_told_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,13 +147,15 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
 
 
 def test_the_reference_of_keys_is_current_and_describes_each() -> None:
-    schema = recipe_schema()
-    assert (ROOT / "docs" / "keys.md").read_text() == key_reference(schema), (
+    recipe, sweep, cluster = recipe_schema(), sweep_schema(), cluster_schema()
+    page = key_reference(recipe, sweep=sweep, cluster=cluster)
+    assert (ROOT / "docs" / "keys.md").read_text() == page, (
         "elastrata schema --keys --out docs/keys.md"
     )
-    keys = recipe_keys(schema)
-    assert len({key.path for key in keys}) > 150
-    assert [key.path for key in keys if not key.description] == []
+    keys = [recipe_keys(recipe), file_keys(sweep), file_keys(cluster)]
+    least = zip(keys, (150, 25, 8), strict=True)
+    assert all(len({key.path for key in found}) > number for found, number in least)
+    assert [key.path for found in keys for key in found if not key.description] == []
 
 
 def _yaml_blocks() -> Iterator[Any]:
@@ -164,7 +173,7 @@ def test_every_yaml_in_the_docs_is_what_the_schema_says(value: dict[str, Any]) -
     if "space" in value:
         jsonschema.validate(value, sweep_schema())
     elif "device" in value:
-        assert value.keys() <= CLUSTER_KEYS.keys()
+        jsonschema.validate(value, cluster_schema())
     else:  # a whole recipe, or a part of one, such as a variant says
         whole = value if {"workload", "extends"} & value.keys() else {"extends": "x", **value}
         jsonschema.validate(whole, recipe_schema())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.efficiency import GPU
 from elastrata.planner.hardware import DEVICES, device_named
+from elastrata.planner.json_schema import cluster_schema
 from elastrata.planner.kernels import shape_efficiency
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import blocks_in_flight, memory
@@ -23,6 +26,7 @@ from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, step_time
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
+from elastrata.recipe.yaml_values import dump_yaml
 from elastrata_pipelines.errors import UserError
 from support.published import gpt
 
@@ -79,14 +83,67 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
 
 def test_every_mistake_of_a_cluster_is_told(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("devices: 0\npernode: 8\nprice: cheap\n")
+    path.write_text("devices: 0\npernode: 8\nprice: cheap\nmemory_gb: true\ndevice: H10-80GB\n")
     with pytest.raises(UserError) as found:
         read_cluster(str(path))
-    told = "\n".join(found.value.problems)
-    assert "pernode: 8: unknown key (did you mean 'per_node'?)" in told
-    assert "devices: 0: expected a whole number above 0" in told
-    assert "price: cheap: expected a number above 0" in told
-    assert "device: missing" in told
+    device, *others = found.value.problems
+    assert device.startswith(
+        f"{path}: device: 'H10-80GB': no such device (did you mean 'H100-80GB'?); known: A100"
+    )
+    assert others == [
+        f"{path}: devices: 0: expected a whole number above 0",
+        f"{path}: memory_gb: true: expected a number above 0 or null",
+        f"{path}: price: 'cheap': expected a number above 0 or null",
+        f"{path}: pernode: 8: unknown key (did you mean 'per_node'?)",
+    ]
+    path.write_text("device: T4\n")
+    with pytest.raises(UserError, match="devices: missing: expected a whole number above 0"):
+        read_cluster(str(path))
+
+
+CLUSTER = {"device": "A100-80GB", "devices": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({}, True),
+        ({"device": "h100-80gb", "per_node": None}, True),
+        ({"device": "V100", "price": 2}, True),
+        ({"devices": 1_000_000, "spot_price": 0.1, "network_gbit": 1e12}, True),
+        ({"device": "H1000"}, False),
+        ({"device": 3}, False),
+        ({"device": "[A100]"}, False),
+        ({"devices": 1_000_001}, False),
+        ({"devices": "8"}, False),
+        ({"devices": None}, False),
+        ({"per_node": 0}, False),
+        ({"per_node": 1.5}, False),
+        ({"price": True}, False),
+        ({"price": -1}, False),
+        ({"peak_tflops": 1e13}, False),
+        ({"memory": 80}, False),
+    ],
+)
+def test_the_schema_of_clusters_takes_what_the_loader_takes(
+    changes: dict[str, object], is_one: bool, tmp_path: Path
+) -> None:
+    values = {**CLUSTER, **changes}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_yaml(values))
+    assert jsonschema.Draft202012Validator(cluster_schema()).is_valid(values) == is_one
+    with nullcontext() if is_one else pytest.raises(UserError, match=next(iter(changes), "")):
+        read_cluster(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "- 3\n", "device: T4\n---\ndevices: 3\n", "a: [\n"])
+def test_what_is_no_cluster_is_told_in_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as found:
+        read_cluster(str(path))
+    assert len(found.value.problems) == 1
+    assert found.value.problems[0].startswith(f"{path}:")
 
 
 def test_unknown_hardware_names_the_nearest() -> None:

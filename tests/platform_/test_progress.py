@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from elastrata.core.events import Committed, Started, Warned
+from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.sweep import SweepConfig
 from elastrata.terminal.progress import Progress
 from elastrata.terminal.stage_progress import StageProgress, counted
+from elastrata.terminal.sweep_progress import SweepProgress
 from support.histories import record
 
 RECORD = replace(
@@ -37,6 +41,17 @@ def test_a_line_moves_on_a_terminal_and_is_gone_at_the_end() -> None:
     assert "ETA 30s" in shown.replace("29s", "30s")
     assert "checkpoint of step 40: there" in shown
     assert "warning: something" in out.getvalue()
+
+
+def test_a_checkpoint_is_shown_as_soon_as_it_is_there_also_after_a_loss_of_workers() -> None:
+    console, out = _console(terminal=True)
+    with Progress(100, console) as progress:
+        progress(STARTED)
+        progress(replace(RECORD, step=41))
+        progress(Committed(step=41, uri="there", evaluation_loss=None))
+        progress(STARTED)
+        progress(Committed(step=41, uri="there", evaluation_loss=None))
+    assert "checkpoint 41" in out.getvalue()
 
 
 def test_elsewhere_there_are_few_lines_and_the_first_and_last_step() -> None:
@@ -78,6 +93,30 @@ def test_a_stage_that_took_no_time_tells_none() -> None:
         stages("train", 0, 1, "tokenizers")
         stages("train", 1, 1, "tokenizers")
     assert out.getvalue().splitlines() == ["read: 24.7 MB", "train: 1 tokenizer"]
+
+
+ENTRIES: list[dict[str, Any]] = [
+    {"kind": "suggested", "trial": "0000", "values": {"optimizer.lr": 0.01}},
+    {"kind": "reported", "trial": "0000", "step": 1, "samples": 8, "tokens": 100, "seconds": 1.0,
+     "metrics": {"eval/loss": 5.5}},
+    {"kind": "concluded", "trial": "0000", "state": "finished", "text": ""},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_sweep_is_a_table_on_a_terminal_and_a_line_for_each_trial_elsewhere(
+    terminal: bool,
+) -> None:
+    console, out = _console(terminal=terminal)
+    space = {"recipe": "bert/tiny", "space": {"optimizer.lr": {"uniform": [0, 1]}}}
+    with SweepProgress(SweepConfig.model_validate(space).space, console) as progress:
+        for end in range(1, len(ENTRIES) + 1):
+            progress(Standings("eval/loss", "min", ENTRIES[:end]))
+        progress.warn("something")
+    shown = out.getvalue()
+    line = "trial 0000 finished: eval/loss 5.5000 after 100 tokens, the best so far"
+    assert (line in shown, shown.count("something")) == (not terminal, 1)
+    assert ("optimizer.lr=0.01" in shown) != terminal
 
 
 def test_stages_are_bars_on_a_terminal() -> None:

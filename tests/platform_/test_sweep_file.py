@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -12,6 +14,7 @@ from elastrata.cli.main import run
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.sweeps.file import load_sweep
 from elastrata.sweeps.folder import check_same_sweep, write_sweep
+from elastrata.sweeps.json_schema import sweep_schema
 from elastrata.sweeps.slots import slots
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
@@ -84,6 +87,30 @@ def test_what_does_not_even_fit_is_told_with_the_rest(tmp_path: Path) -> None:
         "metrik: 'eval/loss': unknown key (did you mean 'metric'?)",
     ]
     assert told[3].startswith("space.optimizer.lrr: unknown key of the recipe")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({}, True),
+        ({"searcher": {"name": "optuna", "seed": 3}, "scheduler": {"name": "none"}}, True),
+        ({"max_seconds": None, "concurrency": "auto", "keep": "all"}, True),
+        ({"trials": True}, False),
+        ({"max_seconds": True}, False),
+        ({"trials": 0}, False),
+        ({"keep": "some"}, False),
+        ({"space": {}}, False),
+        ({"space": {"optimizer.lr": {"loguniform": [1e-4]}}}, False),
+        ({"searcher": {"name": "grid", "seed": 3}}, False),
+    ],
+)
+def test_the_schema_takes_what_the_loader_takes(
+    changes: dict[str, Any], is_one: bool, tmp_path: Path
+) -> None:
+    values = {**SOUND, **changes}
+    assert jsonschema.Draft202012Validator(sweep_schema()).is_valid(values) == is_one
+    with nullcontext() if is_one else pytest.raises(UserError, match=next(iter(changes), "")):
+        load_sweep(_written(tmp_path, **changes))
 
 
 def test_values_that_the_recipe_does_not_take(tmp_path: Path) -> None:

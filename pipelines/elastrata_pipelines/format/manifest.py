@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, Field
+from typing_extensions import override
 
 from elastrata_pipelines.checked_json import (
     Record,
@@ -114,6 +116,14 @@ class Manifest(Record):
         From version 2 on the file holds it too, as `checksum`.
         """
         return hashlib.sha256(_text(self._values()).encode()).hexdigest()
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str, object]]:
+        """What fits a line: histogram and ids may be tens of thousands."""
+        for name in ("samples", "tokens", "seq_len", "stripes", "packing", "pairs"):
+            yield name, getattr(self, name)
+        yield "sources", [source.name for source in self.sources]
+        yield "fingerprint", self.fingerprint[:12]
 
     def rows_of(self, stripe: int) -> int:
         """Samples of a stripe."""

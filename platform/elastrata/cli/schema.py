@@ -1,4 +1,4 @@
-"""`elastrata schema`: the JSON Schema of recipes and sweeps, and the reference of keys."""
+"""`elastrata schema`: the JSON Schema of our files, and the reference of their keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastrata.cli.options import Json
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
-Kind = Literal["recipe", "sweep"]
+Kind = Literal["recipe", "sweep", "cluster"]
 
 
 def schema(
@@ -21,15 +21,16 @@ def schema(
         Path | None, typer.Option(help="File to write; default: standard output.")
     ] = None,
     keys: Annotated[
-        bool, typer.Option("--keys", help="A page with every key of a recipe instead.")
+        bool, typer.Option("--keys", help="A page with every key of all kinds instead.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the JSON Schema of recipes or sweeps, for completion and checks in an editor."""
-    found = _schema(kind)
+    """Print the JSON Schema of recipes, sweeps or clusters, for completion and checks in an
+    editor."""
     if keys and kind != "recipe":
-        raise UserError(f"--keys: unexpected: of {kind}: expected recipe")
-    text = _page(found) if keys else json_text.dumps(found, indent=1) + "\n"
+        raise UserError(f"--keys: unexpected with {kind}: the page has the keys of all kinds")
+    found = _schema(kind)
+    text = _page() if keys else json_text.dumps(found, indent=1) + "\n"
     if out is not None:
         _write(out, text)
         console = open_console(as_json=json)
@@ -49,19 +50,25 @@ def schema(
 
 
 def _schema(kind: Kind) -> dict[str, Any]:
-    if kind == "sweep":
-        from elastrata.sweeps.json_schema import sweep_schema
+    match kind:
+        case "recipe":
+            from elastrata.recipe.json_schema import recipe_schema
 
-        return sweep_schema()
-    from elastrata.recipe.json_schema import recipe_schema
+            return recipe_schema()
+        case "sweep":
+            from elastrata.sweeps.json_schema import sweep_schema
 
-    return recipe_schema()
+            return sweep_schema()
+        case "cluster":
+            from elastrata.planner.json_schema import cluster_schema
+
+            return cluster_schema()
 
 
-def _page(schema: dict[str, Any]) -> str:
+def _page() -> str:
     from elastrata.recipe.key_reference import key_reference
 
-    return key_reference(schema)
+    return key_reference(_schema("recipe"), sweep=_schema("sweep"), cluster=_schema("cluster"))
 
 
 def _write(out: Path, text: str) -> None:

@@ -1,10 +1,11 @@
-"""The reference of all keys of a recipe, as `docs/keys.md` has it, made from the schema."""
+"""The reference of all keys of our files, as `docs/keys.md` has it, made from their schemas."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -23,8 +24,23 @@ _INTRODUCTION = """\
 
 `elastrata schema --keys` prints this page. A key below `phases` is as the one of the same name
 outside; one that several kinds of a section have (workloads, optimizers) is listed with each that
-differs.
+differs. At the end are the keys of [a sweep](#every-key-of-a-sweep) and of
+[a cluster](#every-key-of-a-cluster).
 """
+_SWEEP = """
+# Every key of a sweep
+
+Of [a sweep file](sweeps.md). `space.KEY` stands for any dotted key of the recipe.
+
+"""
+_CLUSTER = """
+# Every key of a cluster
+
+Of [a cluster file](planner.md#the-cluster) of `elastrata plan` and `elastrata simulate`. Those of
+Ray and KubeRay have [keys of their own](clusters.md).
+
+"""
+_ANY_KEY = "KEY"
 _HEADING = "| key | values | default | |\n|---|---|---|---|"
 
 
@@ -40,22 +56,24 @@ class Key:
     description: str
 
 
-def key_reference(schema: Schema) -> str:
+def key_reference(recipe: Schema, *, sweep: Schema, cluster: Schema) -> str:
     """The page.
 
     Args:
-        schema: of recipes, with the installed workloads.
+        recipe: the schema of recipes, with the installed workloads.
+        sweep: the schema of sweep files.
+        cluster: the schema of cluster files.
     """
-    lines = [_INTRODUCTION]
-    section = None
-    for key in sorted(recipe_keys(schema), key=lambda key: "." in key.path):
-        top = key.path.partition(".")[0] if "." in key.path else "At the top"
-        if top != section:
-            section = top
-            lines.append(f"\n## {top}\n\n{_HEADING}")
-        cells = (f"`{key.path}`", key.values, key.default and f"`{key.default}`", key.description)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+    return "".join(
+        (
+            f"{_INTRODUCTION}\n",
+            *_sections(recipe_keys(recipe)),
+            _SWEEP,
+            _table(file_keys(sweep)),
+            _CLUSTER,
+            _table(file_keys(cluster)),
+        )
+    )
 
 
 def recipe_keys(schema: Schema) -> list[Key]:
@@ -63,6 +81,33 @@ def recipe_keys(schema: Schema) -> list[Key]:
     defs: Schema = schema["$defs"]
     found = dict.fromkeys(_keys(defs["Recipe"], defs, ()))
     return [key for key in found if not key.path.startswith("phases.")]
+
+
+def file_keys(schema: Schema) -> list[Key]:
+    """All keys of another file, such as a sweep's."""
+    return list(dict.fromkeys(_keys(schema, schema.get("$defs", {}), ())))
+
+
+def _sections(keys: Iterable[Key]) -> Iterator[str]:
+    """A table for every section at the top, after one for what is in none."""
+    for section, below in groupby(sorted(keys, key=_is_below_a_section), key=_section):
+        yield f"\n## {section}\n\n{_table(below)}"
+
+
+def _is_below_a_section(key: Key) -> bool:
+    return "." in key.path
+
+
+def _section(key: Key) -> str:
+    return key.path.partition(".")[0] if _is_below_a_section(key) else "At the top"
+
+
+def _table(keys: Iterable[Key]) -> str:
+    lines = [_HEADING]
+    for key in keys:
+        cells = (f"`{key.path}`", key.values, key.default and f"`{key.default}`", key.description)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _keys(schema: Schema, defs: Schema, path: tuple[str, ...]) -> Iterator[Key]:
@@ -78,6 +123,9 @@ def _keys(schema: Schema, defs: Schema, path: tuple[str, ...]) -> Iterator[Key]:
         items = branch.get("items")
         if isinstance(items, Mapping):
             yield from _keys(items, defs, path)
+        any_key = branch.get("additionalProperties")
+        if isinstance(any_key, Mapping):
+            yield from _keys(any_key, defs, (*path, _ANY_KEY))
 
 
 def _description(schema: Schema, defs: Schema) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from elastrata.recipe.problems import recipe_problems
+from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import parse_yaml
 from elastrata.sweeps.rules import key_problems, metric_problems, sweep_problems
@@ -30,11 +30,14 @@ def load_sweep(path: str, overrides: Sequence[str] = ()) -> SweepConfig:
         UserError: one line per mistake, in the sweep, its recipe and its space.
     """
     text = _text(path, overrides)
+    misread = misread_booleans(SweepConfig, text)
     try:
         config = SweepConfig.model_validate(text.values)
     except ValidationError as error:
         problems = recipe_problems(error, SweepConfig, text)
-        raise UserError(*problems, *_more(text.values, path)) from None
+        raise UserError(*problems, *misread, *_more(text.values, path)) from None
+    if misread:
+        raise UserError(*misread, *_more(text.values, path))
     check_sweep(config, path)
     return config
 

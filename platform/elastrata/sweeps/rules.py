@@ -18,8 +18,6 @@ from elastrata_pipelines.errors import UserError, nearest
 
 SWEEPS_OWN = ("name", "storage", "tracking", "workers", "checkpoint", "phases")
 """Sections of a recipe that a sweep decides on, or that are the same in all trials."""
-_EXTRA = {"optuna": "'elastrata[sweeps]'"}
-"""How to install what a searcher needs, where the package's name does not say it."""
 _LEAST_POPULATION = 2
 _MOST_POINTS = 1_000_000
 PBT_MAY_CHANGE = ("optimizer", "clip", "schedule")
@@ -77,7 +75,7 @@ def _searcher(config: SweepConfig) -> Iterator[str]:
     if package := missing_package(config.searcher):
         yield (
             f"searcher.name: {config.searcher.name!r}: needs the package {package}; install it "
-            f"with pip install {_EXTRA.get(package, package)}"
+            f"with pip install {package}"
         )
     if isinstance(config.searcher, GridConfig):
         yield from _grid(config)

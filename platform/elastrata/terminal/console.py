@@ -23,12 +23,24 @@ STATE_STYLES = {
 def open_console(*, as_json: bool) -> Console:
     """Where a command writes for people: standard output, or standard error beside `--json`.
 
-    In a file or a pipe a table is as wide as it must be: Rich would cut it at 80 columns.
+    In a file or a pipe a table is as wide as it must be: Rich would cut it at 80 columns. So it is
+    in a notebook, which gets plain text: it says that it is a terminal, and shows no colours.
     """
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = Console(
+        stderr=as_json,
+        highlight=False,
+        soft_wrap=True,
+        force_jupyter=False,
+        force_terminal=False if is_notebook() else None,
+    )
     if not console.is_terminal:
         console.width = max(console.width, _WIDER_THAN_ANY_TABLE)
     return console
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
 
 
 def print_json_line(result: Mapping[str, Any]) -> None:

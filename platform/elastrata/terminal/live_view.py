@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
-import sys
-from types import TracebackType
+import re
+from html import unescape
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from typing_extensions import override
+
+from elastrata.terminal.console import is_notebook
 
 _REFRESHES_PER_SECOND = 4
 _NOTEBOOK_COLUMNS = 110
 
 
 class LiveView:
-    """Shows one view at a time as long as its block runs; nothing where output is neither a
+    """Shows one view at a time, in the place of the one before; nothing where output is neither a
     terminal nor a notebook.
 
     Args:
@@ -23,8 +26,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._notebook = notebook_display()
+        self._notebook = _notebook_display()
         is_terminal = console.is_terminal and self._notebook is None
         self._live = (
             Live(console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
@@ -35,31 +37,59 @@ class LiveView:
     @property
     def is_live(self) -> bool:
         """Whether anything is shown."""
-        return self._live is not None or self._notebook is not None
+        return self._live is not None or self.stays
 
-    def update(self, view: RenderableType) -> None:
-        """Shows this in the place of what was shown."""
+    @property
+    def stays(self) -> bool:
+        """Whether the last view is still there at the end."""
+        return self._notebook is not None
+
+    def update(self, view: RenderableType, html: str | None = None) -> None:
+        """Shows this in the place of what was shown.
+
+        Args:
+            view: what to show.
+            html: the same for notebooks. Default: made of the view.
+        """
         if self._notebook is not None:
-            self._notebook.update(Html(_as_html(view)))
+            self._notebook.update(_Html(_as_html(view) if html is None else html))
         elif self._live:
             self._live.update(view)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Takes the end of the terminal."""
         if self._live:
             self._live.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Gives the terminal back, without what was shown. A notebook keeps it."""
         if self._live:
             self._live.stop()
 
 
-class Html:
+class ShownLive:
+    """What shows a live view as long as its block runs, and lines beside it.
+
+    Args:
+        console: where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._view = LiveView(console)
+
+    def __enter__(self) -> Self:
+        self._view.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._view.stop()
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+class _Html:
     """HTML that a notebook shows as it is."""
 
     def __init__(self, text: str) -> None:
@@ -68,14 +98,19 @@ class Html:
     def _repr_html_(self) -> str:
         return self._text
 
+    @override
+    def __repr__(self) -> str:
+        """For what shows notebooks without HTML."""
+        return unescape(re.sub(r"<[^>]*>", "", self._text)).strip()
 
-def notebook_display() -> Any:
+
+def _notebook_display() -> Any:
     """The handle of a fresh display where this is a notebook, else None."""
-    if "ipykernel" not in sys.modules:
+    if not is_notebook():
         return None
     from IPython.display import display
 
-    return display(Html(""), display_id=True)  # type: ignore[no-untyped-call]
+    return display(_Html(""), display_id=True)  # type: ignore[no-untyped-call]
 
 
 def _as_html(view: RenderableType) -> str:

@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from typing_extensions import override
 
 from elastrata.core.events import (
     Chosen,
@@ -25,7 +25,7 @@ from elastrata.core.events import (
     Warned,
 )
 from elastrata.core.record import StepRecord
-from elastrata.terminal.live_view import LiveView
+from elastrata.terminal.live_view import ShownLive
 from elastrata.terminal.stage_progress import counted, quantity
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _BAR_COLUMNS = 20
 _TIERS = {"hot": "kept in memory", "durable": "on storage"}
 
 
-class Progress:
+class Progress(ShownLive):
     """Shows a run's events as long as its block runs: what happens as lines; the steps as one line
     that moves on a terminal or in a notebook, elsewhere as a line every few seconds.
 
@@ -60,27 +60,15 @@ class Progress:
         begins: Mapping[int, str] | None = None,
         indent: str = "",
     ) -> None:
+        super().__init__(console)
         self._steps = steps
-        self._console = console
         self._begins = begins or {}
         self._indent = indent
-        self._view = LiveView(console)
         self._shown = 0.0
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._step = self._workers = self._saved = 0
+        self._last: StepRecord | None = None
         self._is_long = False
-
-    def __enter__(self) -> Self:
-        self._view.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._view.__exit__(kind, error, trace)
 
     def __call__(self, event: Event) -> None:
         """Shows an event."""
@@ -93,16 +81,20 @@ class Progress:
             case Started():
                 self._workers = event.world_size
                 self._recent.clear()
+                self._last = None
             case Committed():
                 self._saved = event.step
+                if self._last is not None:
+                    self._view.update(self._moving(self._last))
 
+    @override
     def _write(self, line: str) -> None:
-        self._console.print(f"{self._indent}{line}", markup=False)
+        super()._write(f"{self._indent}{line}")
 
     def _take(self, record: StepRecord) -> None:
         """Step records come too often to show each of them."""
         self._recent.append(record.seconds)
-        self._step = record.step
+        self._step, self._last = record.step, record
         if record.step in self._begins:
             self._write(self._begins[record.step])
         self._warn_of_length()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from typing_extensions import override
 
-from elastrata.terminal.live_view import LiveView
+from elastrata.terminal.live_view import ShownLive
 
 _SHOWN_SECONDS = 0.1
 """Stages that took less are over when they are first heard of."""
 _UNITS = (("G", 10**9), ("M", 10**6), ("k", 10**3))
 
 
-class StageProgress:
+class StageProgress(ShownLive):
     """Shows how far a long work of several stages is; a context manager.
 
     Args:
@@ -24,7 +24,7 @@ class StageProgress:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._bars = Progress(
             TextColumn("{task.description:<22}"),
             BarColumn(bar_width=30),
@@ -33,26 +33,21 @@ class StageProgress:
             console=console,
             auto_refresh=False,
         )
-        self._view = LiveView(console)
         self._stage = ""
         self._task: TaskID | None = None
         # when the stage before ended: the first report of a stage comes with its first result
         self._begun = time.monotonic()
         self._finished = True
 
+    @override
     def __enter__(self) -> Self:
-        self._view.__enter__()
         self._begun = time.monotonic()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._view.__exit__(kind, error, trace)
-        if self._view.is_live:
+    @override
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._view.is_live and not self._view.stays:
             self._console.print(self._bars.get_renderable())
 
     def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
@@ -68,7 +63,7 @@ class StageProgress:
             if self._task is None:
                 seconds = time.monotonic() - self._begun
                 took = f" in {seconds:.1f} s" if seconds >= _SHOWN_SECONDS else ""
-                self._console.print(f"{stage}: {counted(done, unit)}{took}", markup=False)
+                self._write(f"{stage}: {counted(done, unit)}{took}")
             self._begun = time.monotonic()
 
     def _begin(self, stage: str) -> None:

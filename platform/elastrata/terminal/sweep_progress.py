@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from elastrata.sweeps.domains import Domain
 from elastrata.sweeps.publish import html_table
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.table import headings, ordered, rows
-from elastrata.terminal.live_view import Html, notebook_display
+from elastrata.terminal.live_view import ShownLive
 
 _ROWS_OF_OTHERS = 8
 """Lines of a terminal that are not the table's."""
-_REFRESHES_PER_SECOND = 2
 
 
-class SweepProgress:
+class SweepProgress(ShownLive):
     """Shows standings, as long as its block runs.
 
     Args:
@@ -30,43 +26,22 @@ class SweepProgress:
     """
 
     def __init__(self, space: Mapping[str, Domain], console: Console) -> None:
-        self._space, self._console = space, console
-        self._notebook = notebook_display()
-        is_live = console.is_terminal and self._notebook is None
-        self._live = (
-            Live(console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
-            if is_live
-            else None
-        )
+        super().__init__(console)
+        self._space = space
         self._told: set[str] = set()
 
     def __call__(self, standings: Standings) -> None:
         """Shows how it stands now."""
-        if self._notebook is not None:
-            self._notebook.update(Html(html_table(standings, self._space)))
-        elif self._live:
-            most = max(3, self._console.height - _ROWS_OF_OTHERS)
-            self._live.update(rich_table(standings, self._space, most))
-        else:
+        if not self._view.is_live:
             self._tell(standings)
+            return
+        most = max(3, self._console.height - _ROWS_OF_OTHERS)
+        table = rich_table(standings, self._space, most)
+        self._view.update(table, html_table(standings, self._space))
 
     def warn(self, line: str) -> None:
         """Shows a line."""
-        self._console.print(line, markup=False)
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        self._write(line)
 
     def _tell(self, standings: Standings) -> None:
         """A line for every trial when it is over."""
@@ -78,10 +53,9 @@ class SweepProgress:
                 shown = value if trial.counts else f" {trial.text}"
                 mark = ", the best so far" if trial is best else ""
                 values = "  ".join(f"{key}={value}" for key, value in trial.values.items())
-                self._console.print(
+                self._write(
                     f"trial {trial.id} {trial.state}:{shown} after {trial.tokens:,} tokens{mark}  "
-                    f"{values}",
-                    markup=False,
+                    f"{values}"
                 )
 
 

@@ -1,0 +1,219 @@
+"""Every command line of README and docs is run as it stands there, or says why not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from elastrata.cli.main import app, run
+from elastrata.cluster.ray_session import ray_session
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.sweeps.best import find_sweep
+from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
+from support.documented import ROOT, documented_lines, documented_names
+from support.texts import plain_text
+
+BIN = Path(sys.executable).parent
+ELSEWHERE = {line for line in documented_lines() if line.startswith(("python3 -c", "jupytext"))}
+"""Run by a shell, each by a test of its own below."""
+PHASES = """
+extends: bert/tiny
+data: {path: data/mine, prepare: {sources: [{paths: my/texts}]}}
+batch_size: 32
+phases: [{}, {steps: 5, batch_size: 16}]
+"""
+SMALL_SWEEP = {
+    "steps: 2000": "steps: 6",
+    "schedule.warmup_steps: 100": "schedule.warmup_steps: 1",
+    "evaluation.every: 100": (
+        "evaluation.every: 2\n  batch_size: 8\n  workload.num_layers: 1\n  evaluation.samples: 16\n"
+        "  workers.threads: 1"
+    ),
+    "int: [0, 400]": "int: [0, 3]",
+}
+"""What makes the sweep of the page small."""
+
+
+def _yaml(document: str, number: int = 0) -> str:
+    text = (ROOT / document).read_text()
+    return re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[number]
+
+
+def _write_files(home: Path) -> None:
+    """What the lines of the documents find in a folder: texts, and the files that they show."""
+    texts = home / "my" / "texts"
+    texts.mkdir(parents=True)
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(plain_text(number, 6000))
+    line = json.dumps({"content": plain_text(1, 20_000)})
+    (home / "web.jsonl").write_text(f"{line}\n" * 5)
+    (home / "mine.yaml").write_text(_yaml("README.md"))
+    (home / "phases.yaml").write_text(PHASES)
+    (home / "cluster.yaml").write_text(_yaml("docs/planner.md"))
+    sweep = _yaml("docs/sweeps.md")
+    for there, here in SMALL_SWEEP.items():
+        assert there in sweep
+        sweep = sweep.replace(there, here)
+    (home / "lr.yaml").write_text(sweep)
+    (home / "cluster_configs").symlink_to(ROOT / "cluster_configs")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which README's first lines were run: a data set, a run and an export."""
+    home = tmp_path_factory.mktemp("home")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _write_files(home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        with ray_session("local", num_cpus=2):
+            for line, how in TO_A_BERT.items():
+                assert run(how.arguments(line)) == 0, line
+        yield home
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_every_line_is_run_or_says_why_not() -> None:
+    tables: list[Sequence[str]] = [[*TO_A_BERT], [*READING], [*TRAINING], [*NOT_RUN], [*ELSEWHERE]]
+    known = [line for table in tables for line in table]
+    assert sorted(known) == sorted(documented_lines())
+
+
+def test_every_command_that_is_named_exists() -> None:
+    named = {name for name in documented_names() if name.startswith("elastrata ")}
+    assert len(named) > 10
+    for name in named:
+        words = name.removesuffix(" --json").split()[1:]
+        _, left = _command(words)
+        assert left in ([], ["cluster"]), name  # the only argument: `schema cluster`
+
+
+def _command(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command that words name, and what is left of them."""
+    command, left = typer.main.get_command(app), list(words)
+    while left and left[0] in getattr(command, "commands", {}):
+        command = command.commands[left.pop(0)]  # type: ignore[attr-defined]
+    return command, left
+
+
+def _exists(name: str) -> bool:
+    return (ROOT / name).exists()
+
+
+@pytest.mark.parametrize("line", NOT_RUN)
+def test_what_is_not_run_is_at_least_right(line: str) -> None:
+    program, *words = shlex.split(line)
+    if program == "elastrata":
+        _check_elastrata(words)
+    elif program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words) <= set(targets)
+    elif program == "python":
+        assert _exists(words[0])
+    elif program == "ray":
+        _check_ray(words)
+    elif program == "mlflow":
+        ours = (ROOT / "tests" / "support" / "tracking_server.py").read_text()
+        assert all(f'"{word}"' in ours for word in words if word.startswith("--"))
+    elif "install" in words:
+        _check_install(words)
+    else:
+        assert program == "export"
+        assert all("=" in word for word in words)
+
+
+def _check_elastrata(words: list[str]) -> None:
+    """Its options exist, and a recipe that ships takes the overrides."""
+    command, left = _command(words)
+    if "..." in left:
+        left[left.index("...")] = "RECIPE"
+    values = command.make_context(command.name, left).params
+    if values.get("recipe") in available_recipes():
+        load_recipe(values["recipe"], values["overrides"] or [])
+
+
+def _check_ray(words: list[str]) -> None:
+    from ray.scripts.scripts import cli
+
+    command, left = cli, words
+    while left[0] in getattr(command, "commands", {}):
+        command = command.commands[left.pop(0)]
+    command.make_context("ray", left)
+
+
+def _check_install(words: Sequence[str]) -> None:
+    """What it installs from this folder is there."""
+    if "-c" in words:
+        assert _exists(words[words.index("-c") + 1])
+    if "-e" in words:
+        folder, _, extra = words[words.index("-e") + 1].partition("[")
+        project = ROOT / folder / "pyproject.toml"
+        assert not extra or re.search(
+            rf"^{extra.removesuffix(']')} = \[", project.read_text(), re.MULTILINE
+        )
+
+
+def test_the_first_lines_give_a_model(home: Path) -> None:
+    assert (home / "models" / "first" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("line", READING)
+def test_a_line_that_reads(line: str, home: Path) -> None:
+    assert run(READING[line].arguments(line)) == 0
+
+
+def test_a_checkpoint_is_checked_by_hand_as_the_page_says(home: Path) -> None:
+    (line,) = (line for line in ELSEWHERE if line.startswith("python3"))
+    newest = max((home / "runs" / "first" / "checkpoints").iterdir())
+    done = subprocess.run(line, shell=True, cwd=newest, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "__0_0.distcp: OK" in done.stdout
+
+
+def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
+    (line,) = (line for line in ELSEWHERE if line.startswith("jupytext"))
+    shutil.copy(ROOT / "workloads" / "notebooks" / "sweep.py", tmp_path)
+    subprocess.run([BIN / "jupytext", *line.split()[1:]], cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "sweep.ipynb").read_text())["cells"]
+
+
+def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    (home / "fine_tune.py").write_text(
+        re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0]
+    )
+    done = subprocess.run(
+        [sys.executable, "fine_tune.py"], cwd=home, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    tuned = json.loads((home / "models" / "fine-tuned" / "config.json").read_text())
+    assert tuned["architectures"] == ["BertForSequenceClassification"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_lines_that_train(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ray_session("local", num_cpus=2):
+        for line, how in TRAINING.items():
+            arguments = how.arguments(line)
+            if "runs/lr/trials/0007" in arguments:
+                best = find_sweep("lr").best
+                assert best is not None
+                arguments[1] = f"runs/lr/trials/{best.id}"
+            assert run(arguments) == 0, (line, capsys.readouterr().err)
+    assert "Once upon a time" in capsys.readouterr().out
+    for model in ("models/best", "models/registered", "quick/model"):
+        assert (home / model / "config.json").is_file()
