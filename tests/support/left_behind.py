@@ -33,7 +33,7 @@ def end_commands() -> None:
     if not commands:
         return
     drivers = {command.pid for command in commands}
-    killed = {command.pid for command in commands if command.returncode < 0}
+    killed = {command.pid for command in commands if (command.returncode or 0) < 0}
     try:
         wait_until(lambda: not any(_dead(drivers).values()), _SECONDS_TO_GO, "the sessions' ends")
     finally:
