@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from elastrata.launch.ray_session import ray_session
-from support.left_behind import begin, end_commands, kill_ray
+from support.guardian import guard
+from support.left_behind import end_commands, kill_ray
+from support.marks import begin
 from support.s3 import s3_bucket
+from support.shared_ray import close_ray, open_ray
 
 LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
 """How the names of files that take minutes begin."""
@@ -23,30 +23,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
-def pytest_sessionfinish() -> None:
-    """What a fixture of several tests started, and failed to end."""
+@pytest.fixture(autouse=True, scope="session")
+def guarded() -> Iterator[None]:
+    """What tests have started ends with them, however their process ends."""
+    begin()
+    guardian = guard()
+    yield
     end_commands()
+    close_ray()
+    guardian.kill()
+    guardian.communicate()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves nothing behind that would slow down the next one."""
     test = begin()
+    starts_rays = request.path.parent.name in RAYS
+    if starts_rays:
+        close_ray()
     yield
     try:
         end_commands()
     finally:
-        if request.path.parent.name in RAYS:
+        if starts_rays:
             kill_ray(test)
 
 
 @pytest.fixture(scope="module")
 def ray_local() -> Iterator[None]:
-    """A Ray cluster of the module's own: two logical CPUs, workers that can import tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        with ray_session("local", num_cpus=2):
-            yield
+    """The Ray cluster of the process's tests: two logical CPUs, workers that can import tests."""
+    open_ray()
+    yield
 
 
 @pytest.fixture
