@@ -51,10 +51,9 @@ def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ray_local() -> Iterator[None]:
+def ray_local() -> None:
     """The Ray cluster of the process's tests: two logical CPUs, workers that can import tests."""
     open_ray()
-    yield
 
 
 @pytest.fixture

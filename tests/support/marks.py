@@ -30,6 +30,6 @@ def marked(start: str) -> Iterator[int]:
     for process in Path("/proc").glob("[1-9]*"):
         with suppress(OSError):
             variables = (process / "environ").read_bytes().split(b"\0")
-            if any(variable.startswith(wanted) for variable in variables):
-                if int(process.name) != os.getpid():
-                    yield int(process.name)
+            is_marked = any(variable.startswith(wanted) for variable in variables)
+            if is_marked and int(process.name) != os.getpid():
+                yield int(process.name)
