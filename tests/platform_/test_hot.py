@@ -285,6 +285,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow  # six ranks
 def test_state_of_two_ranks_loads_at_other_numbers(
     storage: HotStorage, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -307,6 +308,7 @@ def test_state_of_two_ranks_loads_at_other_numbers(
         other.kill()
 
 
+@pytest.mark.slow  # a rank
 def test_a_full_keeper_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
     storage = open_hot_tier(1000)
     group = Group([head_id()], 1, tmp_path)
@@ -321,6 +323,7 @@ def test_a_full_keeper_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path
     close_hot_tier(storage)
 
 
+@pytest.mark.slow  # three ranks
 def test_a_writer_killed_between_two_files_leaves_the_copy_before(
     storage: HotStorage, nodes: Nodes, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
     _assert_same_run(recipe, name)
 
 
+@pytest.mark.slow  # a run
 def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> None:
     # two workers want 2.4 of the CPUs, of which a cluster of this machine has os.cpu_count()
     cpus = 0.6 * (os.cpu_count() or 2)
@@ -174,6 +175,7 @@ def test_workers_may_claim_every_cpu(recipe, undisturbed) -> None:
     assert done["status"] == "FINISHED"
 
 
+@pytest.mark.slow  # two launches
 def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tmp_path) -> None:
     whole = recipe.parent / "runs" / "undisturbed"
     shutil.copytree(whole, recipe.parent / "runs" / "damaged")
@@ -197,6 +199,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     assert f"{redone[0].folder}: __0_0.distcp is altered" in done.stderr
 
 
+@pytest.mark.slow  # two launches
 def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> None:
     runs = recipe.parent / "runs"
     shutil.copytree(runs / "undisturbed", runs / "gone-back")

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support.forks import forks
+from support.forks import fork
 
 _SECONDS = 240.0
 ELASTRATA = str(Path(sys.executable).with_name("elastrata"))
@@ -44,10 +44,7 @@ class Command:
     ) -> None:
         texts = [*map(str, arguments)]
         place = str(cwd or Path.cwd())
-        self._process = forks().Process(
-            target=_main, args=(texts, place, dict(os.environ), str(out), str(err), own_group)
-        )
-        self._process.start()
+        self._process = fork(_main, texts, place, str(out), str(err), own_group)
         assert self._process.pid
         self.pid: int = self._process.pid
 
@@ -143,22 +140,13 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
-def _main(
-    arguments: list[str],
-    cwd: str,
-    environment: Mapping[str, str],
-    out: str,
-    err: str,
-    own_group: bool,
-) -> None:
+def _main(arguments: list[str], cwd: str, out: str, err: str, own_group: bool) -> None:
     """Runs in the new process."""
     if own_group:
         os.setsid()
     _write_to(out, 1)
     _write_to(err, 2)
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
     sys.argv = [ELASTRATA, *arguments]
     from elastrata.cli import main
 

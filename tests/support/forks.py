@@ -8,8 +8,11 @@ with the first fork, it ends with the process of the tests.
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Callable, Mapping
 from functools import cache
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
 MODULES = (
     "torch._dynamo",
@@ -32,3 +35,19 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(MODULES))
     return context
+
+
+def fork(function: Callable[..., object], *args: Any) -> ForkServerProcess:
+    """Starts a process that calls a function of a module, in the caller's environment."""
+    process = forks().Process(target=_call, args=(dict(os.environ), function, args))
+    process.start()
+    return process
+
+
+def _call(
+    environment: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]
+) -> None:
+    """Runs in the new process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*args)

@@ -16,7 +16,7 @@ from elastrata.checkpoints.checkpoint import hot_saver
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.training_state import restore
 from elastrata.hot.storage import HotStorage
-from platform_.checkpoint_ranks import ROWS, Training
+from support.checkpoint_ranks import ROWS, Training
 
 
 class Rank:
