@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 EVERY := -m ""
 
 .PHONY: quickstart test test-all slow lint check chaos fuzz clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +79,30 @@ def _assert_equal(found: list[Any], wanted: list[Any], relative: float, case: st
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ways"),
+    ("names", "world_size", "ways"),
     [
-        pytest.param(2, [SEQUENCE], id="tp2"),
-        pytest.param(2, [TENSOR], id="tp2 without sequence", marks=slow),
-        pytest.param(4, [SEQUENCE], id="dp2 tp2", marks=slow),
-        pytest.param(4, [TENSOR, HYBRID, {**SEQUENCE, "overlap_on_cpu": True}], marks=slow),
-        pytest.param(8, [HYBRID], id="2 copies of dp2 tp2", marks=slow),
+        pytest.param(["muon"], 2, [SEQUENCE], id="tp2"),
+        pytest.param(["lamb", "bucketwise"], 2, [SEQUENCE], id="tp2 too", marks=slow),
+        pytest.param(CHOICES, 2, [TENSOR], id="tp2 without sequence", marks=slow),
+        pytest.param(CHOICES, 4, [SEQUENCE], id="dp2 tp2", marks=slow),
+        pytest.param(
+            CHOICES, 4, [TENSOR, HYBRID, {**SEQUENCE, "overlap_on_cpu": True}], marks=slow
+        ),
+        pytest.param(CHOICES, 8, [HYBRID], id="2 copies of dp2 tp2", marks=slow),
     ],
 )
 def test_optimizers_and_clips_learn_what_one_process_learns(
-    world_size: int, ways: list[dict[str, Any]], recipes: dict[str, Any], alone: dict[str, Any]
+    names: Iterable[str],
+    world_size: int,
+    ways: list[dict[str, Any]],
+    recipes: dict[str, Any],
+    alone: dict[str, Any],
 ) -> None:
     cases = [
-        (name, {**recipe, "parallel": way})
-        for name, recipe in recipes.items()
+        (name, {**recipes[name], "parallel": way})
+        for name in names
         for way in ways
-        if not (way.get("overlap_on_cpu") and "clip" in recipe)
+        if not (way.get("overlap_on_cpu") and "clip" in recipes[name])
     ]
     ranks = run_fresh_ranks(world_size, train_all, [recipe for _, recipe in cases])
     for runs in ranks:
