@@ -12,7 +12,20 @@ from support.marks import begin
 from support.s3 import s3_bucket
 from support.shared_ray import close_ray, open_ray
 
-LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
+LONG = (
+    "test_train",
+    "test_sweep",
+    "test_pulse",
+    "test_pipeline",
+    "test_tensor",
+    "test_sparsity",
+    "test_quickstart",
+    "test_readme",
+    "test_notebooks",
+    "test_autoscaling",
+    "test_submit",
+    "test_prepare",
+)
 """How the names of files that take minutes begin."""
 RAYS = ("faults", "clusters")
 """Folders whose tests start clusters without a command."""
