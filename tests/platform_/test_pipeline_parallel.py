@@ -139,7 +139,7 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
 @pytest.mark.parametrize(
     ("name", "world_size", "layouts"),
     [
-        ("tied llama", 2, [{}, PIPELINE, {"tensor": 2}]),
+        ("tied llama", 2, [{}, PIPELINE, INTERLEAVED]),
         *(
             pytest.param(name, 4, [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}], marks=SLOW)
             for name in ("tied llama", "bert")

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 MODULES = (
+    "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
