@@ -136,6 +136,7 @@ def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
     assert sorted(model.tags["uri"] for model in models) == sorted(present)
 
 
+@pytest.mark.slow  # two groups of two workers
 def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path) -> None:
     name = "worker-lost"
     driver = start(
