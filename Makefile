@@ -1,6 +1,7 @@
 # make quickstart: the main job on the text of Python's own library, in minutes, without a download
-# make test:       the tests
-# make check:      everything a change must pass
+# make test:       the tests, but for those that take long: in minutes
+# make test-all:   all of them
+# make check:      style, types, imports, and the tests of `make test`
 # make fuzz:       the fuzzers, many rounds of each
 # make clean:      removes what the above made, .venv and ./quickstart included
 
@@ -9,24 +10,28 @@ BIN := .venv/bin
 READY := .venv/.installed
 ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
-# Then the faults, alone: a run that is starved looks like one that hangs.
-define TESTS
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/faults
-	@$(BIN)/python -m pytest -q tests/faults
-endef
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+EVERY := -m ""
 
-.PHONY: quickstart test check slow chaos fuzz clean
+.PHONY: quickstart test test-all slow lint check chaos fuzz clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
 
 test: $(READY)
 	@echo "== running the tests"
-	$(TESTS)
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
+
+# The faults come last and alone: a run that is starved looks like one that hangs.
+test-all: $(READY)
+	@echo "== running all tests, slow ones too"
+	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) --ignore=tests/faults
+	@$(BIN)/python -m pytest -q $(EVERY) tests/faults
 
 slow: $(READY)
 	@echo "== running the slow tests"
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) --ignore=tests/faults
+	@$(BIN)/python -m pytest -q -m slow tests/faults
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"
@@ -36,7 +41,7 @@ fuzz: $(READY)
 	@echo "== damaged files and hostile input, $(ELASTRATA_FUZZ_ROUNDS) rounds of each"
 	@ELASTRATA_FUZZ_ROUNDS=$(ELASTRATA_FUZZ_ROUNDS) $(BIN)/python -m pytest -q tests/fuzz
 
-check: $(READY)
+lint: $(READY)
 	@echo "== style (ruff)"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -44,8 +49,8 @@ check: $(READY)
 	@$(BIN)/mypy
 	@echo "== imports (import-linter)"
 	@$(BIN)/lint-imports
-	@echo "== tests (pytest)"
-	$(TESTS)
+
+check: lint test
 
 clean:
 	@echo "== removing .venv, ./quickstart and the tools' caches"

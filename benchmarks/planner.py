@@ -1,6 +1,6 @@
 """The planner beside what was published: Megatron-LM's tables, and arXiv 2311.05610.
 
-    PYTHONPATH=tests python benchmarks/planner.py ../shared/data
+    PYTHONPATH=tests python benchmarks/planner.py benchmarks/published
 
 The folder holds `megatron_sc21_table1.csv` and `megatron_sc21_vs_zero3.csv` (arXiv 2104.04473). Two
 constants, the shares of the peak and of the memory's bandwidth that kernels reach, are fitted on

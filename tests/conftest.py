@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from elastrata.cluster.ray_session import ray_session
-from support.left_behind import begin, end_commands, kill_ray
+from support.guardian import guard
+from support.left_behind import end_commands, kill_ray
+from support.marks import begin
 from support.s3 import s3_bucket
+from support.shared_ray import close_ray, open_ray
 
-LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
+LONG = (
+    "test_train",
+    "test_sweep",
+    "test_pulse",
+    "test_pipeline",
+    "test_tensor",
+    "test_sparsity",
+    "test_quickstart",
+    "test_readme",
+    "test_notebooks",
+    "test_autoscaling",
+    "test_submit",
+    "test_prepare",
+)
 """How the names of files that take minutes begin."""
 RAYS = ("faults", "clusters")
 """Folders whose tests start clusters without a command."""
@@ -23,30 +36,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
-def pytest_sessionfinish() -> None:
-    """What a fixture of several tests started, and failed to end."""
+@pytest.fixture(autouse=True, scope="session")
+def guarded() -> Iterator[None]:
+    """What tests have started ends with them, however their process ends."""
+    begin()
+    guardian = guard()
+    yield
     end_commands()
+    close_ray()
+    guardian.kill()
+    guardian.communicate()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves nothing behind that would slow down the next one."""
     test = begin()
+    starts_rays = request.path.parent.name in RAYS
+    if starts_rays:
+        close_ray()
     yield
     try:
         end_commands()
     finally:
-        if request.path.parent.name in RAYS:
+        if starts_rays:
             kill_ray(test)
 
 
 @pytest.fixture(scope="module")
-def ray_local() -> Iterator[None]:
-    """A Ray cluster of the module's own: two logical CPUs, workers that can import tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        with ray_session("local", num_cpus=2):
-            yield
+def ray_local() -> None:
+    """The Ray cluster of the process's tests: two logical CPUs, workers that can import tests."""
+    open_ray()
 
 
 @pytest.fixture

@@ -158,6 +158,7 @@ def test_a_notice_drains_the_node_of_a_real_cluster(
     assert going.node_id not in everywhere.alive()
 
 
+@pytest.mark.slow  # a cluster
 @pytest.mark.parametrize("how", ["--now", "--on-sigterm"])
 def test_a_pod_that_is_to_end_waits_until_its_node_has(
     how: str, cluster: Cluster, tmp_path: Path
@@ -175,6 +176,7 @@ def test_a_pod_that_is_to_end_waits_until_its_node_has(
     assert Nodes(cluster.address, going.node_id).alive() == []
 
 
+@pytest.mark.slow  # a cluster
 def test_where_no_node_is_left_to_drain(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
     where = ("--address", cluster.address, "--node", "00" * 28)

@@ -24,6 +24,7 @@ def cluster() -> Iterator[Nodes]:
         yield cluster
 
 
+@SLOW  # a cluster of three nodes
 def test_grows_and_makes_way_without_losing_a_step(recipe, undisturbed, cluster, tmp_path) -> None:
     first = cluster.add(cpus=1)
     live = LiveRun(recipe, "grown", tmp_path / "log", "--address", cluster.address)

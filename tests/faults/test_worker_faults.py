@@ -65,6 +65,7 @@ def assert_done_again(entries: list[Any], fault: str) -> None:
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow  # a run of two workers
 def test_an_exception_in_one_rank(values, tmp_path) -> None:
     with ray_session("local", num_cpus=2):
         entries = train_faulty(values, tmp_path, fault="raises")

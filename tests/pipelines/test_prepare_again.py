@@ -93,6 +93,7 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # a Ray of its own
 def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: str) -> None:
     source = Storage(f"{bucket}/corpus")
     for path in corpus.iterdir():

@@ -21,6 +21,7 @@ from elastrata_pipelines.stream import RankStream, dealt, descriptors
 from support.synthetic import write_data_set
 
 STEPS, BATCH = 23, 29
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,10 @@ def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
     assert one != other
 
 
-@pytest.mark.parametrize(("world_size", "start"), [(1, 0), (2, 0), (3, 5), (5, 22), (12, 21)])
+@pytest.mark.parametrize(
+    ("world_size", "start"),
+    [(2, 0), (3, 5), *(pytest.param(*case, marks=SLOW) for case in ((1, 0), (5, 22), (12, 21)))],
+)
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
     begin = Start(step=start, samples=start * BATCH, tokens=0, commit="x" if start else None)
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
@@ -92,7 +96,7 @@ def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start)
         assert len({part[place][3] for part in parts}) == 1, "ranks differ in micro-batches"
 
 
-@pytest.mark.parametrize("start", [0, 4, 7, 9])
+@pytest.mark.parametrize("start", [7, *(pytest.param(n, marks=SLOW) for n in (0, 4, 9))])
 def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path, start) -> None:
     manifest = write_data_set(tmp_path, samples=100, seed=1)
     other = replace(

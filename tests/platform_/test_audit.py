@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+import elastrata
+from elastrata import Recipe
 from elastrata.cli.main import run
 from elastrata.run.audit import position_problems, sample_problems, sequence_problems
 from elastrata.run.comparison import compare, relative_difference
@@ -18,7 +19,6 @@ from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.history import read
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from support.command import run_json
 from support.documented import documented_keys
 from support.histories import BATCH, Entry, started, stepped, write_part, write_run
 from support.synthetic import tiny_recipe, write_data_set
@@ -27,13 +27,12 @@ STEPS, SAMPLES = 60, 400
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Path:
     """The folder of a run of 60 steps of 21 samples: three times through its data set and more."""
     folder = tmp_path_factory.mktemp("audit")
     write_data_set(folder / "data", samples=SAMPLES)
-    recipe = tiny_recipe(folder / "data", folder / "runs", steps=STEPS)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run_json("train", folder / "recipe.yaml", "--name", "one")
+    recipe = tiny_recipe(folder / "data", folder / "runs", steps=STEPS, name="one")
+    elastrata.train(Recipe.model_validate(recipe))
     return folder / "runs" / "one"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from torch import Tensor
 from elastrata.checkpoints.commit import commits, newest_verified, problems
 from elastrata.checkpoints.training_state import load_full_model_state
 from elastrata_pipelines.storage import Storage
+from support.checkpoint_ranks import run_scenario
+from support.forks import fork
 
-RANKS = Path(__file__).parent / "checkpoint_ranks.py"
 SECONDS = 200
 
 
@@ -27,7 +26,7 @@ SECONDS = 200
 class Ended:
     """What a group of processes left behind."""
 
-    codes: list[int]
+    codes: list[int | None]
     notes: list[dict[str, Any]]
     tensors: dict[str, dict[str, Tensor]]
 
@@ -37,7 +36,7 @@ Group = Callable[..., Ended]
 
 @pytest.fixture
 def group(tmp_path: Path) -> Group:
-    """Runs a scenario of `checkpoint_ranks.py` in a number of processes."""
+    """Runs a scenario of `support.checkpoint_ranks` in a number of processes."""
     count = 0
 
     def run(scenario: str, world_size: int, storage: str, expected: int = 0) -> Ended:
@@ -46,16 +45,15 @@ def group(tmp_path: Path) -> Group:
         folder = tmp_path / f"group{count}"
         folder.mkdir()
         paths = {name: str(folder / name) for name in ("notes", "result", "rendezvous")}
-        ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-W", "error", str(RANKS), scenario),
-                    json.dumps({**paths, "storage": storage, "rank": r, "world_size": world_size}),
-                ]
-            )
-            for r in range(world_size)
+        given = [
+            {**paths, "storage": storage, "rank": rank, "world_size": world_size}
+            for rank in range(world_size)
         ]
-        codes = [rank.wait(SECONDS) for rank in ranks]
+        ranks = [fork(run_scenario, scenario, arguments) for arguments in given]
+        for rank in ranks:
+            rank.join(SECONDS)
+        codes = [rank.exitcode for rank in ranks]
+        assert None not in codes
         assert [code for code in codes if code] == ([expected] if expected else [])
         notes, result = folder / "notes", folder / "result"
         return Ended(

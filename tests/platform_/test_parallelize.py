@@ -153,7 +153,8 @@ def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> Non
         assert all(map(np.array_equal, one.buckets, other.buckets))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 100 steps, three times
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_with_bf16_sums_follow_those_with_fp32(
     world_size: int, recipe: dict[str, Any]
 ) -> None:

@@ -58,6 +58,7 @@ FOUR_RANKS = [
     {"pipeline": 4},
     {"pipeline": 2, "replicate": 2},
 ]
+SLOW = pytest.mark.slow
 EIGHT_RANKS = [CUBE, {**INTERLEAVED, "tensor": 2}, {**ZERO_BUBBLE, "tensor": 2}]
 
 
@@ -92,17 +93,15 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "ways"),
     [
-        pytest.param(4, [("gpt2", PIPELINE), ("llama", INTERLEAVED)], id="pp2 dp2"),
-        pytest.param(2, [("bert", PIPELINE), ("bert", INTERLEAVED)], id="pp2"),
-        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=pytest.mark.slow),
+        pytest.param(2, [("llama", PIPELINE), ("bert", INTERLEAVED)], id="pp2"),
+        pytest.param(2, [("gpt2", INTERLEAVED), ("bert", PIPELINE)], id="pp2 too", marks=SLOW),
+        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=SLOW),
         *(
-            pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=pytest.mark.slow)
+            pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=SLOW)
             for name in RUNS
         ),
         *(
-            pytest.param(
-                8, [(name, way) for way in EIGHT_RANKS], id=f"{name} 8", marks=pytest.mark.slow
-            )
+            pytest.param(8, [(name, way) for way in EIGHT_RANKS], id=f"{name} 8", marks=SLOW)
             for name in RUNS
         ),
     ],
@@ -122,7 +121,7 @@ def test_losses_are_equal_however_the_model_is_cut(
             assert {len(record.memory_by_stage) for record in found} == {way["pipeline"]}
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_optimizers_and_bf16_learn_the_same_in_stages(
     optimizer: str, recipes: dict[str, Any]
@@ -137,13 +136,26 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["tied llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "world_size", "layouts"),
+    [
+        ("tied llama", 2, [{}, PIPELINE, INTERLEAVED]),
+        *(
+            pytest.param(name, 4, [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}], marks=SLOW)
+            for name in ("tied llama", "bert")
+        ),
+    ],
+)
 def test_checkpoints_go_on_in_any_layout(
-    name: str, tmp_path: Path, recipes: dict[str, Any], alone: Callable[[str], list[Any]]
+    name: str,
+    world_size: int,
+    layouts: list[dict[str, Any]],
+    tmp_path: Path,
+    recipes: dict[str, Any],
+    alone: Callable[[str], list[Any]],
 ) -> None:
     recipe, url = recipes[name], str(tmp_path / "checkpoints")
-    layouts = [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}]
-    for run in run_fresh_ranks(4, travel, recipe, layouts, url):
+    for run in run_fresh_ranks(world_size, travel, recipe, layouts, url):
         records = [record for part, _ in run for record in part]
         _assert_equal(records, alone(name), "from layout to layout")
     ((last, evaluated),) = run_ranks(1, travel, recipe, [{}], str(tmp_path / "one"))[0]

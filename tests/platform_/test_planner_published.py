@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 
@@ -19,19 +18,13 @@ from support.published import (
     table2,
 )
 
-DATA = ROOT.parent / "shared" / "data"
+DATA = ROOT / "benchmarks" / "published"
 ROTATED = [tuple(sorted((row + turn) % 10 for row in FITTED_ROWS)) for turn in (0, 2, 4, 6, 8)]
-
-
-def _published(name: str) -> Path:
-    if not (DATA / name).is_file():
-        pytest.skip(f"{name} is not beside this checkout")
-    return DATA / name
 
 
 @pytest.fixture(scope="module")
 def table1() -> list[Row]:
-    return rows(_published("megatron_sc21_table1.csv"))
+    return rows(DATA / "megatron_sc21_table1.csv")
 
 
 def _mean_and_worst(errors: list[float]) -> tuple[float, float]:
@@ -58,7 +51,7 @@ def test_other_rows_give_nearly_the_same(table1: list[Row], chosen: tuple[int, .
 
 
 def test_table_2_ranks_crosses_and_is_within_15_percent() -> None:
-    compared = table2(_published("megatron_sc21_vs_zero3.csv"), GPU)
+    compared = table2(DATA / "megatron_sc21_vs_zero3.csv", GPU)
     for row in compared:
         assert row.ptdp == pytest.approx(row.ptdp_published, rel=0.15)
         assert row.zero3 == pytest.approx(row.zero3_published, rel=0.15)

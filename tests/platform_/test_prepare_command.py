@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from elastrata.cli import main as cli
+from elastrata import cli
+from elastrata.cli.main import run
 from elastrata.cli.prepare import _from_recipe, _given
 from elastrata_pipelines.preparation import PrepareConfig
-from support.command import run, run_json
 from support.documented import documented_keys
 
 RECIPE = """\
@@ -27,23 +28,32 @@ data:
 """
 
 
-def test_options_and_a_recipe_make_the_same_data_set(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_local")
+def test_options_and_a_recipe_make_the_same_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for number in range(40):
         words = " ".join(f"word{number * k % 31}" for k in range(60))
         (tmp_path / "text" / f"{number}.txt").write_text(words)
     (tmp_path / "mine.yaml").write_text(RECIPE)
-    given = ("--tokenizer", "bpe", "--vocab-size", 400, "--seq-len", 32, "--held-out", 0.2)
-    first = run_json("prepare", "--text", "text", *given, "--out", "from-options", cwd=tmp_path)
-    second = run_json("prepare", "mine.yaml", cwd=tmp_path)
+    given = ("--tokenizer", "bpe", "--vocab-size", "400", "--seq-len", "32", "--held-out", "0.2")
+
+    def prepared(*arguments: str) -> dict[str, Any]:
+        assert run(["prepare", *arguments, "--json"]) == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return result
+
+    first = prepared("--text", "text", *given, "--out", "from-options")
+    second = prepared("mine.yaml")
     assert list(first) == documented_keys("prepare")
     assert first["path"] == str(tmp_path / "from-options")
     assert first["samples"] > 30
     assert second | {"path": "", "seconds": 0} == first | {"path": "", "seconds": 0}
 
-    refused = run("prepare", "mine.yaml", "data.prepare.seq_len=16", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "--overwrite" in refused.stderr
+    assert run(["prepare", "mine.yaml", "data.prepare.seq_len=16"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
 
 
 @pytest.fixture

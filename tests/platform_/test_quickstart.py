@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 from transformers import AutoModelForMaskedLM
 
@@ -20,6 +21,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow  # a run of two workers, and another process that has nothing left to do
 def test_the_main_job(tmp_path: Path) -> None:
     result = run_json("quickstart", *SHORT, "--out", "q", cwd=tmp_path)
     assert list(result) == [*documented_keys("train"), *documented_keys("quickstart")]

@@ -55,6 +55,7 @@ shutil.rmtree(mine)
 """
 
 
+@pytest.mark.slow  # two Rays, one after the other
 def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
     done = subprocess.run([sys.executable, "-c", OWN_AND_GONE], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

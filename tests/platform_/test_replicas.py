@@ -283,6 +283,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow  # six ranks
 def test_state_of_two_ranks_loads_at_other_numbers(
     storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -305,6 +306,7 @@ def test_state_of_two_ranks_loads_at_other_numbers(
         other.kill()
 
 
+@pytest.mark.slow  # a rank
 def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
     storage = open_replicas(1000)
     group = Group([head_id()], 1, tmp_path)
@@ -319,6 +321,7 @@ def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path)
     close_replicas(storage)
 
 
+@pytest.mark.slow  # three ranks
 def test_a_writer_killed_between_two_files_leaves_the_copy_before(
     storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:

@@ -78,12 +78,15 @@ def _assert_equal(found: Sparse, wanted: Sparse, relative: float = RELATIVE) -> 
         assert values == pytest.approx(right, rel=relative), key
 
 
-def test_every_method_is_the_same_on_one_two_three_and_four_ranks(data: Path) -> None:
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_every_method_is_the_same_on_any_number_of_ranks(
+    data: Path, sizes: tuple[int, ...]
+) -> None:
     """With the same sums to the bit, RigL replaces the same weights; all ranks look after every
     step whether weights, gradients and running means are exactly zero."""
     recipes = _methods(data)
     alone = run_ranks(1, train_all_sparse, recipes)[0]
-    for size in (2, 3, 4):
+    for size in sizes:
         for found in run_ranks(size, train_all_sparse, recipes):
             for one, other in zip(found, alone, strict=True):
                 _assert_equal(one, other, relative=0.0)
@@ -118,7 +121,9 @@ def test_rigl_replaces_weights_and_keeps_their_number(data: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", [{"replicate": 2}, {"tensor": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"replicate": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)]
+)
 def test_masks_are_the_same_in_other_layouts(data: Path, layout: dict[str, Any]) -> None:
     recipe = _recipe(data, sparsity=STATIC, **(ODD if "tensor" in layout else BERT))
     alone = run_ranks(1, train_sparse, recipe)[0]
@@ -161,7 +166,7 @@ def test_level_after_level_down_to_none(data: Path, name: str) -> None:
             _assert_equal(found, alone, tolerance)
 
 
-@pytest.mark.parametrize("at", [6, 5])
+@pytest.mark.parametrize("at", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_at_another_size(data: Path, tmp_path: Path, at: int) -> None:
     """At the end of a phase of RigL, and in its middle; another phase of it comes after."""
     phases = [

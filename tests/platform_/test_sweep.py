@@ -99,6 +99,7 @@ def _assert_whole(folder: Path, result: SweepResult) -> None:
         assert [m.step for m in steps] == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.slow  # six trials
 @pytest.mark.usefixtures("ray_local")
 def test_a_sweep_from_python(folder: Path) -> None:
     config = _config(

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, SEQUENCE),
 }
 """World size, and the section `parallel`, beside dp2 tp2."""
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow  # `test_tensor_parallel.py` has a quick one
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,10 @@ def _assert_equal(found: list[Any], wanted: list[Any], relative: float, case: st
     ("world_size", "ways"),
     [
         pytest.param(2, [SEQUENCE], id="tp2"),
-        pytest.param(2, [TENSOR], id="tp2 without sequence", marks=slow),
-        pytest.param(4, [SEQUENCE], id="dp2 tp2", marks=slow),
-        pytest.param(4, [TENSOR, HYBRID, {**SEQUENCE, "overlap_on_cpu": True}], marks=slow),
-        pytest.param(8, [HYBRID], id="2 copies of dp2 tp2", marks=slow),
+        pytest.param(2, [TENSOR], id="tp2 without sequence"),
+        pytest.param(4, [SEQUENCE], id="dp2 tp2"),
+        (4, [TENSOR, HYBRID, {**SEQUENCE, "overlap_on_cpu": True}]),
+        pytest.param(8, [HYBRID], id="2 copies of dp2 tp2"),
     ],
 )
 def test_optimizers_and_clips_learn_what_one_process_learns(
@@ -107,7 +107,6 @@ def test_the_choices_do_something(alone: dict[str, Any]) -> None:
     assert all(records[-1].loss < records[0].loss for records in alone.values())
 
 
-@slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_parts_are_clipped_alike_however_the_model_is_divided(
     groups: int, recipes: dict[str, Any]
@@ -121,7 +120,6 @@ def test_parts_are_clipped_alike_however_the_model_is_divided(
             _assert_equal(found, wanted, RELATIVE["bucketwise"], f"{groups} groups")
 
 
-@slow
 def test_with_virtual_ranks_no_bit_depends_on_the_number_of_groups(recipes: dict[str, Any]) -> None:
     recipe = {
         **recipes["bucketwise"],
@@ -136,7 +134,6 @@ def test_with_virtual_ranks_no_bit_depends_on_the_number_of_groups(recipes: dict
     assert two == alone
 
 
-@slow
 @pytest.mark.parametrize(("world_size", "way"), LAYOUTS.values(), ids=LAYOUTS)
 def test_checkpoints_go_on_in_another_layout_and_back(
     world_size: int,
@@ -159,7 +156,6 @@ def test_checkpoints_go_on_in_another_layout_and_back(
             _assert_equal(records, alone[name][SAVED_AT:], RELATIVE[name], name)
 
 
-@slow
 def test_bf16_follows_fp32(recipes: dict[str, Any], alone: dict[str, Any]) -> None:
     """bf16 keeps 8 bits of a number: half a percent per operation, averaged over predictions."""
     low = [

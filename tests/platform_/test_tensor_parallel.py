@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,29 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ways"),
+    ("names", "world_size", "ways"),
     [
-        pytest.param(2, [{}], id="dp2", marks=pytest.mark.slow),
-        pytest.param(2, [TENSOR, SEQUENCE], id="tp2", marks=pytest.mark.slow),
-        pytest.param(4, [TENSOR, SEQUENCE], id="dp2 tp2"),
+        pytest.param(["bert"], 2, [SEQUENCE], id="tp2"),
+        pytest.param(RUNS, 2, [{}], id="dp2", marks=pytest.mark.slow),
+        pytest.param(RUNS, 2, [TENSOR, SEQUENCE], id="tp2 all", marks=pytest.mark.slow),
+        pytest.param(RUNS, 4, [TENSOR, SEQUENCE], id="dp2 tp2", marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_equal_however_the_model_is_divided(
-    world_size: int, ways: list[dict[str, Any]], recipes: dict[str, Any], alone: dict[str, Any]
+    names: Iterable[str],
+    world_size: int,
+    ways: list[dict[str, Any]],
+    recipes: dict[str, Any],
+    alone: dict[str, Any],
 ) -> None:
-    cases = [
-        (name, {**recipe, "parallel": way}) for name, recipe in recipes.items() for way in ways
-    ]
+    cases = [(name, {**recipes[name], "parallel": way}) for name in names for way in ways]
     ranks = run_fresh_ranks(world_size, train_all, [recipe for _, recipe in cases])
     for runs in ranks:
         for (name, recipe), found in zip(cases, runs, strict=True):
             _assert_equal(found, alone[name], f"{name}: {recipe['parallel']}")
 
 
+@pytest.mark.slow  # thirteen ranks; `test_pipeline_parallel.py` has a quick one
 def test_checkpoints_go_on_with_the_model_divided_and_back(
     tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
 ) -> None:

@@ -381,11 +381,11 @@ class Server:
         return False
 
 
-@pytest.fixture
-def server(tmp_path: Path, empty_store: Path) -> Iterator[Server]:
-    (tmp_path / "server").mkdir()
-    shutil.copy(empty_store, tmp_path / "server" / "mlflow.db")
-    server = Server(tmp_path / "server")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    server = Server(folder)
     yield server
     server.kill()
 
@@ -441,11 +441,11 @@ def test_a_server_keeps_an_export(tmp_path: Path, server: Server) -> None:
     )
     tracker = _open(tmp_path / "runs", uri=server.uri)
     for _ in range(2):
-        tracker.register_export(model, "lr")
+        tracker.register_export(model, "exported")
     tracker.finish("FINISHED")
     client = MlflowClient(server.uri)
-    (version,) = client.search_model_versions("name = 'lr'")
-    best = client.get_model_version_by_alias("lr", "best")
+    (version,) = client.search_model_versions("name = 'exported'")
+    best = client.get_model_version_by_alias("exported", "best")
     assert (best.version, best.source) == (version.version, f"models:/{version.tags['model_id']}")
     found = client.list_logged_model_artifacts(best.tags["model_id"])
     assert {"MLmodel", "model"} <= {item.path for item in found}

@@ -86,25 +86,27 @@ def test_a_finished_run_is_not_run_again(recipe, undisturbed) -> None:
     assert run_json("train", recipe, "--name", "undisturbed") == undisturbed
 
 
-def test_killed_driver_resumes_at_another_size(recipe, undisturbed, tmp_path) -> None:
-    name = "killed"
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_driver_resumes_at_another_size(workers, recipe, undisturbed, tmp_path) -> None:
+    name = f"killed-{workers}"
     two = start(
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
     )
     wait_until(lambda: _has_commit(recipe, name), 300, "a first checkpoint")
     kill_group(two)
 
-    done = run_json("train", recipe, "workers.min=3", "workers.max=3", "--name", name)
+    others = [f"workers.min={workers}", f"workers.max={workers}"]
+    done = run_json("train", recipe, *others, "--name", name)
 
-    assert done["world_sizes"] == [2, 3]
+    assert done["world_sizes"] == [2, workers]
     assert done["samples_seen"] == undisturbed["samples_seen"]
     assert done["tokens_seen"] == undisturbed["tokens_seen"]
     _assert_same_run(recipe, name)
-    _assert_logged_once(recipe, done["mlflow_run_id"])
+    _assert_logged_once(recipe, name, done["mlflow_run_id"])
     _assert_checkpoints_recorded(recipe, name, done["mlflow_run_id"])
 
 
-def _assert_logged_once(recipe: Path, run_id: str) -> None:
+def _assert_logged_once(recipe: Path, name: str, run_id: str) -> None:
     client = mlflow.MlflowClient(f"sqlite:///{recipe.parent / 'runs' / 'mlflow.db'}")
     run_record = client.get_run(run_id)
     assert run_record.info.status == "FINISHED"
@@ -120,10 +122,8 @@ def _assert_logged_once(recipe: Path, run_id: str) -> None:
     assert client.get_logged_model(output.model_id).params["step"] == str(STEPS)
     artifacts = {item.path for item in client.list_artifacts(run_id)}
     assert artifacts == {"recipe.yaml", "report.json", "plots"}
-    assert (
-        len(client.search_runs([run_record.info.experiment_id], "tags.mlflow.runName = 'killed'"))
-        == 1
-    )
+    of_that_name = f"tags.mlflow.runName = '{name}'"
+    assert len(client.search_runs([run_record.info.experiment_id], of_that_name)) == 1
 
 
 def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
@@ -136,6 +136,7 @@ def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
     assert sorted(model.tags["uri"] for model in models) == sorted(present)
 
 
+@pytest.mark.slow  # two groups of two workers
 def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path) -> None:
     name = "worker-lost"
     driver = start(
@@ -159,6 +160,7 @@ def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path)
     _assert_same_run(recipe, name)
 
 
+@pytest.mark.slow  # a run
 def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> None:
     # two workers want 2.4 of the CPUs, of which a cluster of this machine has os.cpu_count()
     cpus = 0.6 * (os.cpu_count() or 2)
@@ -174,6 +176,7 @@ def test_workers_may_claim_every_cpu(recipe, undisturbed) -> None:
     assert done["status"] == "FINISHED"
 
 
+@pytest.mark.slow  # two launches
 def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tmp_path) -> None:
     whole = recipe.parent / "runs" / "undisturbed"
     shutil.copytree(whole, recipe.parent / "runs" / "damaged")
@@ -197,6 +200,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     assert f"{redone[0].folder}: __0_0.distcp is altered" in done.stderr
 
 
+@pytest.mark.slow  # two launches
 def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> None:
     runs = recipe.parent / "runs"
     shutil.copytree(runs / "undisturbed", runs / "gone-back")

@@ -67,6 +67,7 @@ def _record(folder: Path, result: TrainResult) -> Any:
     return client.get_run(result.mlflow_run_id)
 
 
+@pytest.mark.slow  # three launches
 @pytest.mark.usefixtures("ray_local")
 def test_a_run_ends_at_its_target_and_stays_ended(folder: Path) -> None:
     two = {"min": 2, "max": 2, "cpus": 0.4, "threads": 1, "spares": False}

@@ -101,11 +101,14 @@ def _bits(recipe: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
     return [(record.loss, record.gradient_norm) for record in records]
 
 
-def test_losses_are_equal_to_the_bit_at_any_world_size(recipe: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_losses_are_equal_to_the_bit_at_any_world_size(
+    recipe: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
     alone = _bits(recipe, 1)
     assert alone[-1][0] < alone[0][0] - 0.5
     assert any(norm > 0.5 for _, norm in alone)
-    for world_size in (2, 3, 4):
+    for world_size in sizes:
         assert _bits(recipe, world_size) == alone
 
 

@@ -57,6 +57,7 @@ def _check(
     assert _run(python, "-c", load, cwd=elsewhere, path=path).strip() == "bert-tiny"
 
 
+@pytest.mark.slow  # an installation
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """Its packages come from the wheel, the libraries from this environment."""
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"

@@ -1,26 +1,94 @@
-"""Runs the `elastrata` command as a user does: as a process of its own."""
+"""Runs the `elastrata` command as a user does, as a process of its own; only its imports are made
+already."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-_started: list[subprocess.Popen[bytes]] = []
+from support.forks import fork
+
+_SECONDS = 240.0
 ELASTRATA = str(Path(sys.executable).with_name("elastrata"))
+"""What a user calls, with all its imports."""
+
+
+class Command:
+    """A command that was started; used like a `subprocess.Popen`.
+
+    Args:
+        arguments: of `elastrata`.
+        out: the file for its standard output.
+        err: the file for its errors; may be the same.
+        cwd: the folder it runs in. Default: the caller's.
+        own_group: whether it leads a process group of its own.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        out: Path,
+        err: Path,
+        *,
+        cwd: Path | None = None,
+        own_group: bool = False,
+    ) -> None:
+        texts = [*map(str, arguments)]
+        place = str(cwd or Path.cwd())
+        self._process = fork(_main, texts, place, str(out), str(err), own_group)
+        assert self._process.pid
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after so many seconds.
+        """
+        self._process.join(timeout)
+        code = self.returncode
+        if code is None:
+            raise subprocess.TimeoutExpired("elastrata", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, where it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+_started: list[Command] = []
 
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
-    return subprocess.run(
-        [ELASTRATA, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=240
-    )
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        command = Command(arguments, out, err, cwd=cwd)
+        try:
+            code = command.wait(_SECONDS)
+        finally:
+            command.send_signal(signal.SIGKILL)
+        texts = out.read_text(), err.read_text()
+    return subprocess.CompletedProcess([ELASTRATA, *map(str, arguments)], code, *texts)
 
 
 def run_json(*arguments: object, cwd: Path | None = None) -> dict[str, Any]:
@@ -31,20 +99,15 @@ def run_json(*arguments: object, cwd: Path | None = None) -> dict[str, Any]:
     return result
 
 
-def start(*arguments: object, log: Path) -> subprocess.Popen[bytes]:
+def start(*arguments: object, log: Path) -> Command:
     """Starts a command in a process group of its own, its output going to a file."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [ELASTRATA, *map(str, arguments)],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    _started.append(process)
-    return process
+    log.write_bytes(b"")
+    command = Command(arguments, log, log, own_group=True)
+    _started.append(command)
+    return command
 
 
-def kill_started() -> list[subprocess.Popen[bytes]]:
+def kill_started() -> list[Command]:
     """Kills the commands that were started and still run, as after a test that failed.
 
     Returns:
@@ -52,16 +115,19 @@ def kill_started() -> list[subprocess.Popen[bytes]]:
     """
     found = _started.copy()
     _started.clear()
-    for process in found:
-        if process.poll() is None:
-            kill_group(process)
+    for command in found:
+        if command.poll() is None:
+            kill_group(command)
     return found
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(command: Command) -> None:
     """SIGKILL to a command and all it has started in its group."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        os.killpg(command.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not come as far as to lead one
+        command.send_signal(signal.SIGKILL)
+    command.wait()
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -72,3 +138,25 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
             return found
         time.sleep(0.05)
     raise AssertionError(f"not within {seconds:g} s: {what}")
+
+
+def _main(arguments: list[str], cwd: str, out: str, err: str, own_group: bool) -> None:
+    """Runs in the new process."""
+    if own_group:
+        os.setsid()
+    _write_to(out, 1)
+    _write_to(err, 2)
+    os.chdir(cwd)
+    sys.argv = [ELASTRATA, *arguments]
+    from elastrata.cli.main import main
+
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _write_to(file: str, number: int) -> None:
+    stream = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(stream, number)
+    os.close(stream)

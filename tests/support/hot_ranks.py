@@ -16,7 +16,7 @@ from elastrata.checkpoints.checkpoint import replica_saver
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.training_state import restore
 from elastrata.replicas.storage import Replicas
-from platform_.checkpoint_ranks import ROWS, Training
+from support.checkpoint_ranks import ROWS, Training
 
 
 class Rank:

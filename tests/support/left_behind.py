@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 from elastrata.cluster.ray_processes import Session, dead_sessions
 from support.command import kill_started, wait_until
+from support.marks import marked
 
-_TEST = "ELASTRATA_TEST"
-"""The variable of the environment by which a test's processes are known, whatever they are."""
 _RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/", b"/ray/autoscaler/")
 _SECONDS_TO_GO = 20.0
 """For the Ray of a driver that was killed; its guardian takes 3 s where the machine is idle."""
-_numbers = count()
-
-
-def begin() -> str:
-    """Marks what this process starts from here on; returns the mark."""
-    os.environ[_TEST] = f"{os.getpid()}-{next(_numbers)}"
-    return os.environ[_TEST]
 
 
 def end_commands() -> None:
@@ -33,7 +23,7 @@ def end_commands() -> None:
     if not commands:
         return
     drivers = {command.pid for command in commands}
-    killed = {command.pid for command in commands if command.returncode < 0}
+    killed = {command.pid for command in commands if (command.returncode or 0) < 0}
     try:
         wait_until(lambda: not any(_dead(drivers).values()), _SECONDS_TO_GO, "the sessions' ends")
     finally:
@@ -45,7 +35,7 @@ def end_commands() -> None:
 
 def kill_ray(test: str) -> None:
     """SIGKILL to what is left of the clusters that a test started without a command."""
-    for pid in _marked(test):
+    for pid in marked(test):
         with suppress(OSError):
             if any(part in Path(f"/proc/{pid}/cmdline").read_bytes() for part in _RAY):
                 os.kill(pid, signal.SIGKILL)
@@ -53,11 +43,3 @@ def kill_ray(test: str) -> None:
 
 def _dead(drivers: set[int]) -> dict[Session, list[int]]:
     return {s: pids for s, pids in dead_sessions().items() if s.driver and s.driver.pid in drivers}
-
-
-def _marked(test: str) -> Iterator[int]:
-    wanted = f"{_TEST}={test}".encode()
-    for process in Path("/proc").glob("[1-9]*"):
-        with suppress(OSError):
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                yield int(process.name)

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
+from support.shared_ray import close_ray
+
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -57,6 +59,7 @@ class Nodes:
 @contextmanager
 def nodes() -> Iterator[Nodes]:
     """A cluster that is gone, with its files, when the block ends."""
+    close_ray()
     folder = tempfile.mkdtemp(prefix="nodes-", dir="/tmp")  # sockets need short paths
     cluster = Nodes(folder)
     try:

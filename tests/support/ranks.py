@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +9,8 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from support.forks import forks
 
 MAX_RANKS = 8
 _PATIENCE = timedelta(seconds=200)
@@ -21,13 +22,12 @@ of a tensor the process has."""
 
 
 def _new_pool() -> Pool:
-    context = multiprocessing.get_context("spawn")
-    return [ProcessPoolExecutor(1, mp_context=context) for _ in range(MAX_RANKS)]
+    return [ProcessPoolExecutor(1, mp_context=forks()) for _ in range(MAX_RANKS)]
 
 
 @cache
 def _pool() -> Pool:
-    """Kept from test to test: importing torch takes a process seconds."""
+    """Kept from test to test: what torch sets up at its first use takes a process a second."""
     return _new_pool()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,8 +34,6 @@ TINY = {
 }
 """What makes any recipe small; all else is the recipe's own."""
 MOST_WORKERS = 2
-QUICK = ("bert/lamb", "gpt/llama-7b", "gpt/sparse-tiny")
-"""One of every kind is always run."""
 _TEXT = {"data": {"prepare"}, "phases": {"__all__": {"data": {"prepare"}}}}
 
 
@@ -72,11 +69,6 @@ def _different_ones() -> list[str]:
     return list(seen.values())
 
 
-def _slow_but_for_some() -> list[Any]:
-    marks = {True: (), False: (pytest.mark.slow,)}
-    return [pytest.param(name, marks=marks[name in QUICK]) for name in _different_ones()]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
@@ -85,8 +77,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # a run for each recipe
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("name", _slow_but_for_some())
+@pytest.mark.parametrize("name", _different_ones())
 def test_two_steps(name: str, data: Path, tmp_path: Path) -> None:
     recipe = _small(name, data, tmp_path)
     result = elastrata.train(recipe)

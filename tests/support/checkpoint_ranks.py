@@ -1,6 +1,6 @@
-"""One rank of a small FSDP2 training, for the tests of checkpoints: `checkpoint_ranks.py SCENARIO`.
+"""One rank of a small FSDP2 training, for the tests of checkpoints.
 
-Every scenario gets the arguments that its test wrote as JSON, and rank 0 leaves tensors behind.
+Every scenario gets the arguments of its test, and rank 0 leaves tensors behind.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,8 +203,9 @@ def scenario_full_disk(arguments: dict[str, Any]) -> None:
     saving.close()
 
 
-def main() -> None:
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+def run_scenario(name: str, arguments: dict[str, Any]) -> None:
+    """Runs one to its end, and ends the process."""
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -215,10 +216,5 @@ def main() -> None:
     globals()[f"scenario_{name}"](arguments)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
     # gloo's threads may meet a peer that has gone while this process tears down, and abort it.
     os._exit(0)
