@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from support.guardian import guard
 from support.left_behind import end_commands, kill_ray
 from support.marks import begin
 from support.s3 import s3_bucket
 from support.shared_ray import close_ray, open_ray
+
+settings.register_profile("elastrata", deadline=None)  # no test fails of the time it takes
+settings.load_profile("elastrata")
 
 LONG = (
     "test_train",

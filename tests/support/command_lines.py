@@ -91,7 +91,10 @@ TRAINING = {
     ),
     "elastrata prepare mine.yaml": Run(extra=("data.path=data/again",)),
     "elastrata train mine.yaml optimizer.lr=3e-4": Run(
-        extra=("steps=3", "batch_size=8", "workload.num_layers=1", *_SHORT)
+        extra=(
+            *("steps=3", "schedule.warmup_steps=1", "batch_size=8", "workload.num_layers=1"),
+            *_SHORT,
+        )
     ),
     "elastrata train --resume RUN [KEY=VALUE]...": Run(words={"RUN": "mine", "[KEY=VALUE]...": ""}),
     "elastrata export --register NAME": Run(
