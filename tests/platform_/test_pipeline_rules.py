@@ -84,7 +84,7 @@ def _problems(**changes: Any) -> list[Any]:
             {"parallel": {"pipeline": 2, "overlap_on_cpu": True}},
             ("parallel", "overlap_on_cpu"),
             "parallel.overlap_on_cpu: True: expected false where parallel.pipeline is 2, which "
-            "sums gradients up after all backward pass",
+            "sums gradients up after all backward passes",
         ),
         (
             {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}},

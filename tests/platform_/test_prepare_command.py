@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastrata import cli
+from elastrata.cli import main as cli
 from elastrata.cli.main import run
 from elastrata.cli.prepare import _from_recipe, _given
 from elastrata_pipelines.preparation import PrepareConfig

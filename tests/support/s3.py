@@ -39,7 +39,7 @@ def s3_bucket() -> Iterator[str]:
     try:
         assert server.stderr is not None
         next(line for line in server.stderr if "Running on" in line)
-        request = urllib.request.ControlSignal(f"{endpoint}/bucket", method="PUT")
+        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
         with urllib.request.urlopen(request), pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-from urllib.request import ControlSignal, urlopen
+from urllib.request import Request, urlopen
 
 import yaml
 
@@ -128,7 +128,7 @@ class Served:
 
     def _get(self, path: str) -> bytes:
         headers = {"Authorization": f"Bearer {self.token}"}
-        with urlopen(ControlSignal(f"{self.address}{path}", headers=headers), timeout=30) as answer:
+        with urlopen(Request(f"{self.address}{path}", headers=headers), timeout=30) as answer:
             found: bytes = answer.read()
         return found
 

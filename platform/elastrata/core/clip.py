@@ -41,7 +41,7 @@ class ClipConfig(Config):
 
 
 class Clip(Protocol):
-    """Clips the gradient of one step, during or after its backward pass."""
+    """Clips the gradient of one step, during or after its backward passes."""
 
     def before_backward(self, share: float) -> None:
         """Once per step, before its first backward pass.
