@@ -240,12 +240,13 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
 
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
+    from elastrata.terminal.stage_progress import counted
     from elastrata_pipelines.preparation.skipped import in_words
 
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
-        f"{result['tokens']:,} tokens, {result['stripes']:,} stripes in "
-        f"{result['shards']:,} shards",
+        f"{result['tokens']:,} tokens, {counted(result['stripes'], 'stripes')} in "
+        f"{counted(result['shards'], 'shards')}",
         markup=False,
     )
     for source in result["sources"]:
