@@ -57,8 +57,8 @@ def _write_files(home: Path) -> None:
     texts.mkdir(parents=True)
     for number in range(400):  # of so many a hundredth is some, whichever is held out
         (texts / f"{number}.txt").write_text(plain_text(number, 600))
-    line = json.dumps({"content": plain_text(1, 20_000)})
-    (home / "web.jsonl").write_text(f"{line}\n" * 5)
+    lines = [json.dumps({"content": plain_text(number, 600)}) for number in range(400)]
+    (home / "web.jsonl").write_text("\n".join(lines))
     (home / "mine.yaml").write_text(_yaml("README.md"))
     (home / "phases.yaml").write_text(PHASES)
     (home / "cluster.yaml").write_text(_yaml("docs/planner.md"))

@@ -239,15 +239,15 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
     }
 
 
-_UNITS = ("samples", "tokens", "stripes", "shards")
-
-
 def _summarize(console: Console, result: dict[str, Any]) -> None:
+    from elastrata.terminal.stage_progress import counted
     from elastrata_pipelines.preparation.skipped import in_words
 
-    amounts = [f"{result[unit]:,} {unit if result[unit] != 1 else unit[:-1]}" for unit in _UNITS]
     console.print(
-        f"done in {result['seconds']:.1f} s: {', '.join(amounts[:3])} in {amounts[3]}", markup=False
+        f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "
+        f"{result['tokens']:,} tokens, {counted(result['stripes'], 'stripes')} in "
+        f"{counted(result['shards'], 'shards')}",
+        markup=False,
     )
     for source in result["sources"]:
         if source["skipped"]:
