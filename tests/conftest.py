@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from elastrata.launch.ray_session import ray_session
 from support.left_behind import begin, end_commands, kill_ray
 from support.s3 import s3_bucket
+
+settings.register_profile("elastrata", deadline=None)  # other work on a machine takes its time
+settings.load_profile("elastrata")
 
 LONG = ("test_train", "test_quickstart", "test_audit", "test_tensor", "test_pipeline", "test_pulse")
 """How the names of files that take minutes begin."""
