@@ -29,7 +29,7 @@ from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_s
 from elastrata_pipelines.preparation.portions import Portion, read_portions
 from elastrata_pipelines.preparation.runs import Run, write_run
 from elastrata_pipelines.preparation.samples import Samples, concatenate
-from elastrata_pipelines.preparation.skipped import count_reasons
+from elastrata_pipelines.preparation.skipped import UNREADABLE, count_reasons
 from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import Storage
 
@@ -113,6 +113,7 @@ class ReadWork:
             self.config.all_sources[source],
             size=self.portion_bytes,
             max_document_bytes=self.config.max_document_bytes,
+            skip=self.config.bad_documents == "skip",
         )
         for number, portion in enumerate(portions):
             yield NumberedPortion((group.number, number), source, portion)
@@ -132,7 +133,8 @@ def _split(
         )
         split[HELD_OUT if held_out else TRAINING].append(document)
     if config.bad_documents == "skip":
-        return split, read.fatal, count_reasons(read.problems)
+        files = {UNREADABLE: left_out} if (left_out := numbered.portion.left_out) else {}
+        return split, read.fatal, count_reasons(read.problems) | files
     return split, (*read.fatal, *read.problems), {}
 
 
