@@ -11,12 +11,14 @@ from typing import Any
 
 from elastrata.planner.hardware import Device, device_named
 from elastrata.recipe.yaml_values import parse_documents, read_text
+from elastrata_pipelines.checked_json import printable
 from elastrata_pipelines.errors import UserError, nearest
 
 _SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*(\S+)")
 _GBIT = 1e9 / 8
 _MOST_DEVICES = 1_000_000
 _LARGEST = 1e12
+_SHOWN = 60
 _KEYS = {
     "device": "a name such as A100-80GB",
     "devices": f"a whole number above 0 and at most {_MOST_DEVICES:,}",
@@ -100,12 +102,12 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _from_values(values: Mapping[str, Any], where: str) -> Cluster:
     problems = [
-        f"{where}: {key}: {value}: unknown key{nearest(str(key), _KEYS)}"
+        f"{where}: {_short(key)}: {_short(value)}: unknown key{nearest(str(key)[:_SHOWN], _KEYS)}"
         for key, value in values.items()
         if key not in _KEYS
     ]
     problems += [
-        f"{where}: {key}: {values[key]}: expected {_KEYS[key]}"
+        f"{where}: {key}: {_short(values[key])}: expected {_KEYS[key]}"
         for key in _KEYS
         if key in values and not _is_valid(key, values[key])
     ]
@@ -129,6 +131,10 @@ def _from_values(values: Mapping[str, Any], where: str) -> Cluster:
     }
     found = _cluster(values["devices"], replace(device, **changes), values.get("per_node"))
     return replace(found, price=values.get("price"), spot_price=values.get("spot_price"))
+
+
+def _short(value: Any) -> str:
+    return printable(str(value)[:_SHOWN])
 
 
 def _is_valid(key: str, value: Any) -> bool:
