@@ -94,7 +94,7 @@ class Storage:
         """All bytes of a file."""
         return cast(bytes, self.fs.cat_file(self.path(*parts)))
 
-    def write(self, data: bytes, *parts: str) -> None:
+    def write(self, data: bytes | bytearray, *parts: str) -> None:
         """Writes a file whole or not at all: a reader never sees half of it."""
         with self.create(*parts) as stream:
             stream.write(data)

@@ -227,17 +227,22 @@ def test_a_folder_that_holds_everything_odd(tmp_path: Path) -> None:
     write(odd / "z.jsonl", b"\n".join([*bad, good]))
     rows = pa.array([b"caf\xe9", TEXT.encode(), None], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": rows}), odd / "z.parquet")
+    write(odd / "damaged.txt.gz", gzip.compress(TEXT.encode())[:-9])
+    write(odd / "damaged.parquet", (odd / "z.parquet").read_bytes()[:-20])
     manifest = prepare(config(odd, bad_documents="skip"), str(tmp_path / "out"))
     (entry,) = manifest.sources
     assert entry.documents == len(names) + 3
     assert isinstance(entry.documents_skipped, dict)
-    assert sum(entry.documents_skipped.values()) == 4 + 1 + len(bad) + 2
+    assert sum(entry.documents_skipped.values()) == 4 + 1 + len(bad) + 2 + 2
     assert entry.documents_skipped["not a file"] == 4
+    assert entry.documents_skipped["unreadable file"] == 2
 
-    write(odd / "damaged.txt.gz", gzip.compress(TEXT.encode())[:-9])
-    write(odd / "damaged.parquet", (odd / "z.parquet").read_bytes()[:-20])
     shutil.rmtree(tmp_path / "out")
-    found = problems(tmp_path, config(odd, bad_documents="skip"))
+    for name in ("pipe", "zero", "gone", "loop", "x"):
+        (odd / f"{name}.txt").unlink()
+    for name in ("z.jsonl", "z.parquet"):
+        (odd / name).unlink()
+    found = problems(tmp_path, config(odd))
     assert [line.partition(": cannot be read (")[0] for line in found] == [
         "./odd/damaged.parquet", "./odd/damaged.txt.gz",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Hostile:
 def hostile_recipes(seed: int, count: int) -> Iterator[Hostile]:
     """As many cases; the same seed gives the same ones."""
     rng = random.Random(seed)
-    bases, schema = _bases(), recipe_schema()
+    bases, schema = _bases(), _schema()
     for _ in range(count):
         yield _hostile(rng, bases, schema)
 
@@ -172,6 +173,10 @@ _EVERYTHING = {
 }
 
 
+_schema = lru_cache(recipe_schema)
+
+
+@lru_cache
 def _bases() -> list[dict[str, Any]]:
     shipped = [
         parse_yaml(path.read_text(), name) for name, path in sorted(available_recipes().items())

@@ -138,7 +138,8 @@ class PrepareConfig(_Part):
     by a hash of their text, so that equal documents stay on one side; or sources."""
     bad_documents: Literal["fail", "skip"] = "fail"
     """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
-    them. Pipes, devices and broken links in folders are such documents."""
+    them. Pipes, devices and broken links in folders are such documents, and so is, as a whole, a
+    file that cannot be read to its end."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """A longer document is an error: every worker holds at least one document in memory."""
 

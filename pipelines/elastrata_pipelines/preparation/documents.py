@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.hashing import combine, mix, text_hash, uniform
+from elastrata_pipelines.hashing import combine_one, mix_one, text_hash, uniform_one, utf8_size
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.json_lines import encodes, text_of_line
 from elastrata_pipelines.preparation.pieces import Piece, too_long
@@ -49,10 +49,10 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
         name = piece.file.name.encode(errors="surrogateescape")  # names need not be UTF-8
         identity = text_hash(config.name or "", name)
         for line, text in _texts(piece, config, problems):
-            if len(text) * 4 > max_document_bytes and len(text.encode()) > max_document_bytes:
+            if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
             elif text and not text.isspace():
-                documents.append(Document(int(combine(identity, line)), text))
+                documents.append(Document(combine_one(identity, line), text))
     return Documents(documents, problems, tuple(fatal))
 
 
@@ -76,7 +76,7 @@ def _row_texts(
             problems.append(f"{piece.file.shown}: row {row}: column {column!r} is null")
             continue
         try:
-            yield row, piece.data[begin:end].decode()
+            yield row, str(piece.data[begin:end], "utf-8")
         except UnicodeDecodeError as error:
             problems.append(
                 f"{piece.file.shown}: row {row}: column {column!r} is not UTF-8 "
@@ -85,7 +85,7 @@ def _row_texts(
 
 
 def _json_texts(piece: Piece, field: str, problems: list[str]) -> Iterator[tuple[int, str]]:
-    for line, raw in enumerate(piece.data.removeprefix(_BOM).split(b"\n"), piece.first):
+    for line, raw in enumerate(bytes(piece.data).removeprefix(_BOM).split(b"\n"), piece.first):
         if not raw or raw.isspace():
             continue
         try:
@@ -96,13 +96,21 @@ def _json_texts(piece: Piece, field: str, problems: list[str]) -> Iterator[tuple
 
 def _readable(piece: Piece, config: SourceConfig, problems: list[str]) -> Iterator[tuple[int, str]]:
     """The documents of a text file; those that are not UTF-8 become problems."""
-    data = piece.data.removeprefix(_BOM) if piece.offset == 0 else piece.data
-    try:
-        yield from _split(data.decode(), piece.first, config)
-        return
-    except UnicodeDecodeError:
-        text = data.decode(errors="surrogateescape")
+    marked = piece.offset == 0 and piece.data[: len(_BOM)] == _BOM
+    data = piece.data[len(_BOM) :] if marked else piece.data
     offset = piece.offset + len(piece.data) - len(data)
+    try:
+        text = str(data, "utf-8")
+    except UnicodeDecodeError:
+        yield from _readable_parts(bytes(data), offset, piece, config, problems)
+    else:
+        yield from _split(text, piece.first, config)
+
+
+def _readable_parts(
+    data: bytes, offset: int, piece: Piece, config: SourceConfig, problems: list[str]
+) -> Iterator[tuple[int, str]]:
+    text = data.decode(errors="surrogateescape")
     searched = 0
     for line, document in _split(text, piece.first, config):
         if encodes(document):
@@ -152,7 +160,7 @@ def is_held_out(document: Document, fraction: float) -> bool:
     """Whether a document belongs to the held-out part: decided by its text alone."""
     if not fraction:
         return False
-    return bool(uniform(mix(text_hash(document.text.strip()) ^ _HELD_OUT_SALT)) < fraction)
+    return uniform_one(mix_one(text_hash(document.text.strip()) ^ _HELD_OUT_SALT)) < fraction
 
 
 def copies(document: Document, weight: float) -> int:
@@ -160,4 +168,4 @@ def copies(document: Document, weight: float) -> int:
     whole = int(weight)
     if weight == whole:
         return whole
-    return whole + bool(uniform(mix(document.id ^ _COPY_SALT)) < weight - whole)
+    return whole + (uniform_one(mix_one(document.id ^ _COPY_SALT)) < weight - whole)

@@ -17,7 +17,7 @@ from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
 
-_BATCH_CHARACTERS = 2**20
+_BATCH_CHARACTERS = 2**18
 _SAMPLE_TEXTS = 48
 _SAMPLE_CHARACTERS = 2**10
 _CACHED_WORDS, _CACHED_CHARACTERS = 2**19, 2**25
@@ -164,18 +164,19 @@ class CheckedEncoder:
         self._fast = fast
         self._exact = exact
 
-    def encode(self, texts: Sequence[str]) -> tuple[Tokens, Ints, str]:
+    def encode(self, texts: Sequence[str], dtype: str = "uint32") -> tuple[Tokens, Ints, str]:
         """Ids of all texts end to end, tokens of each text, and the name of the encoder used."""
         chosen = self._choose(texts)
         owners: list[int] = []
-        encoded = [
-            (self._exact if any(map(_is_wide, batch)) else chosen)(batch)
-            for batch in _batches(self._parts(texts, owners))
-        ]
-        tokens = np.concatenate([np.empty(0, np.uint32), *(part.tokens for part in encoded)])
-        lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in encoded)])
-        of_texts = np.bincount(np.array(owners, dtype=np.int64), lengths, minlength=len(texts))
-        return tokens, of_texts.astype(np.int64), chosen.name
+        tokens = bytearray()  # grows in its place: a list of arrays would need room for two
+        lengths: list[Ints] = [np.empty(0, np.int64)]
+        for batch in _batches(self._parts(texts, owners)):
+            encoded = (self._exact if any(map(_is_wide, batch)) else chosen)(batch)
+            tokens += encoded.tokens.astype(dtype).data.cast("B")
+            lengths.append(encoded.lengths)
+        of_parts = np.concatenate(lengths)
+        of_texts = np.bincount(np.array(owners, dtype=np.int64), of_parts, minlength=len(texts))
+        return np.frombuffer(tokens, dtype), of_texts.astype(np.int64), chosen.name
 
     def _parts(self, texts: Sequence[str], owners: list[int]) -> Iterator[str]:
         """The parts of all texts; `owners` gets the number of each one's text."""

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from glob import has_magic
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,7 +63,7 @@ def open_regular(path: str) -> BinaryIO:
         OSError: it cannot be opened, or is no regular file.
     """
     # O_NONBLOCK: to open a pipe, should one have taken the file's place, waits for its writer.
-    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    stream = BufferedReader(FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)))
     status = os.fstat(stream.fileno())
     if not stat.S_ISREG(status.st_mode):
         stream.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from array import array
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from elastrata_pipelines.hashing import U64, combine
 from elastrata_pipelines.preparation.samples import Ints, Samples, Tokens
+
+_TOKENS_AT_ONCE = 2**17
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Texts:
     tokens: Tokens
     """Shape [T]."""
 
+    def where(self, kept: npt.NDArray[np.bool_]) -> Texts:
+        """Some of the documents; shape [n]."""
+        if kept.all():
+            return self
+        return Texts(self.ids[kept], self.lengths[kept], self.tokens[np.repeat(kept, self.lengths)])
+
 
 @dataclass(frozen=True)
 class _Fragments:
@@ -55,39 +64,33 @@ def cut(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples
     """Packing `none`: every document by itself, cut every `seq_len` tokens, frame included."""
     fragments, tokens = _fragments(texts, frame, seq_len, min_tokens)
     lengths = fragments.ends - fragments.begins
-    framed = lengths + frame.num_tokens
-    out = np.empty(int(framed.sum()), dtype=tokens.dtype)
-    is_text = np.ones(len(out), dtype=bool)
-    starts = np.cumsum(framed) - framed
-    for offset, token in enumerate(frame.prefix):
-        out[starts + offset], is_text[starts + offset] = token, False
-    for offset, token in enumerate(frame.suffix):
-        place = starts + len(frame.prefix) + lengths + offset
-        out[place], is_text[place] = token, False
-    out[is_text] = tokens[_inside(fragments, len(tokens))]
-    return Samples(ids=fragments.ids, lengths=framed, tokens=out)
+    return Samples(
+        ids=fragments.ids,
+        lengths=lengths + frame.num_tokens,
+        tokens=_framed(fragments.begins, lengths, tokens, frame),
+    )
 
 
 def pack_concat(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
     """Packing `concat`: documents end to end, a new sample every `seq_len` tokens."""
     ids, lengths, tokens = _with_end(texts, frame, min_tokens)
-    bins: list[list[int]] = []
-    pieces: list[tuple[int, int, int]] = []  # document, begin, end
+    sizes, pieces = array("q"), array("q")  # of each sample; document, begin and end of each piece
     room = 0
     begin = 0
     for document, length in enumerate(lengths.tolist()):
         position, end = begin, begin + length
         while position < end:
             if room <= frame.num_tokens:
-                bins.append([])
+                sizes.append(0)
                 room = seq_len
             take = min(end - position, room - frame.num_tokens)
-            bins[-1].append(len(pieces))
-            pieces.append((document, position, position + take))
+            sizes[-1] += 1
+            pieces.extend((document, position, position + take))
             position += take
             room -= take + frame.num_tokens
         begin = end
-    return _gather(bins, _numbered(ids, pieces), tokens, frame)
+    fragments = _numbered(ids, np.array(pieces).reshape(-1, 3))
+    return _gather(np.array(sizes), np.arange(len(pieces) // 3), fragments, tokens, frame)
 
 
 def pack_best_fit(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) -> Samples:
@@ -117,27 +120,21 @@ def pack_best_fit(texts: Texts, frame: Frame, *, seq_len: int, min_tokens: int) 
             if not by_room[left]:
                 bisect.insort(rooms, left)
             by_room[left].append(target)
-    return _gather(bins, fragments, tokens, frame)
-
-
-def _inside(fragments: _Fragments, num_tokens: int) -> npt.NDArray[np.bool_]:
-    """Which tokens lie in a fragment, shape [T]; fragments are in order and never overlap."""
-    changes = np.zeros(num_tokens + 1, dtype=np.int8)
-    np.add.at(changes, fragments.begins, 1)
-    np.add.at(changes, fragments.ends, -1)
-    return np.cumsum(changes[:-1], dtype=np.int8).astype(bool)
+    sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+    order = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(sizes.sum()))
+    del bins, by_room
+    return _gather(sizes, order, fragments, tokens, frame)
 
 
 def _with_end(texts: Texts, frame: Frame, min_tokens: int) -> tuple[U64, Ints, Tokens]:
     """The documents of at least `min_tokens` tokens, each with the frame's end."""
-    kept = texts.lengths >= min_tokens
-    lengths = texts.lengths[kept]
-    tokens = texts.tokens[np.repeat(kept, texts.lengths)]
+    texts = texts.where(texts.lengths >= min_tokens)
+    lengths, tokens = texts.lengths, texts.tokens
     if frame.end:
         ends = np.repeat(np.cumsum(lengths), len(frame.end))
         tokens = np.insert(tokens, ends, np.tile(frame.end, len(lengths)).astype(tokens.dtype))
         lengths = lengths + len(frame.end)
-    return texts.ids[kept], lengths, tokens
+    return texts.ids, lengths, tokens
 
 
 def _fragments(
@@ -156,9 +153,13 @@ def _fragments(
     return _Fragments(fragment_ids[kept], begins[kept], ends[kept]), tokens
 
 
-def _numbered(ids: U64, pieces: Sequence[tuple[int, int, int]]) -> _Fragments:
-    """Fragments named by their document and their number in it."""
-    table = np.array(pieces, dtype=np.int64).reshape(-1, 3)
+def _numbered(ids: U64, table: Ints) -> _Fragments:
+    """Fragments named by their document and their number in it.
+
+    Args:
+        ids: of the documents.
+        table: document, begin and end of each fragment, shape [n, 3].
+    """
     document = table[:, 0]
     first = np.searchsorted(document, document, side="left")
     number = (np.arange(len(document)) - first).astype(np.uint64)
@@ -173,29 +174,47 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
 
 
 def _gather(
-    bins: Sequence[Sequence[int]], fragments: _Fragments, tokens: Tokens, frame: Frame
+    sizes: Ints, order: Ints, fragments: _Fragments, tokens: Tokens, frame: Frame
 ) -> Samples:
-    """Samples out of bins of fragments, each fragment in its frame."""
-    parts: list[Tokens] = []
-    lengths, extras = [], []
-    prefix, suffix = (np.array(ids, dtype=tokens.dtype) for ids in (frame.prefix, frame.suffix))
-    for inside in bins:
-        starts, length = [], 0
-        for begin, end in _bounds(inside, fragments):
-            starts.append(length)
-            parts += [prefix, tokens[begin:end], suffix]
-            length += end - begin + frame.num_tokens
-        lengths.append(length)
-        extras.append(np.array(starts[1:], dtype="<i4").tobytes())
-    firsts = np.array([inside[0] for inside in bins], dtype=np.int64)
+    """Samples out of fragments, each fragment in its frame.
+
+    Args:
+        sizes: fragments in each sample.
+        order: the fragments of all samples, end to end.
+        fragments: all there are.
+        tokens: that they are parts of.
+        frame: around each.
+    """
+    begins = fragments.begins[order]
+    lengths = fragments.ends[order] - begins
+    ends = np.cumsum(lengths + frame.num_tokens)
+    lasts = np.cumsum(sizes)
+    firsts = lasts - sizes
+    bounds = np.concatenate([[0], ends])[np.concatenate([[0], lasts])]
+    starts = (ends - lengths - frame.num_tokens - np.repeat(bounds[:-1], sizes)).astype("<i4")
+    inner = zip((firsts + 1).tolist(), lasts.tolist(), strict=True)
     return Samples(
-        ids=fragments.ids[firsts],
-        lengths=np.array(lengths, dtype=np.int64),
-        tokens=np.concatenate([tokens[:0], *parts]),
-        extras=tuple(extras),
+        ids=fragments.ids[order[firsts]],
+        lengths=np.diff(bounds),
+        tokens=_framed(begins, lengths, tokens, frame),
+        extras=tuple(starts[first:last].tobytes() for first, last in inner),
     )
 
 
-def _bounds(inside: Sequence[int], fragments: _Fragments) -> Iterator[tuple[int, int]]:
-    for fragment in inside:
-        yield int(fragments.begins[fragment]), int(fragments.ends[fragment])
+def _framed(begins: Ints, lengths: Ints, tokens: Tokens, frame: Frame) -> Tokens:
+    """Ranges of tokens, each in its frame, end to end."""
+    framed = lengths + frame.num_tokens
+    ends = np.cumsum(framed)
+    texts_at = ends - framed + len(frame.prefix)
+    out = np.empty(int(framed.sum()), dtype=tokens.dtype)
+    # some at a time: indices take many times the memory of the tokens that they stand for
+    cuts = np.searchsorted(ends, np.arange(0, len(out), _TOKENS_AT_ONCE)).tolist()
+    for first, last in pairwise([*cuts, len(lengths)]):
+        some = slice(first, last)
+        places = ranges(texts_at[some], lengths[some])
+        out[places] = tokens[ranges(begins[some], lengths[some])]
+    for offset, token in enumerate(frame.prefix):
+        out[ends - framed + offset] = token
+    for offset, token in enumerate(frame.suffix):
+        out[texts_at + lengths + offset] = token
+    return out

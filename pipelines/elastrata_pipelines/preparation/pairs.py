@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastrata_pipelines.hashing import combine, key, mix, uniform
+from elastrata_pipelines.hashing import combine_one, key, mix_one, uniform_one
 from elastrata_pipelines.preparation.samples import Ints, Samples, Tokens, pair_extra
 
 _SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')\]])\s+|\n+""")
@@ -115,7 +115,7 @@ class _Seam:
 
 
 def _seams(sentences: Sequence[Tokens], document: int, identity: int, room: int) -> Iterator[_Seam]:
-    tokens = np.concatenate([np.empty(0, np.uint32), *sentences])
+    tokens = np.concatenate([np.empty(0, np.uint16), *sentences])  # of their own type
     if len(tokens) < 2:
         return
     bounds = _bounds(sentences)
@@ -125,7 +125,7 @@ def _seams(sentences: Sequence[Tokens], document: int, identity: int, room: int)
         begin = min(begin, last - 1)  # a sentence left alone takes the one before it
         filled = int(np.searchsorted(bounds, bounds[begin] + room))
         end = min(max(begin + 2, filled), last + 1)
-        sample_id = int(combine(identity, number))
+        sample_id = combine_one(identity, number)
         middle = begin + 1 + int(_draw(sample_id, _CUT) * (end - begin - 1))
         first, following = tokens[bounds[begin] : bounds[middle]], tokens[bounds[middle] :]
         second_room = max(room - len(first), room // _LEAST_SHARE, 1)
@@ -162,7 +162,7 @@ def _partners(seams: Sequence[_Seam]) -> Iterator[tuple[int, int]]:
 
 
 def _draw(sample_id: int, purpose: int) -> float:
-    return float(uniform(mix(combine(sample_id, key(purpose)))))
+    return uniform_one(mix_one(combine_one(sample_id, key(purpose))))
 
 
 def _pair(seam: _Seam, partner: _Seam, room: int) -> tuple[Tokens, Tokens, bool]:

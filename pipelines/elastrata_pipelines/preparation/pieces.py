@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
@@ -23,7 +24,9 @@ from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import is_local
 
 _BLOCKS_PER_PORTION = 8
+_SPARE_BYTES = 2**12  # memory by the hundred thousand is asked of the system, and takes time
 _FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
+_LARGE_BYTES = 2**20
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
@@ -36,11 +39,16 @@ class Piece:
     """Line (from 0), or Parquet row, at which it begins."""
     offset: int
     """Byte at which it begins in the uncompressed file."""
-    data: bytes
+    data: bytes | memoryview
+    """As it passes from process to process; a large one is not copied on the way."""
     ends: tuple[int, ...] | None = None
     """Parquet: where each row's text ends in `data`."""
     missing: tuple[int, ...] = ()
     """Parquet: rows, counted from `first`, that have no text."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        large = len(self.data) >= _LARGE_BYTES
+        return self.__dict__ | ({"data": PickleBuffer(self.data)} if large else {})
 
 
 class DocumentTooLongError(Exception):
@@ -100,7 +108,7 @@ def text_pieces(
     with open_file(file) as stream:
         buffer = b""
         while True:
-            block = stream.read(max(size // _BLOCKS_PER_PORTION, len(buffer)))
+            block = stream.read(_asked(file, offset, len(buffer), size // _BLOCKS_PER_PORTION))
             buffer += block
             at = cut(buffer) if block else len(buffer)
             if at:
@@ -113,6 +121,14 @@ def text_pieces(
             _refuse_bombs(file, offset + len(buffer))
             if len(buffer) > max_document_bytes:
                 raise DocumentTooLongError(too_long(file, line, max_document_bytes))
+
+
+def _asked(file: SourceFile, offset: int, buffered: int, least: int) -> int:
+    """Bytes to read next: as many again as are there without a place to cut them."""
+    asked = max(least, buffered)
+    if file.compression:
+        return asked
+    return min(asked, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
 
 
 def _refuse_bombs(file: SourceFile, unpacked: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -83,17 +84,38 @@ class _Stage:
 
 
 def _row(value: Any) -> pa.Table:
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    ends = pa.py_buffer(np.array([0, len(data)], dtype=np.int64))
-    column = pa.LargeBinaryArray.from_buffers(
-        pa.large_binary(), 1, [None, ends, pa.py_buffer(data)]
+    large: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=large.append)
+    found = [buffer.raw() for buffer in large]
+    buffers = pa.LargeListArray.from_arrays(pa.array([0, len(found)], pa.int64()), _binary(found))
+    return pa.table({"value": _binary([data]), "buffers": buffers})
+
+
+def _binary(values: Sequence[bytes | memoryview]) -> pa.LargeBinaryArray:
+    """An array of values, of which a single one is not copied."""
+    ends = pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int64))
+    data = values[0] if len(values) == 1 else b"".join(values)
+    return pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(values), [None, ends, pa.py_buffer(data)]
     )
-    return pa.table({"value": column})
 
 
 def _values(table: pa.Table) -> Iterator[Any]:
-    for value in table.column("value"):
-        yield pickle.loads(value.as_buffer())
+    for batch in table.to_batches():
+        values, buffers = batch.columns
+        large = _contents(buffers.values)
+        for value, (begin, end) in zip(
+            _contents(values), pairwise(buffers.offsets.to_pylist()), strict=True
+        ):
+            yield pickle.loads(value, buffers=large[begin:end])
+
+
+def _contents(values: pa.LargeBinaryArray) -> list[memoryview]:
+    """The bytes of all values where they lie; Arrow's own scalars are copies."""
+    _, ends, data = values.buffers()
+    bounds = np.frombuffer(ends, np.int64)[values.offset : values.offset + len(values) + 1]
+    whole = memoryview(data or b"").cast("B")
+    return [whole[begin:end] for begin, end in pairwise(bounds.tolist())]
 
 
 def _source(items: Sequence[Any]) -> Dataset:

@@ -6,6 +6,7 @@ place to cut; what is inside is looked at by whoever gets the portion.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class Portion:
 
     pieces: tuple[Piece, ...]
     problems: tuple[str, ...] = ()
+    left_out: int = 0
+    """Files that cannot be read, where these are skipped."""
 
     @property
     def bytes(self) -> int:
@@ -57,30 +60,54 @@ def group_files(files: Sequence[SourceFile], size: int) -> list[tuple[SourceFile
 
 
 def read_portions(
-    files: Sequence[SourceFile], config: SourceConfig, *, size: int, max_document_bytes: int
+    files: Sequence[SourceFile],
+    config: SourceConfig,
+    *,
+    size: int,
+    max_document_bytes: int,
+    skip: bool = False,
 ) -> Iterator[Portion]:
     """Reads files of one source in portions of about `size` bytes.
 
     A file that cannot be read to its end becomes a problem of its portion; the next ones are read.
+
+    Args:
+        files: of the source.
+        config: of the source.
+        size: of a portion.
+        max_document_bytes: a longer document is a problem.
+        skip: leave out, whole, a file that cannot be read. One that can be damaged inside is read
+            to its end first, as its documents go to other processes before its end is known.
     """
     pieces: list[Piece] = []
     problems: list[str] = []
-    filled = 0
+    filled = left_out = 0
     for file in files:
-        if file.kind == "parquet":
-            found = parquet_pieces(file, config, size)
-        else:
-            found = text_pieces(file, config, size, max_document_bytes)
+        begun = False
         try:
-            for piece in found:
+            if skip and (file.compression or file.kind == "parquet"):
+                deque(_pieces(file, config, size, max_document_bytes), maxlen=0)
+            for piece in _pieces(file, config, size, max_document_bytes):
+                begun = True
                 pieces.append(piece)
                 filled += len(piece.data)
                 if filled >= size:
-                    yield Portion(tuple(pieces), tuple(problems))
-                    pieces, problems, filled = [], [], 0
+                    yield Portion(tuple(pieces), tuple(problems), left_out)
+                    pieces, problems, filled, left_out = [], [], 0, 0
         except DocumentTooLongError as error:
             problems.append(str(error))
         except Exception as error:  # every store, compression and format has its own
-            problems.append(f"{file.shown}: cannot be read ({in_one_line(reason(error))})")
-    if pieces or problems:
-        yield Portion(tuple(pieces), tuple(problems))
+            if skip and not begun:
+                left_out += 1
+            else:
+                problems.append(f"{file.shown}: cannot be read ({in_one_line(reason(error))})")
+    if pieces or problems or left_out:
+        yield Portion(tuple(pieces), tuple(problems), left_out)
+
+
+def _pieces(
+    file: SourceFile, config: SourceConfig, size: int, max_document_bytes: int
+) -> Iterator[Piece]:
+    if file.kind == "parquet":
+        return parquet_pieces(file, config, size)
+    return text_pieces(file, config, size, max_document_bytes)

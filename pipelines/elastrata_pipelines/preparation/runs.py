@@ -43,17 +43,17 @@ def write_run(storage: Storage, path: str, samples: Samples, seed: int) -> Run:
     order = np.argsort(shuffle_keys(seed, samples.ids), kind="stable")
     ends = np.cumsum(samples.lengths)
     begins = ends - samples.lengths
-    records: list[bytes | memoryview] = []
     tokens = np.ascontiguousarray(samples.tokens).data.cast("B")
     width = samples.tokens.dtype.itemsize
+    data = bytearray()
     for sample in order.tolist():
-        records.append(tokens[int(begins[sample]) * width : int(ends[sample]) * width])
+        data += tokens[int(begins[sample]) * width : int(ends[sample]) * width]
         if samples.extras is not None:
-            records.append(samples.extras[sample])
+            data += samples.extras[sample]
     sizes = samples.lengths[order] * width
     if samples.extras is not None:
         sizes = sizes + np.array([len(samples.extras[sample]) for sample in order], dtype=np.int64)
-    storage.write(b"".join(records), path)
+    storage.write(data, path)
     return Run(path=path, ids=samples.ids[order], lengths=samples.lengths[order], sizes=sizes)
 
 

@@ -37,6 +37,8 @@ class Samples:
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
     """The samples of all parts, in order; at least one part."""
+    if len(parts) == 1:
+        return parts[0]
     extras = [part.extras for part in parts if part.extras is not None]
     return Samples(
         ids=np.concatenate([part.ids for part in parts]),

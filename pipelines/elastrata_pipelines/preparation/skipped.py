@@ -25,6 +25,8 @@ _REASONS = {
 OTHER = "other"
 NOT_A_FILE = "not a file"
 """Pipes, devices and broken links in folders."""
+UNREADABLE = "unreadable file"
+"""Files that are damaged, cut off, not to be opened, or without the column; counted as one each."""
 
 
 def count_reasons(problems: Iterable[str]) -> dict[str, int]:

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from posixpath import splitext
 from typing import Literal
 
 from fsspec.core import url_to_fs
@@ -106,7 +107,7 @@ def _expand(path: str) -> tuple[list[_Entry], list[str]]:
     root = str(Path(path.removeprefix("file://").removeprefix("local://")).expanduser().absolute())
     found = find_local(root)
     entries = [
-        _Entry(url, url[len(found.base) + 1 :], size, _checksum(url), url == root)
+        _Entry(url, url[len(found.base) + 1 :], size, _checksum(url, size), url == root)
         for url, size in found.sizes.items()
     ]
     return entries, found.others
@@ -137,11 +138,12 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _checksum(path: str) -> str:
+def _checksum(path: str, size: int) -> str:
     digest = hashlib.blake2b(digest_size=8)
+    asked = min(size + 1, _CHUNK_BYTES)  # of megabytes more, to be freed, small files take longer
     try:
         with open_regular(path) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
+            while chunk := stream.read(asked):
                 digest.update(chunk)
     except OSError:  # reading it reports the problem, with its line
         return ""
@@ -152,9 +154,9 @@ def _finish(number: int, config: SourceConfig, found: Sequence[_Entry]) -> list[
     seen: Counter[str] = Counter()
     files = []
     for entry in found:
-        endings = ["", "", *PurePosixPath(entry.name.lower()).suffixes]
-        compression = COMPRESSIONS.get(endings[-1])
-        ending = endings[-2] if compression else endings[-1]
+        stem, ending = splitext(entry.name.lower())
+        compression = COMPRESSIONS.get(ending)
+        ending = splitext(stem)[1] if compression else ending
         kind = _KINDS.get(ending, "text") if config.format == "auto" else config.format
         file = SourceFile(source=number, url=entry.url, name=entry.name, bytes=entry.bytes,
                           kind=kind, compression=compression, stamp=entry.stamp)  # fmt: skip

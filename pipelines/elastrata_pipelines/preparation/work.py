@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from elastrata_pipelines.hashing import combine, text_hash, uniform
+from elastrata_pipelines.hashing import combine, combine_one, text_hash, uniform_one
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.documents import (
@@ -29,7 +29,7 @@ from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_s
 from elastrata_pipelines.preparation.portions import Portion, read_portions
 from elastrata_pipelines.preparation.runs import Run, write_run
 from elastrata_pipelines.preparation.samples import Samples, concatenate
-from elastrata_pipelines.preparation.skipped import count_reasons
+from elastrata_pipelines.preparation.skipped import UNREADABLE, count_reasons
 from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import Storage
 
@@ -113,6 +113,7 @@ class ReadWork:
             self.config.all_sources[source],
             size=self.portion_bytes,
             max_document_bytes=self.config.max_document_bytes,
+            skip=self.config.bad_documents == "skip",
         )
         for number, portion in enumerate(portions):
             yield NumberedPortion((group.number, number), source, portion)
@@ -132,7 +133,8 @@ def _split(
         )
         split[HELD_OUT if held_out else TRAINING].append(document)
     if config.bad_documents == "skip":
-        return split, read.fatal, count_reasons(read.problems)
+        files = {UNREADABLE: left_out} if (left_out := numbered.portion.left_out) else {}
+        return split, read.fatal, count_reasons(read.problems) | files
     return split, (*read.fatal, *read.problems), {}
 
 
@@ -150,9 +152,9 @@ class ChooseTrainingText:
         if numbered.source < len(self.config.sources):
             for document in documents:
                 for number, text in enumerate(_pieces(document.text)):
-                    hashed = combine(combine(document.id, number), _TEXT_SALT)
-                    if uniform(hashed) < self.share:
-                        chosen.append((int(hashed), text))
+                    hashed = combine_one(combine_one(document.id, number), _TEXT_SALT)
+                    if uniform_one(hashed) < self.share:
+                        chosen.append((hashed, text))
         return TrainingText(
             place=numbered.place,
             source=numbered.source,
@@ -194,6 +196,7 @@ class TokenizeWork:
     def __call__(self, numbered: NumberedPortion) -> Tokenized:
         """Writes the portion's runs, unless problems end the preparation anyway."""
         split, problems, skipped = _split(self.config, numbered)
+        num_documents = len(split[TRAINING]), len(split[HELD_OUT])
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
         names, unknown = [""], [0, 0]
@@ -213,7 +216,7 @@ class TokenizeWork:
             place=numbered.place,
             source=numbered.source,
             bytes=numbered.portion.bytes,
-            documents=(len(split[TRAINING]), len(split[HELD_OUT])),
+            documents=num_documents,
             runs=(runs[TRAINING], runs[HELD_OUT]),
             encoder=max(names),
             problems=problems,
@@ -222,38 +225,47 @@ class TokenizeWork:
         )
 
     def _samples(
-        self, documents: Sequence[Document], weight: float, encoder: CheckedEncoder
+        self, documents: list[Document], weight: float, encoder: CheckedEncoder
     ) -> tuple[Samples, str]:
-        """The samples of documents in all their copies, and the name of the encoder used."""
+        """The samples of documents in all their copies, and the name of the encoder used.
+
+        The documents are taken: a long text goes when its ids are there.
+        """
         ids = np.array([document.id for document in documents], dtype=np.uint64)
         counts = np.array([copies(document, weight) for document in documents])
         make = self._pairs if self.pair_frame else self._packed
-        sample, name = make(documents, encoder)
+        texts = [document.text for document in documents]
+        documents.clear()
+        sample, name = make(texts, encoder)
         made = [
             sample(combine(ids, np.uint64(copy)), counts > copy)
             for copy in range(max(1, int(counts.max())))
         ]
         return concatenate(made), name
 
-    def _packed(self, documents: Sequence[Document], encoder: CheckedEncoder) -> _Made:
-        tokens, lengths, name = encoder.encode([document.text for document in documents])
-        tokens = tokens.astype(self.token_dtype)
+    def _packed(self, texts: list[str], encoder: CheckedEncoder) -> _Made:
+        tokens, lengths, name = encoder.encode(texts, self.token_dtype)
+        texts.clear()
         pack = {"none": cut, "concat": pack_concat, "best_fit": pack_best_fit}[self.config.packing]
 
         def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:
-            texts = Texts(ids[kept], lengths[kept], tokens[np.repeat(kept, lengths)])
+            copied = Texts(ids, lengths, tokens).where(kept)
             return pack(
-                texts, self.frame, seq_len=self.config.seq_len, min_tokens=self.config.min_tokens
+                copied, self.frame, seq_len=self.config.seq_len, min_tokens=self.config.min_tokens
             )
 
         return sample, name
 
-    def _pairs(self, documents: Sequence[Document], encoder: CheckedEncoder) -> _Made:
-        sentences = [split_sentences(document.text) for document in documents]
-        tokens, lengths, name = encoder.encode([text for inside in sentences for text in inside])
+    def _pairs(self, texts: list[str], encoder: CheckedEncoder) -> _Made:
+        sentences = [split_sentences(text) for text in texts]
+        texts.clear()
+        bounds = list(accumulate((len(inside) for inside in sentences), initial=0))
+        flat = list(chain.from_iterable(sentences))
+        sentences.clear()
+        tokens, lengths, name = encoder.encode(flat, self.token_dtype)
+        flat.clear()
         ends = np.cumsum(lengths)
         pieces = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        bounds = accumulate((len(inside) for inside in sentences), initial=0)
         grouped = [[piece for piece in pieces[a:b] if len(piece)] for a, b in pairwise(bounds)]
 
         def sample(ids: np.ndarray, kept: np.ndarray) -> Samples:

@@ -6,11 +6,13 @@ that stands for a billion values is refused before there is a second one.
 
 from __future__ import annotations
 
+import pickle
 import re
 import stat
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -58,12 +60,13 @@ def parse_documents(text: str, where: str) -> list[Any]:
     return _documents(_Old, text, where, True)
 
 
-def read_text(path: Path, shown: str) -> str:
+def read_text(path: Path, shown: str, most: int = MOST_BYTES) -> str:
     """The text of a file.
 
     Args:
         path: the file.
         shown: what to call it in an error.
+        most: bytes that it may have.
 
     Raises:
         UserError: it is no regular file of UTF-8 text, too large, or cannot be read.
@@ -73,8 +76,8 @@ def read_text(path: Path, shown: str) -> str:
         if not stat.S_ISREG(found.st_mode):
             kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
             raise UserError(f"{shown}: a {kind}, expected a file")
-        if found.st_size > MOST_BYTES:
-            raise UserError(f"{shown}: {found.st_size:,} bytes, expected at most {MOST_BYTES:,}")
+        if found.st_size > most:
+            raise UserError(f"{shown}: {found.st_size:,} bytes, expected at most {most:,}")
         return _decoded(path.read_bytes(), shown)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise UserError(f"{shown}: cannot be read ({reason(error)})") from None
@@ -272,9 +275,17 @@ for _name, _pattern, _first in (
         _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
+@lru_cache(maxsize=32)
+def _pickled_documents(kind: type[_Bounded], text: str) -> bytes:
+    """A recipe takes 20 ms to read, and a command may read that of a run, and all that it extends,
+    several times."""
+    return pickle.dumps(kind(text).documents())
+
+
 def _documents(kind: type[_Bounded], text: str, where: str, count_lines: bool) -> list[Any]:
     try:
-        return kind(text).documents()
+        values: list[Any] = pickle.loads(_pickled_documents(cast(Any, kind), text))
+        return values
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and count_lines else ""

@@ -100,6 +100,8 @@ def read_parts(
         UserError: one is no file, or cannot be read.
     """
     names = [name for name in part_names(storage) if wanted(name)]
+    if len(names) <= _READ_THREADS and storage.is_local:  # threads would take longer to start
+        return [read_part(storage, name) for name in names]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         return list(pool.map(partial(read_part, storage), names))
 

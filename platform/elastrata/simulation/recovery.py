@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elastrata.recipe.yaml_values import read_text
+from elastrata_pipelines.checked_json import parse_json
 from elastrata_pipelines.errors import UserError
 
+_MOST_BYTES, _MOST_SECONDS = 2**26, 10**9
 _KINDS = {
     "lost": "node killed",
     "drained": "node drained",
@@ -43,27 +45,25 @@ def read_recovery(path: str) -> RecoverySeconds:
         UserError: no such file, or not such a table.
     """
     where = f"--recovery: {path}"
-    try:
-        kinds = json.loads(Path(path).read_text(encoding="utf-8"))["kinds"]
-    except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{where}: expected a table of benchmarks/faults.py, with 'kinds'"
-        ) from None
+    table = parse_json(read_text(Path(path), where, most=_MOST_BYTES), where)
+    kinds = table.get("kinds") if isinstance(table, dict) else None
+    if not isinstance(kinds, dict):
+        raise UserError(f"{where}: expected a table of benchmarks/faults.py, with 'kinds'")
     found = {name: _median(kinds, kind) for name, kind in _KINDS.items()}
     problems = [
-        f"{where}: {_KINDS[name]!r}: expected next_step_after_s with a median"
+        f"{where}: {_KINDS[name]!r}: expected next_step_after_s with a median, in seconds"
         for name, seconds in found.items()
         if seconds is None
     ]
     if problems:
         raise UserError(*problems)
-    return replace(RecoverySeconds(), **{name: float(s) for name, s in found.items() if s})
+    return replace(RecoverySeconds(), **{name: s for name, s in found.items() if s is not None})
 
 
 def _median(kinds: Mapping[str, Any], kind: str) -> float | None:
     try:
-        return float(kinds[kind]["next_step_after_s"]["median"])
-    except (KeyError, TypeError, ValueError):
+        median = kinds[kind]["next_step_after_s"]["median"]
+    except (KeyError, TypeError):
         return None
+    is_number = isinstance(median, int | float) and not isinstance(median, bool)
+    return float(median) if is_number and 0 <= median <= _MOST_SECONDS else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import heapq
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,15 @@ from typing import Literal
 
 import numpy as np
 
+from elastrata.recipe.yaml_values import read_text
 from elastrata_pipelines.errors import UserError, nearest
 
 Kind = Literal["join", "lose", "drain", "driver"]
 KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "driver")
 _HOUR = 3600.0
 _COLUMNS = ("seconds", "event", "workers")
+_WORKERS = re.compile(r"0*[1-9][0-9]{0,5}")
+_MOST_BYTES, _MOST_PROBLEMS, _SHOWN = 2**26, 100, 60
 
 
 @dataclass(frozen=True, order=True)
@@ -50,12 +53,7 @@ def read_trace(path: str) -> list[Event]:
     Raises:
         UserError: it cannot be read; or one line for each line that is wrong.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"--trace: {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--trace: {path}: not UTF-8 text") from None
+    lines = read_text(Path(path), f"--trace: {path}", most=_MOST_BYTES).split("\n")
     numbered = [
         (number, line)
         for number, line in enumerate(lines, start=1)
@@ -65,10 +63,12 @@ def read_trace(path: str) -> list[Event]:
         numbered = numbered[1:]
     events, problems, before = list[Event](), list[str](), 0.0
     for number, line in numbered:
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
+        cells = [cell.strip() for cell in line.split(",")]
         problem = _problem(cells, before)
         if problem:
             problems.append(f"{path}:{number}: {problem}")
+            if len(problems) == _MOST_PROBLEMS:
+                break
             continue
         before = float(cells[0])
         events.append(Event(before, _kind(cells[1]), int(cells[2])))
@@ -85,14 +85,20 @@ def _problem(cells: list[str], before: float) -> str:
     try:
         seconds = float(cells[0])
     except ValueError:
-        return f"seconds: {cells[0]!r}: expected a number"
+        return f"seconds: {_short(cells[0])}: expected a number"
     if not before <= seconds < float("inf"):
-        return f"seconds: {cells[0]}: expected at least {before:g}, the time of the line before"
+        least = f"expected at least {before:g}, the time of the line before"
+        return f"seconds: {_short(cells[0])}: {least}"
     if cells[1] not in KINDS:
-        return f"event: {cells[1]!r}: expected {', '.join(KINDS)}{nearest(cells[1], KINDS)}"
-    if not cells[2].isdecimal() or not int(cells[2]):
-        return f"workers: {cells[2]!r}: expected a whole number above 0"
+        close = nearest(cells[1][:_SHOWN], KINDS)
+        return f"event: {_short(cells[1])}: expected {', '.join(KINDS)}{close}"
+    if not _WORKERS.fullmatch(cells[2]):
+        return f"workers: {_short(cells[2])}: expected a whole number above 0 and below a million"
     return ""
+
+
+def _short(cell: str) -> str:
+    return repr(cell[:_SHOWN])
 
 
 def _kind(text: str) -> Kind:
