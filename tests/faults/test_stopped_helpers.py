@@ -22,6 +22,8 @@ STEPS = 100_000
 FEW = 5
 PATIENCE = 200
 """Seconds: a helper has 10 to answer, Ray takes 5 to kill it and some to start another one."""
+SLEEP_SECONDS = 30.0
+"""Several times `hang_seconds`: all that the driver looks after is silent to it for so long."""
 NOT_FOR_STEPS = ("ControlChannel", "ReplicaStore", "ReplicaRegistry")
 
 
@@ -71,6 +73,7 @@ def assert_whole(recipe: Path, name: str, live: LiveRun) -> None:
     assert sorted(metric.step for metric in logged) == steps
 
 
+@pytest.mark.slow  # a minute and more, on a machine that is its own
 def test_steps_go_on_while_a_helper_is_stopped(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     live = LiveRun(recipe, "helpers", tmp_path / "log", "workers.max=1", "workers.spares=false")
@@ -83,6 +86,25 @@ def test_steps_go_on_while_a_helper_is_stopped(tmp_path: Path) -> None:
         assert sum(stopped < at < gone for at in done) >= FEW, f"{name}\n{live.output}"
     assert live.of_kind("fault") == []
     assert_whole(recipe, "helpers", live)
+
+
+@pytest.mark.slow
+def test_a_driver_that_slept_goes_on_where_it_was(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, steps=STEPS)
+    live = LiveRun(recipe, "asleep", tmp_path / "log", "workers.max=1", "workers.spares=false")
+    live.wait_for_group(1)
+    stopped = live.send(signal.SIGSTOP)
+    wait_until(
+        lambda: float(live.of_kind("step")[-1]["time"]) > stopped + SLEEP_SECONDS,
+        PATIENCE,
+        f"steps beside a driver that is stopped\n{live.output}",
+    )
+    live.send(signal.SIGCONT)
+    live.wait_for_more(2 * HOT_STEPS)
+    interrupt(live)
+    assert live.of_kind("fault") == []
+    assert live.groups() == 1
+    assert_whole(recipe, "asleep", live)
 
 
 @pytest.mark.slow
