@@ -81,8 +81,8 @@ INJECTIONS: dict[str, Injection] = {
     "node added": add_node,
 }
 UNNOTICED: dict[str, Injection] = {
-    "channel stopped, 10 s allowed": stop_actor("ControlChannel"),
-    "directory of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
+    "control channel stopped, 10 s allowed": stop_actor("ControlChannel"),
+    "registry of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
     "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
 }
 """After these the same group goes on: what counts is the longest time between two steps."""
