@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastrata.sweeps.domains import Domain, LogUniform, Uniform
+from elastrata.sweeps.past import Past
 from elastrata.sweeps.report import Report
 from elastrata.sweeps.schedulers import (
     TOKENS,
@@ -21,6 +22,7 @@ from elastrata.sweeps.schedulers import (
 from elastrata.sweeps.searchers import OptunaConfig, RandomConfig, SearcherConfig, build_searcher
 from elastrata.sweeps.standings import Standings, report_entry
 from elastrata.sweeps.suggestions import Suggestions
+from support.histories import record
 
 SPACE: dict[str, Domain] = {
     "optimizer.lr": LogUniform(loguniform=(1e-4, 1e-2)),
@@ -153,3 +155,10 @@ def test_the_best_is_that_of_the_newest_values_among_those_that_count() -> None:
     assert best is not None
     assert best.id == "0001"
     assert Standings(METRIC, "max").best() is None
+
+
+def test_an_evaluation_that_stands_twice_in_a_history_is_reported_once() -> None:
+    steps = [{"kind": "step", "attempt": 1, "time": 0.0, **record(n).to_dict()} for n in (1, 2, 3)]
+    evaluation = {"kind": "evaluated", "step": 2, "eval/loss": 1.5}
+    past = Past(steps, [evaluation, evaluation])
+    assert [(report.step, len(report.steps)) for report in past.reports()] == [(2, 2)]

@@ -58,7 +58,7 @@ class Past:
         by_step = {entry["step"]: entry for entry in self.steps}
         before = 0
         for entry in self.evaluations:
-            if entry["step"] not in by_step:
+            if entry["step"] <= before or entry["step"] not in by_step:  # damaged, as was told
                 continue
             own = [
                 by_step[step] for step in range(before + 1, entry["step"] + 1) if step in by_step
