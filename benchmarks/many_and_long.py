@@ -142,11 +142,13 @@ def samples(packing: str, path: str) -> Work:
 
 def prepare(path: Path, folder: Path) -> dict[str, Any]:
     """`elastrata prepare`, and what all its processes take together."""
-    command = [sys.executable, "-m", "elastrata", "prepare", "--text", str(path), "--overwrite"]
+    command = [sys.executable, "-m", "elastrata", "prepare", "--text", str(path)]
     begun, seconds, peak = time.perf_counter(), dict[int, float](), 0
     with (folder / "output.txt").open("w") as output:
         driver = psutil.Popen(
-            [*command, "--out", str(folder / "data")], stdout=output, stderr=subprocess.STDOUT
+            [*command, "--out", str(folder / "data"), "--overwrite", "--held-out", "0"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         while driver.poll() is None:
             peak = max(peak, sum(_memory(process, seconds) for process in _tree(driver)))
