@@ -6,14 +6,19 @@
 Files have some 60 bytes each; the long document is one line of 60 MB of words. Every measurement
 has a process of its own, which does by itself what `prepare` gives to Ray's workers, so that its
 CPU seconds can be told from those of other work on the machine: finding the files and reading
-their documents; training a tokenizer on the line; tokenising it, with the fast encoders and with
-the tokenizer itself. Peak memory is what the process takes beyond its libraries.
+their documents; training a tokenizer on the line; turning it into ids, with the fast encoders and
+with the tokenizer itself; and all that becomes of it on the way from its file to a run of samples.
+Peak memory is what the process takes beyond its libraries.
+
+`prepare` itself is measured as well, with its Ray: CPU seconds and peak memory of all its processes
+(memory that several share counted once), beside those of a text of a few bytes.
 Results go to benchmarks/results/many_and_long.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -25,15 +30,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 NUM_FILES = (5_000, 20_000, 60_000, 100_000)
 LINE_BYTES = 60 * 10**6
 PORTION_BYTES = 2 * 2**20
 VOCAB_SIZE = 8000
 PACKAGES = ("pyarrow", "tiktoken", "tokenizers")
-TASKS = ("train bpe", "train wordpiece", "encode bpe", "encode wordpiece", "encode exact")
+TASKS = (
+    *("train bpe", "train wordpiece", "encode bpe", "encode wordpiece", "encode exact"),
+    *("samples none", "samples concat", "samples best_fit"),
+)
+SAMPLE_SECONDS = 0.5
+Work = Callable[[], dict[str, Any]]
+"""What is measured, after all that is not."""
 
 
 def words(size: int) -> str:
@@ -77,41 +91,138 @@ def train(kind: str, text: str) -> Any:
     return train_tokenizer(list(_pieces(text)), config, seq_len=512)
 
 
-def encode(kind: str, text: str) -> dict[str, Any]:
+def encode(kind: str, path: str) -> Work:
     from elastrata_pipelines.preparation import encoders
 
+    text = Path(path).read_text()
     files = train("bpe" if kind == "exact" else kind, text[: 10**6])
     encoder = encoders.make_encoder(files.tokenizer_json)
     if kind == "exact":
         encoder._fast = None
-    tokens, _, name = encoder.encode([text])
-    return {"tokens": len(tokens), "encoder": name}
+    encoder.encode([text[:100]])
+
+    def work() -> dict[str, Any]:
+        tokens, _, name = encoder.encode([text])
+        return {"tokens": len(tokens), "encoder": name}
+
+    return work
 
 
-def _usage() -> tuple[float, int]:
+def samples(packing: str, path: str) -> Work:
+    """From a file to a run of samples, through the rows that pass from process to process."""
+    from elastrata_pipelines.preparation import PrepareConfig, pipeline, work
+    from elastrata_pipelines.preparation.sources import find_files
+    from elastrata_pipelines.storage import Storage
+
+    kind = "wordpiece" if packing == "none" else "bpe"
+    with open(path) as stream:
+        files = train(kind, stream.read(10**6))
+    values = {"sources": [{"paths": path}], "tokenizer": {"train": kind}, "packing": packing}
+    config = PrepareConfig.model_validate({**values, "seq_len": 128, "held_out": 0.01})
+    group = work.Group(0, tuple(find_files(0, config.all_sources[0]).files))
+
+    def measured() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return turned(Storage(folder))
+
+    def turned(runs: Storage) -> dict[str, Any]:
+        tokenize = work.TokenizeWork(
+            config=config, tokenizer_json=files.tokenizer_json, frame=files.frame(),
+            pair_frame=None, token_dtype="uint16", unknown_id=None, runs=runs,
+        )  # fmt: skip
+        read = pipeline._Stage(work.ReadWork(config, PORTION_BYTES))
+        stage = pipeline._Stage(lambda portion: (tokenize(portion),))
+        rows = [row for table in read(pipeline._row(group)) for row in stage(table)]
+        (tokenized,) = (value for row in rows for value in pipeline._values(row))
+        count = sum(len(run.ids) for run in tokenized.runs if run)
+        return {"samples": count, "encoder": tokenized.encoder}
+
+    return measured
+
+
+def prepare(path: Path, folder: Path) -> dict[str, Any]:
+    """`elastrata prepare`, and what all its processes take together."""
+    command = [sys.executable, "-m", "elastrata", "prepare", "--text", str(path)]
+    begun, seconds, peak = time.perf_counter(), dict[int, float](), 0
+    with (folder / "output.txt").open("w") as output:
+        driver = psutil.Popen(
+            [*command, "--out", str(folder / "data"), "--overwrite", "--held-out", "0"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        while driver.poll() is None:
+            peak = max(peak, sum(_memory(process, seconds) for process in _tree(driver)))
+            time.sleep(SAMPLE_SECONDS)
+    if driver.returncode:
+        raise RuntimeError((folder / "output.txt").read_text())
+    row = {
+        "task": f"prepare {path.name}",
+        "cpu_seconds": round(sum(seconds.values()), 1),
+        "wall_seconds": round(time.perf_counter() - begun, 1),
+        "peak_megabytes": peak // 2**20,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def _tree(driver: Any) -> list[Any]:
+    with contextlib.suppress(psutil.Error):
+        return [driver, *driver.children(recursive=True)]
+    return []
+
+
+def _memory(process: Any, seconds: dict[int, float]) -> int:
+    """Bytes of a process, its share of what it shares with others; its CPU seconds are noted."""
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        seconds[process.pid] = times.user + times.system
+        return int(process.memory_full_info().pss)
+    return 0
+
+
+def _seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss // 1024
+    return usage.ru_utime + usage.ru_stime
+
+
+def _status(key: str) -> int:
+    """Megabytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) // 1024
 
 
 def measure_here(task: str, path: str) -> dict[str, Any]:
     """Does one task in this process."""
     importlib.import_module("elastrata_pipelines.preparation.work")  # not what is measured
     kind = task.split()[-1]
-    text = "" if task == "read" else Path(path).read_text()
-    (cpu, _), begun = _usage(), time.perf_counter()
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    told = {"read": lambda: read_files(path), "train": lambda: train(kind, text)}.get(
-        task.split()[0], lambda: encode(kind, text)
-    )()
-    wall = time.perf_counter() - begun
-    after, peak = _usage()
+    work = {
+        "read": lambda: lambda: read_files(path),
+        "train": lambda: _training(kind, path),
+        "encode": lambda: encode(kind, path),
+        "samples": lambda: samples(kind, path),
+    }[task.split()[0]]()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    cpu, begun, before = _seconds(), time.perf_counter(), _status("VmRSS")
+    told = work()
     return {
         "task": task,
-        **(told if isinstance(told, dict) else {}),
-        "cpu_seconds": round(after - cpu, 1),
-        "wall_seconds": round(wall, 1),
-        "peak_megabytes": peak - before // 2**20,
+        **told,
+        "cpu_seconds": round(_seconds() - cpu, 1),
+        "wall_seconds": round(time.perf_counter() - begun, 1),
+        "peak_megabytes": _status("VmHWM") - before,
     }
+
+
+def _training(kind: str, path: str) -> Work:
+    text = Path(path).read_text()
+    train(kind, text[: 10**5])
+
+    def work() -> dict[str, Any]:
+        train(kind, text)
+        return {}
+
+    return work
 
 
 def measure(task: str, path: Path, pipelines: Path | None) -> dict[str, Any]:
@@ -147,6 +258,10 @@ def main() -> None:
         line = Path(folder) / "line.txt"
         line.write_text(words(LINE_BYTES))
         rows += [measure(task, line, arguments.pipelines) for task in TASKS]
+        if not arguments.pipelines:
+            small = Path(folder) / "small.txt"
+            small.write_text(words(10_000))
+            rows += [prepare(path, Path(folder)) for path in (small, line, files)]
     result = {
         "command": " ".join(["python benchmarks/many_and_long.py", *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} cores, shared with other work",

@@ -221,5 +221,5 @@ def test_the_lines_that_train(home: Path, capsys: pytest.CaptureFixture[str]) ->
                 failed[line] = told.err
     assert failed == {}
     assert "Once upon a time" in shown
-    for model in ("models/best", "models/registered", "quick/model"):
+    for model in ("models/best", "models/registered", "quick/gpt-model"):
         assert (home / model / "config.json").is_file()

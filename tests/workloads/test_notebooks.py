@@ -19,19 +19,19 @@ SMALL = {
     "TRAINED_SAMPLES": "16 * 24",
 }
 """Values of the constants at the top."""
-OF_ONES_OWN = """
+OF_ONES_OWN = """\
 # %%
 import elastrata
 from elastrata.cluster.ray_session import ray_session
 
-session = ray_session("local", num_cpus=2)
-session.__enter__()
 recipe = elastrata.load_recipe("bert/tiny", [
     "name=first", "data.path=data", "steps=40", "batch_size=8", "schedule.warmup_steps=1",
     "data.prepare={sources: [{paths: texts}], seq_len: 32, held_out: 0.1}",
     "data.prepare.tokenizer={train: wordpiece, vocab_size: 400}",
     "workers={threads: 1, spares: false}",
 ])
+session = ray_session("local", num_cpus=2)
+session.__enter__()
 # %%
 elastrata.prepare(recipe.data.prepare, "data")
 # %%
