@@ -170,7 +170,7 @@ def test_an_empty_file_beside_others_is_left_out(tmp_path: Path) -> None:
 def test_nothing_held_out(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", TEXT)
     (line,) = problems(tmp_path, config(tmp_path / "a.txt", held_out=1e-9))
-    assert line.startswith("held_out: nothing is left: 0 documents")
+    assert line.startswith("held_out: of a single document nothing can be held out")
 
 
 def test_many_problems_end_early(tmp_path: Path) -> None:

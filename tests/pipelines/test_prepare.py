@@ -154,6 +154,16 @@ def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:
     assert held_out.tokenizer_fingerprint == manifest.tokenizer_fingerprint
 
 
+def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
+    wanted, kept = texts(5), []
+    for name, order in (("out", wanted), ("backwards", wanted[::-1])):
+        manifest = make(tmp_path / name, order, held_out=1e-9, seq_len=128)
+        held_out = Manifest.read(Storage(str(tmp_path / name / "held_out")))
+        assert [manifest.samples, held_out.samples] == [4, 1]
+        kept.append(decoded(tmp_path / name / "held_out"))
+    assert kept[0] == kept[1]  # the same one, in whatever order they come
+
+
 def test_held_out_sources(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("\n".join(texts(30)))
     source = {"paths": [str(tmp_path / "test.txt")], "documents": "line"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from elastrata_pipelines.format import HELD_OUT, Manifest
 from elastrata_pipelines.preparation.config import PrepareConfig
@@ -12,6 +14,7 @@ from elastrata_pipelines.preparation.data_set import DataSetWriter, lay_out
 from elastrata_pipelines.preparation.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from elastrata_pipelines.preparation.target import Target
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
+from elastrata_pipelines.preparation.work import Tokenized
 from elastrata_pipelines.storage import Storage
 
 
@@ -52,6 +55,9 @@ def prepare(
     with target.building() as runs, session():
         tokenizer = tokenizer or _trained_tokenizer(corpus, target.storage, fingerprint)
         tokenized = corpus.tokenize(tokenizer, runs)
+        if fraction := fraction_for_one(config, tokenized):
+            corpus = replace(corpus, config=config.model_copy(update={"held_out": fraction}))
+            tokenized = corpus.tokenize(tokenizer, runs)
         layouts = [lay_out(config, tokenized, part) for part in range(2 if config.held_out else 1)]
         writer = DataSetWriter(config, tokenizer, fingerprint, provenance, runs, report)
         target.clear()
@@ -68,3 +74,18 @@ def _trained_tokenizer(corpus: Corpus, storage: Storage, fingerprint: str) -> To
     tokenizer = corpus.train_tokenizer()
     keep_tokenizer(storage, fingerprint, tokenizer)
     return tokenizer
+
+
+def fraction_for_one(config: PrepareConfig, tokenized: Sequence[Tokenized]) -> float | None:
+    """The fraction that holds one document out, where the configured one holds out none.
+
+    Of a few books one in a hundred is none of them; then the one whose draw is the smallest is held
+    out. A tokenizer that was trained on the corpus has seen it.
+
+    Returns:
+        None where the configured fraction will do, or where there is one document alone.
+    """
+    training, held_out = (sum(portion.documents[part] for portion in tokenized) for part in (0, 1))
+    if not config.held_out_fraction or held_out or training == 1:
+        return None
+    return math.nextafter(min(portion.least_draw for portion in tokenized), 1.0)

@@ -44,6 +44,11 @@ def lay_out(config: PrepareConfig, tokenized: Sequence[Tokenized], part: int) ->
     runs = [run for portion in tokenized if (run := portion.runs[part]) is not None]
     documents = sum(portion.documents[part] for portion in tokenized)
     if not runs:
+        if part == HELD_OUT and config.held_out_fraction and not documents:
+            raise UserError(
+                "held_out: of a single document nothing can be held out; give more, make documents "
+                "of its parts (documents: paragraph, or line), or hold out nothing (--held-out 0)"
+            )
         where = "held_out" if part == HELD_OUT else "sources"
         raise UserError(
             f"{where}: nothing is left: {documents} documents, no sample of at least "

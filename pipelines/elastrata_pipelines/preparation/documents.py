@@ -156,11 +156,10 @@ def _split_at_starts(text: str, line: int, starts: re.Pattern[str]) -> Iterator[
     yield first, "\n".join(lines).strip("\r\n")
 
 
-def is_held_out(document: Document, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part: decided by its text alone."""
-    if not fraction:
-        return False
-    return uniform_one(mix_one(text_hash(document.text.strip()) ^ _HELD_OUT_SALT)) < fraction
+def held_out_draw(document: Document) -> float:
+    """A number from 0 to 1 drawn by a document's text alone: below the fraction that is held out,
+    the document is."""
+    return uniform_one(mix_one(text_hash(document.text.strip()) ^ _HELD_OUT_SALT))
 
 
 def copies(document: Document, weight: float) -> int:

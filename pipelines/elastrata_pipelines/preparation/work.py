@@ -14,7 +14,7 @@ from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.documents import (
     Document,
     copies,
-    is_held_out,
+    held_out_draw,
     read_documents,
 )
 from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder
@@ -72,6 +72,8 @@ class Tokenized:
     """Documents left out, by reason."""
     unknown: tuple[int, int] = (0, 0)
     """Unknown tokens in the samples for training and held out."""
+    least_draw: float = 1.0
+    """The smallest `held_out_draw` of the documents for training; 1 without any."""
 
     @property
     def is_empty(self) -> bool:
@@ -119,23 +121,34 @@ class ReadWork:
             yield NumberedPortion((group.number, number), source, portion)
 
 
-def _split(
-    config: PrepareConfig, numbered: NumberedPortion
-) -> tuple[tuple[list[Document], list[Document]], tuple[str, ...], dict[str, int]]:
-    """Documents for training and held out, problems that end the preparation, and documents
-    skipped by reason."""
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """The documents of a portion, for training and held out."""
+
+    documents: tuple[list[Document], list[Document]]
+    problems: tuple[str, ...]
+    """They end the preparation."""
+    skipped: dict[str, int]
+    """Documents left out, by reason."""
+    least_draw: float
+    """The smallest `held_out_draw` of those for training; 1 without any."""
+
+
+def _split(config: PrepareConfig, numbered: NumberedPortion) -> _Split:
     source = config.all_sources[numbered.source]
     read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
     split: tuple[list[Document], list[Document]] = ([], [])
+    fraction, least = config.held_out_fraction, 1.0
     for document in read.documents:
-        held_out = numbered.source >= len(config.sources) or is_held_out(
-            document, config.held_out_fraction
-        )
-        split[HELD_OUT if held_out else TRAINING].append(document)
+        draw = held_out_draw(document) if fraction else 1.0
+        is_held_out = draw < fraction or numbered.source >= len(config.sources)
+        split[HELD_OUT if is_held_out else TRAINING].append(document)
+        least = least if is_held_out else min(least, draw)
+    problems, skipped = (*read.fatal, *read.problems), dict[str, int]()
     if config.bad_documents == "skip":
         files = {UNREADABLE: left_out} if (left_out := numbered.portion.left_out) else {}
-        return split, read.fatal, count_reasons(read.problems) | files
-    return split, (*read.fatal, *read.problems), {}
+        problems, skipped = read.fatal, count_reasons(read.problems) | files
+    return _Split(documents=split, problems=problems, skipped=skipped, least_draw=least)
 
 
 @dataclass(frozen=True)
@@ -147,8 +160,8 @@ class ChooseTrainingText:
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
         """The chosen pieces of the portion's documents, held-out ones left alone."""
-        (documents, held_out), problems, skipped = _split(self.config, numbered)
-        chosen = []
+        split, chosen = _split(self.config, numbered), []
+        documents, held_out = split.documents
         if numbered.source < len(self.config.sources):
             for document in documents:
                 for number, text in enumerate(_pieces(document.text)):
@@ -161,8 +174,8 @@ class ChooseTrainingText:
             bytes=numbered.portion.bytes,
             documents=(len(documents), len(held_out)),
             chosen=tuple(chosen),
-            problems=problems,
-            skipped=skipped,
+            problems=split.problems,
+            skipped=split.skipped,
         )
 
 
@@ -195,15 +208,15 @@ class TokenizeWork:
 
     def __call__(self, numbered: NumberedPortion) -> Tokenized:
         """Writes the portion's runs, unless problems end the preparation anyway."""
-        split, problems, skipped = _split(self.config, numbered)
-        num_documents = len(split[TRAINING]), len(split[HELD_OUT])
+        split = _split(self.config, numbered)
+        num_documents = len(split.documents[TRAINING]), len(split.documents[HELD_OUT])
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
         names, unknown = [""], [0, 0]
-        for part, documents in enumerate(split):
+        for part, documents in enumerate(split.documents):
             weight = 1.0 if part == HELD_OUT else self.config.all_sources[numbered.source].weight
             run, name = None, ""
-            if documents and not problems:
+            if documents and not split.problems:
                 samples, name = self._samples(documents, weight, encoder)
                 unknown[part] = int(np.count_nonzero(samples.tokens == self.unknown_id))
                 path = "{}-{}-{}".format(*numbered.place, part)
@@ -219,9 +232,10 @@ class TokenizeWork:
             documents=num_documents,
             runs=(runs[TRAINING], runs[HELD_OUT]),
             encoder=max(names),
-            problems=problems,
-            skipped=skipped,
+            problems=split.problems,
+            skipped=split.skipped,
             unknown=(unknown[TRAINING], unknown[HELD_OUT]),
+            least_draw=split.least_draw,
         )
 
     def _samples(
