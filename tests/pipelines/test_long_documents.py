@@ -19,7 +19,7 @@ from elastrata_pipelines.storage import Storage
 
 MEGABYTES = 24
 MOST_TIMES = 5.5
-"""Measured: 4.4 and less. With copies of text, ids and samples beside one another it was 7 and more."""
+"""Measured: 4.4 and less; with copies of text, ids and samples beside one another 7 and more."""
 
 
 @pytest.fixture(scope="module")
