@@ -32,23 +32,28 @@ _PLACES = tuple(
 """Where a word surely ends, the best place first; what matches is left out."""
 
 
-def parts(text: str, same: Same) -> Iterator[tuple[str, bool]]:
-    """A text in parts of at most `MAX_CHARACTERS`, and whether each ends where `same` agreed.
+def parts(text: str, same: Same, most: int = 0) -> Iterator[tuple[str, bool]]:
+    """A text in parts of at most `most` characters, and whether each ends where `same` agreed.
 
     Parts without such a place near their end are cut where they are full. The last is True.
+
+    Args:
+        text: the text.
+        same: what decides on a place.
+        most: characters of a part; 0: `MAX_CHARACTERS`.
     """
     begin = 0
-    while len(text) - begin > MAX_CHARACTERS:
-        place = _place(text, begin + MAX_CHARACTERS, same)
-        end, following = place or (begin + MAX_CHARACTERS,) * 2
+    most = most or MAX_CHARACTERS
+    while len(text) - begin > most:
+        place = _place(text, begin + most - min(_SEARCHED_CHARACTERS, most), begin + most, same)
+        end, following = place or (begin + most,) * 2
         yield text[begin:end], place is not None
         begin = following
     yield (text[begin:] if begin else text), True
 
 
-def _place(text: str, limit: int, same: Same) -> tuple[int, int] | None:
+def _place(text: str, first: int, limit: int, same: Same) -> tuple[int, int] | None:
     """The last place before `limit` where `same` agrees: where a part ends and the next begins."""
-    first = limit - _SEARCHED_CHARACTERS
     for pattern in _PLACES:
         found = [match.span() for match in pattern.finditer(text, first, limit)]
         for end, following in reversed(found[-_TRIED_PLACES:]):

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastrata_pipelines.preparation.config import TokenizerConfig
+from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files, wrap
 
 _WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _BPE_SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
 _MAX_ALPHABET = 1000
 _MAX_WORD = 256
+_MAX_TEXT = 2**13
 _LONG_RUN = re.compile(rf" ?\S{{{_MAX_WORD},}}|\s{{{_MAX_WORD},}}")
 
 
@@ -31,9 +33,11 @@ def cut_long_words(texts: Sequence[str], pre_tokenizer: Any) -> list[str]:
     """The texts, cut wherever a pre-token would have more than some 256 characters.
 
     Trainers take time quadratic in the length of a pre-token: a run of 300,000 equal letters costs
-    minutes. Texts without such runs stay as they are.
+    minutes. Texts without such runs stay as they are, long ones in parts of whole words: trainers
+    look at hundreds of texts at once, and take a hundred times their memory.
     """
-    return [part for text in texts for part in _parts(text, pre_tokenizer)]
+    short = (part for text in texts for part, _ in parts(text, lambda *_: True, _MAX_TEXT))
+    return [part for text in short for part in _parts(text, pre_tokenizer)]
 
 
 def _parts(text: str, pre_tokenizer: Any) -> Iterator[str]:
