@@ -19,7 +19,7 @@ from elastrata.cluster.teardown import SIGNALS, is_ending, undisturbed
 
 ENDING = """
 import os, signal, sys
-from elastrata.cli.main import main as cli
+from elastrata.cli import main as cli
 from elastrata.cluster.teardown import undisturbed
 
 def press():
