@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -284,7 +284,7 @@ def _pickled_documents(kind: type[_Bounded], text: str) -> bytes:
 
 def _documents(kind: type[_Bounded], text: str, where: str, count_lines: bool) -> list[Any]:
     try:
-        values: list[Any] = pickle.loads(_pickled_documents(kind, text))
+        values: list[Any] = pickle.loads(_pickled_documents(cast(Any, kind), text))
         return values
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
