@@ -1,4 +1,4 @@
-"""The channel: how events get from the workers to the driver, and requests to the workers.
+"""The control channel: how events get from workers to the driver, and signals to the workers.
 
 It may die, or stop answering and be killed, at any time: an empty one takes its place, and who has
 sent what the driver has not handled sends it again. Nobody's steps wait for it.

@@ -1,4 +1,4 @@
-"""The trainer: a job on Ray Train, with workers that come and go."""
+"""The group of workers: a job on Ray Train, with workers that come and go."""
 
 from __future__ import annotations
 

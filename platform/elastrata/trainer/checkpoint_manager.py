@@ -1,4 +1,4 @@
-"""The manager of a run while it trains: history, copies of the state, and word to the driver."""
+"""The checkpoint manager of a run while it trains: copies of the state, and history."""
 
 from __future__ import annotations
 
