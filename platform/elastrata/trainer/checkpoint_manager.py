@@ -1,4 +1,4 @@
-"""The checkpoint manager of a run while it trains: copies of the state, and history."""
+"""The checkpoint manager of a run while it trains: copies of the state, its history, its word."""
 
 from __future__ import annotations
 
