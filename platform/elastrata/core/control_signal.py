@@ -1,4 +1,4 @@
-"""A control signal: what the driver, or Ray Train's controller, asks of the workers while they train."""
+"""A control signal: what the driver, or Ray Train's controller, asks of the workers in training."""
 
 from __future__ import annotations
 
