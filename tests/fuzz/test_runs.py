@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -105,7 +106,7 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
         finished = is_finished(run, steps=STEPS, target=None)
         entries = history.read(run.sub("history"))
         catch_up(SilentTracker(), entries, [])
-    meaning = {"start": start, "finished": finished, "steps": history.effective_steps(entries)}
+    meaning = {"start": replace(start, commit=_place(start.commit)), "finished": finished, "steps": history.effective_steps(entries)}
     return meaning, said
 
 
@@ -117,7 +118,14 @@ def exported(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     if damaged := problems(checkpoints, commit):
         raise UserError(f"{checkpoints.uri(commit.folder)}: {damaged[0]}")
     held = read_metadata(checkpoints, commit).state_dict_metadata
-    return {"workload": read_recipe(run).workload, "commit": commit, "held": held}, []
+    named = commit.model_copy(update={"folder": _place(commit.folder)})
+    return {"workload": read_recipe(run).workload, "commit": named, "held": held}, []
+
+
+def _place(folder: str | None) -> str:
+    """A commit's folder without its random part: a copy under another one is the same state, and
+    which of the two counts is as random as their names."""
+    return (folder or "none").rpartition("-")[0]
 
 
 def without_place(meaning: Meaning) -> Meaning:

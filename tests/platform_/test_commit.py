@@ -140,7 +140,17 @@ def age_marker(path: Path) -> str:
     return "commit.json has format version 0, expected 1"
 
 
-DAMAGES = [truncate, lengthen, alter, lose, lose_all, tear_marker, alter_marker, age_marker]
+def lengthen_version(path: Path) -> str:
+    marker = path.parent / MARKER
+    longer = f'"format_version": "{"x" * 10_000}"'
+    marker.write_text(marker.read_text().replace('"format_version": 1', longer))
+    return f"commit.json has format version 'x{'x' * 18}, expected 1"
+
+
+DAMAGES = [
+    *(truncate, lengthen, alter, lose, lose_all),
+    *(tear_marker, alter_marker, age_marker, lengthen_version),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

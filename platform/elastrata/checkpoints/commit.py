@@ -132,7 +132,7 @@ class Commit(BaseModel):
             raise ValueError("is not a JSON object")
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise ValueError(f"has format version {version}, expected {FORMAT_VERSION}")
+            raise ValueError(f"has format version {version!r:.20}, expected {FORMAT_VERSION}")
         if content.pop("digest", None) != _digest(content):
             raise ValueError("does not match its own digest (altered)")
         try:
