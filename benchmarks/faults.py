@@ -75,12 +75,12 @@ INJECTIONS: dict[str, Injection] = {
     "worker hung (SIGSTOP), 10 s allowed": stop_worker,
     "Ray Train's controller killed": kill_controller,
     "Ray Train's controller stopped, 10 s allowed": stop_actor("TrainController"),
-    "split coordinator stopped, 10 s allowed": stop_actor("SplitCoordinator"),
     "node killed": kill_node,
     "node drained": drain_node,
     "node added": add_node,
 }
 UNNOTICED: dict[str, Injection] = {
+    "split coordinator stopped, 10 s allowed": stop_actor("SplitCoordinator"),
     "control channel stopped, 10 s allowed": stop_actor("ControlChannel"),
     "registry of hot copies stopped, 10 s allowed": stop_actor("ReplicaRegistry"),
     "store of hot copies stopped, 10 s allowed": stop_actor("ReplicaStore"),
