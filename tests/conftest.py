@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
 
+from support.forked_workers import own_workers
 from support.guardian import guard
 from support.left_behind import end_commands, kill_ray
 from support.marks import begin
@@ -59,7 +61,8 @@ def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     starts_rays = request.path.parent.name in RAYS
     if starts_rays:
         close_ray()
-    yield
+    with own_workers() if starts_rays else nullcontext():
+        yield
     try:
         end_commands()
     finally:
@@ -71,6 +74,23 @@ def nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
 def ray_local() -> None:
     """The Ray cluster of the process's tests: two logical CPUs, workers that can import tests."""
     open_ray()
+
+
+@pytest.fixture(scope="module")
+def ray_local_of_own_workers() -> Iterator[None]:
+    """The same, for tests that kill or stop its workers: they are the raylet's children."""
+    close_ray()
+    with own_workers():
+        open_ray()
+    yield
+    close_ray()
+
+
+@pytest.fixture
+def workers_are_children() -> Iterator[None]:
+    """Commands' workers are children of their raylets: for tests that kill or stop them."""
+    with own_workers():
+        yield
 
 
 @pytest.fixture

@@ -106,7 +106,11 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
         finished = is_finished(run, steps=STEPS, target=None)
         entries = history.read(run.sub("history"))
         catch_up(SilentTracker(), entries, [])
-    meaning = {"start": replace(start, commit=_place(start.commit)), "finished": finished, "steps": history.effective_steps(entries)}
+    meaning = {
+        "start": replace(start, commit=_place(start.commit)),
+        "finished": finished,
+        "steps": history.effective_steps(entries),
+    }
     return meaning, said
 
 

@@ -44,7 +44,7 @@ def pids_of(channel: Any) -> list[int]:
     return [int(one.name) for one in siblings if title(one).startswith("ray::ControlChannel")]
 
 
-def test_everything_arrives_once_and_in_order(ray_local: None) -> None:
+def test_everything_arrives_once_and_in_order(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     sender = Sender(channel, rank=0)
     threads = [
@@ -63,7 +63,7 @@ def test_everything_arrives_once_and_in_order(ray_local: None) -> None:
         assert mine == [f"{number} {k}" for k in range(200)]
 
 
-def test_other_ranks_only_refuse(ray_local: None) -> None:
+def test_other_ranks_only_refuse(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     sender = Sender(channel, rank=1)
     with received(channel) as events:
@@ -73,7 +73,7 @@ def test_other_ranks_only_refuse(ray_local: None) -> None:
     assert events == [Refused(problems=("the shard is damaged",))]
 
 
-def test_one_event_from_elsewhere(ray_local: None) -> None:
+def test_one_event_from_elsewhere(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     with received(channel) as events:
         tell(channel, Warned(text="a look at storage failed"))
@@ -81,7 +81,7 @@ def test_one_event_from_elsewhere(ray_local: None) -> None:
     assert events == [Warned(text="a look at storage failed")]
 
 
-def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
+def test_the_larger_request_counts_until_it_is_served(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     sender = Sender(channel, rank=0)
     save = ControlSignal(action=Action.SAVE, reason="drain", text="a node to go")
@@ -108,7 +108,7 @@ def test_the_larger_request_counts_until_it_is_served(ray_local: None) -> None:
     assert not ray.get(channel.has_halted.remote())
 
 
-def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local: None) -> None:
+def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     sender = Sender(channel, rank=0)
     stop = ControlSignal(action=Action.STOP, reason="stop", text="SIGTERM")
@@ -120,7 +120,7 @@ def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local: None) -> None:
 
 @pytest.mark.parametrize("number", SECONDS)
 def test_a_channel_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
-    number: signal.Signals, ray_local: None
+    number: signal.Signals, ray_local_of_own_workers: None
 ) -> None:
     before = set(pids_of(open_channel()))
     channel = open_channel()

@@ -192,7 +192,7 @@ def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_whose_process_dies_goes_on(folder: Path) -> None:
+def test_a_trial_whose_process_dies_goes_on(folder: Path, workers_are_children: None) -> None:
     import psutil
 
     config = _written(_config(folder, "deadly", trials=2, concurrency=1), folder)

@@ -137,7 +137,9 @@ def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
 
 
 @pytest.mark.slow  # two groups of two workers
-def test_killed_worker_costs_steps_but_no_samples(recipe, undisturbed, tmp_path) -> None:
+def test_killed_worker_costs_steps_but_no_samples(
+    recipe, undisturbed, tmp_path, workers_are_children
+) -> None:
     name = "worker-lost"
     driver = start(
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"

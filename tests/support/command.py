@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from support.forked_workers import forked_workers
 from support.forks import fork
 
 _SECONDS = 240.0
@@ -44,7 +45,8 @@ class Command:
     ) -> None:
         texts = [*map(str, arguments)]
         place = str(cwd or Path.cwd())
-        self._process = fork(_main, texts, place, str(out), str(err), own_group)
+        with forked_workers():
+            self._process = fork(_main, texts, place, str(out), str(err), own_group)
         assert self._process.pid
         self.pid: int = self._process.pid
 
@@ -151,7 +153,8 @@ def _main(arguments: list[str], cwd: str, out: str, err: str, own_group: bool) -
     from elastrata.cli.main import main
 
     try:
-        main()
+        with forked_workers():
+            main()
     finally:
         atexit._run_exitfuncs()
 

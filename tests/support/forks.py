@@ -11,8 +11,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
+
+import pytest
 
 MODULES = (
     "pytest",
@@ -29,18 +32,29 @@ MODULES = (
     "elastrata_workloads.gpt.parallel",
 )
 
+_FIRST_JOB = "01000000"
+"""The id of a cluster's first job. A worker of Ray's has it, and its raylet's process, from its
+environment, and reads that as early as it imports Ray; so these are those of every fork."""
+
 
 @cache
 def forks() -> ForkServerContext:
     """The ways of `multiprocessing` to start such processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(MODULES))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RAY_JOB_ID": _FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
     return context
 
 
-def fork(function: Callable[..., object], *args: Any) -> ForkServerProcess:
-    """Starts a process that calls a function of a module, in the caller's environment."""
-    process = forks().Process(target=_call, args=(dict(os.environ), function, args))
+def fork(function: Callable[..., object], *args: Any, daemon: bool = False) -> ForkServerProcess:
+    """Starts a process that calls a function of a module, in the caller's environment.
+
+    A daemon ends with the process of the tests, which waits for any other.
+    """
+    process = forks().Process(target=_call, args=(dict(os.environ), function, args), daemon=daemon)
     process.start()
     return process
 

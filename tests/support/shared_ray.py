@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked_workers import forked_workers
+
 _NUM_CPUS = 2
 _SECONDS_TO_SETTLE = 10.0
 _session = ExitStack()
@@ -34,7 +36,7 @@ def close_ray() -> None:
 def _start() -> None:
     from elastrata.cluster.ray_session import ray_session
 
-    with pytest.MonkeyPatch.context() as patch:
+    with forked_workers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         _session.enter_context(ray_session("local", num_cpus=_NUM_CPUS))
 
