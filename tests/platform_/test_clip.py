@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.core.bucket_clip import bucket_limits, scale_down
-from elastrata.core.norm import gradient_norm, tensor_norm
+from elastrata.core.norms import gradient_norm, tensor_norm
 from elastrata.core.step import share_of
 from elastrata.core.workload import Batch
 from elastrata.recipe.recipe import Recipe

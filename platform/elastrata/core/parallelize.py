@@ -12,9 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
-from elastrata.core.deterministic_reduce_scatter import DeterministicReduceScatter
 from elastrata.core.recomputation import Recomputation, recompute
-from elastrata.core.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
+from elastrata.core.reduction import (
+    BackgroundAllGather,
+    DeterministicReduceScatter,
+    DuringBackward,
+    Reduction,
+    at_once,
+)
 from elastrata_pipelines.virtual_ranks import num_rounds
 
 Workers = Annotated[int, Field(gt=0, le=100_000)]

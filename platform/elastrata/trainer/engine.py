@@ -18,9 +18,9 @@ from elastrata.core.device import DeviceCapabilities, capabilities, current_devi
 from elastrata.core.fallbacks import substitutions
 from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
+from elastrata.core.norms import StageRanks
 from elastrata.core.parallelize import DTYPES, parallelize, rank_mesh
 from elastrata.core.partial_model import partial_model
-from elastrata.core.pipeline.clip import build_stage_clip
 from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.kernels import has_kernels, use_kernels
@@ -187,7 +187,8 @@ def _pipelined(
     )
     group = mesh.get_group("pipeline")
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
-    clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
+    ranks = StageRanks(group, counted_elsewhere)
+    clip = build_clip(recipe.clip, stages.model, pipeline=ranks)
     return DividedModel(stages.model, forward_backward, clip, workload.blocks(stages.model), group)
 
 
