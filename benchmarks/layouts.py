@@ -132,6 +132,7 @@ def rates() -> tuple[float, float]:
 
 def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[Any, Any]:
     """The planner's memory and time."""
+    from elastrata.core.workload import model_spec
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
     from elastrata.planner.efficiency import CPU
@@ -144,7 +145,7 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
 
     recipe, processes = recipe_of(name, {}), LAYOUTS[name][0]
     outline = data_spec(recipe)
-    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    model = model_spec(recipe.workload, outline.vocabulary, outline.seq_len)
     tensor, is_copy = recipe.parallel.tensor, recipe.parallel.replicate == "all"
     data = processes // tensor
     layout = Layout(

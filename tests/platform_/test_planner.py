@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from elastrata.core.workload import model_spec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.efficiency import GPU
@@ -50,7 +51,7 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
     with torch.device("meta"):
         built = recipe.workload.build_model(spec.vocabulary, spec.seq_len)
     counted = sum(parameter.numel() for parameter in built.parameters())
-    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
+    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
     assert model.parameters == pytest.approx(counted, rel=2e-3)
     blocks = recipe.workload.blocks(built)
     own = sum(parameter.numel() for parameter in blocks[0].parameters())
@@ -62,7 +63,7 @@ def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
     recipe = load_recipe(name)
     spec = data_spec(recipe)
     length, vocabulary = spec.seq_len, spec.vocabulary
-    model = recipe.workload.transformer(vocabulary, length)
+    model = model_spec(recipe.workload, vocabulary, length)
     weight = {"lm": length, "mlm": round(0.15 * length)}
     counted = recipe.workload.flops([length], weight, vocabulary)
     assert model.flops_per_sample == pytest.approx(counted, rel=0.01)

@@ -88,7 +88,7 @@ class BareTraining:
             vocabulary,
             cpu,
             world_size,
-            counts=self._data.counts,
+            is_primary=self._data.is_primary,
             masks=self.masks,
         )
 
@@ -115,7 +115,7 @@ class BareTraining:
             part.micro_batches,
             manifest.vocabulary,
             torch.device("cpu"),
-            counts=data.counts,
+            is_primary=data.is_primary,
         )
 
     def _stream(self, start: Start, steps: int) -> Iterator[RankStep]:

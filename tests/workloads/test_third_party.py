@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastrata.core.padded import padded
+from elastrata.core.batch import padded
 from elastrata_pipelines.rows import Rows
 from support.command import ELASTRATA
 from support.synthetic import VOCABULARY, write_data_set

@@ -75,7 +75,7 @@ def _train(job: Job, sender: Sender) -> None:
             device,
             world_size=world_size,
             per_node=per_node,
-            counts=data.counts,
+            is_primary=data.is_primary,
         )
         stopwatch.passed("model")
         stream = opening.result()

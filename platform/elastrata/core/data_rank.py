@@ -14,9 +14,9 @@ class DataRank:
     """Of the data rank, 0 to `dp_size` - 1."""
     dp_size: int
     """Among so many data ranks every global batch is dealt."""
-    counts: bool
-    """Whether this rank's sums over samples count: those of the first rank of each data rank do, so
-    that a sum over all ranks has every sample once."""
+    is_primary: bool
+    """Whether this is the first rank of its data rank. Sums over samples are added up over these
+    alone, so that they have every sample once."""
 
 
 def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> DataRank:
@@ -30,4 +30,4 @@ def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> Dat
         raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
     dp_size = world_size // (tensor * pipeline)
     place = rank // tensor
-    return DataRank(place % dp_size, dp_size, counts=place < dp_size and rank % tensor == 0)
+    return DataRank(place % dp_size, dp_size, is_primary=place < dp_size and rank % tensor == 0)

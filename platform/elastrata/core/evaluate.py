@@ -100,7 +100,7 @@ def evaluate(
     vocabulary: Vocabulary,
     device: torch.device,
     *,
-    counts: bool = True,
+    is_primary: bool = True,
 ) -> StepLoss:
     """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
 
@@ -110,11 +110,12 @@ def evaluate(
         micro_batches: this rank's; all ranks have equally many.
         vocabulary: the data set's.
         device: the model's.
-        counts: whether this rank's sums count; see `DataRank`.
+        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
     """
     batches = [
         workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
     ]
     losses = forward_backward.evaluate(forward_backward.ready(batches))
     weights = total_weights(batches)
-    return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)
+    whole = reduce_sums(weights, device, is_primary=is_primary)
+    return mean_loss(losses, whole, is_primary=is_primary)

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from elastrata.core.batch import Batch
 from elastrata.core.parallelize import synchronize_gradients
-from elastrata.core.workload import Batch, Loss, Workload
+from elastrata.core.workload import Loss, Workload
 
 
 class ForwardBackward(Protocol):

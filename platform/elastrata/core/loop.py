@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
 from elastrata.core.device import peak_flops, peak_memory_bytes
@@ -15,10 +16,9 @@ from elastrata.core.ends import TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
 from elastrata.core.record import StepRecord
-from elastrata.core.sparsity.masks import Masks
-from elastrata.core.step import StepResult, reduce_sums, total_weights, train_step
+from elastrata.core.step import StepHooks, StepResult, reduce_sums, total_weights, train_step
 from elastrata.core.stopwatch import Stopwatch
-from elastrata.core.workload import Batch, Workload
+from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import digest
@@ -43,10 +43,10 @@ class Loop:
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
-    counts: bool = True
-    """Whether this rank's sums count; see `DataRank`."""
-    masks: Masks | None = None
-    """Of weights that are held at zero, where some are."""
+    is_primary: bool = True
+    """Whether this rank's sums over samples are added up, as `DataRank` has it."""
+    hooks: StepHooks = field(default_factory=StepHooks)
+    """What else is done in a step."""
 
     def run(
         self,
@@ -77,10 +77,9 @@ class Loop:
                 ]
             )
             sums = {**self._sums(part, batches), _ACT: asked()}
-            batch = reduce_sums(sums, self.device, counts=self.counts)
+            batch = reduce_sums(sums, self.device, is_primary=self.is_primary)
             stopwatch.passed("seconds_collating")
-            if self.masks:
-                self.masks.before_step(part.step, optimizer)
+            self.hooks.before_step(part.step, optimizer)
             lr = self.learning_rate(part.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
@@ -90,8 +89,8 @@ class Loop:
                 weights=_weights(batch),
                 clip=self.clip,
                 rounds=part.rounds,
-                counts=self.counts,
-                masks=self.masks,
+                is_primary=self.is_primary,
+                hooks=self.hooks,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(part.step, result))
@@ -108,7 +107,7 @@ class Loop:
                 **forward_backward.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
-                **self._sparsity_fields(int(batch["tokens"])),
+                **self.hooks.figures(int(batch["tokens"])),
                 **self._time_fields(stopwatch, batch["flops"]),
             )
             yield record, Action(int(batch[_ACT]))
@@ -129,12 +128,6 @@ class Loop:
             "digest_upper": upper,
             "digest_lower": lower,
         }
-
-    def _sparsity_fields(self, tokens: int) -> dict[str, Any]:
-        if self.masks is None:
-            return {}
-        zeros = self.masks.flops_of_zeros(tokens)
-        return {"flops_of_zeros": zeros, "layer_sparsity": self.masks.news()}
 
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
         parts = dict(stopwatch.seconds)

@@ -27,9 +27,9 @@ Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What parameters are applied in."""
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-TensorParallel = Callable[[nn.Module, DeviceMesh, bool], None]
-"""Divides a plain model over a mesh of one axis; with true, its tokens as well. See
-`Workload.tensor_parallel`."""
+Division = Callable[[nn.Module, DeviceMesh, bool], None]
+"""Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's
+`TensorParallel.tensor_parallel`."""
 _KEEPS_PARAMETERS = "_keeps_parameters"
 """On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
 
@@ -133,7 +133,7 @@ def parallelize(
     activation_checkpointing: Recomputation,
     compile: bool,
     parallel: ParallelConfig,
-    tensor_parallel: TensorParallel | None = None,
+    tensor_parallel: Division | None = None,
 ) -> nn.Module:
     """Tensor parallelism, then checkpointing, then compilation, then FSDP2 on every block and on
     what is left, over the data axes.

@@ -118,7 +118,8 @@ def _last_stage(
     model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     blocks = layout.layers_of_stage(model.layers) * model.block_parameters
-    numbers = float(blocks + model.vocabulary * model.hidden + model.head_extra)
+    extra = model.head_extra + model.sample_extra
+    numbers = float(blocks + model.vocabulary * model.hidden + extra)
     stage = layout.pipeline - 1
     return _stage(model, device, stack, layout, batch_size, numbers, stage, has_head=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.workload import model_spec, tensor_problems
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.efficiency import CPU, GPU
@@ -53,7 +54,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
     """
     spec = data_spec(recipe)
     part = full_part(part, spec.seq_len)
-    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
+    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
     machine = machine_of(recipe, cluster)
     if part.batch_size < 1:
         raise UserError("batch_size: 0: expected at least 1")
@@ -131,7 +132,7 @@ def _value(values: object, path: str) -> object:
 def _search(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> Found:
-    sizes = [n for n in _TENSOR_SIZES if n == 1 or not recipe.workload.tensor_problems(n)]
+    sizes = [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
     return search(
         model,
         cluster,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from elastrata.core.device import device_name, memory_of_worker, peak_memory_bytes
 from elastrata.core.events import Chosen
 from elastrata.core.recomputation import Recomputation, way_at_first
+from elastrata.core.workload import model_spec
 from elastrata.planner.choice import Choice, Choices
 from elastrata.planner.correction import USABLE, Correction
 from elastrata.planner.group import group_cluster, group_layout, phase_choices
@@ -230,7 +231,7 @@ def automatic(
                 choices=phase_choices(
                     recipe,
                     part,
-                    recipe.workload.transformer(found.manifest.vocabulary, found.manifest.seq_len),
+                    model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len),
                     (found.tokens_per_micro_batch, *found.larger_budgets),
                     layout,
                     cluster,

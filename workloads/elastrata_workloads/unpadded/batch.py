@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata.core.workload import Batch
+from elastrata.core.batch import Batch
 from elastrata_workloads.unpadded.segments import Segments
 
 FILLER_TOKENS = 2

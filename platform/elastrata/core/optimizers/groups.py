@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -42,6 +42,12 @@ class ParameterGroup:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, tied ones once, in the model's order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def block_matrices(parameters: Named, blocks: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Those of the parameters that are matrices of these blocks."""
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
+    return {name: p for name, p in parameters.items() if id(p) in inside}
 
 
 def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[ParameterGroup]:

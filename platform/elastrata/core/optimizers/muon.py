@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastrata.core.optimizers.adam_moments import adam_directions
-from elastrata.core.optimizers.groups import ParameterGroup, decaying_or_not, trainable
+from elastrata.core.optimizers.groups import (
+    ParameterGroup,
+    block_matrices,
+    decaying_or_not,
+    trainable,
+)
 from elastrata.core.optimizers.keys import OptimizerKeys
 from elastrata.core.optimizers.newton_schulz import orthogonalized
 from elastrata.core.optimizers.sharding import local
@@ -49,10 +54,9 @@ class MuonConfig(OptimizerKeys):
 
     def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
         """The blocks' matrices; other weights, such as embeddings and head; biases and norms."""
-        inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
         parameters = trainable(model)
-        matrices = {name: p for name, p in parameters.items() if id(p) in inside}
-        rest = {name: p for name, p in parameters.items() if id(p) not in inside}
+        matrices = block_matrices(parameters, blocks)
+        rest = {name: p for name, p in parameters.items() if name not in matrices}
         return [
             ParameterGroup(
                 name="matrices of the blocks",

@@ -25,13 +25,14 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from elastrata.core.batch import Batch
 from elastrata.core.device import peak_memory_bytes
 from elastrata.core.optimizers.sharding import local
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
 from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
 from elastrata.core.pipeline.stages import Stages
-from elastrata.core.workload import Batch, Loss, Metric, Workload
+from elastrata.core.workload import Loss, Metric, PipelineParallel
 
 SCHEDULES: Mapping[Name, type[Any]] = {
     "gpipe": ScheduleGPipe,
@@ -72,7 +73,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Stages,
-        workload: Workload,
+        workload: PipelineParallel,
         mesh: DeviceMesh,
         parallel: ParallelConfig,
         *,

@@ -10,11 +10,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastrata.core.batch import Batch
 from elastrata.core.forward_backward import weighted
 from elastrata.core.parallelize import ParallelConfig, Precision, data_axes, parallelize
 from elastrata.core.pipeline.spans import stage_spans
 from elastrata.core.recomputation import Recomputation
-from elastrata.core.workload import Batch, Loss, Workload
+from elastrata.core.workload import Loss, PipelineParallel, TensorParallel, Workload
 
 
 class Stage(nn.Module):
@@ -82,7 +83,7 @@ def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) 
 
 def cut_in_stages(
     model: nn.Module,
-    workload: Workload,
+    workload: PipelineParallel,
     costs: Sequence[int],
     mesh: DeviceMesh,
     *,
@@ -99,7 +100,7 @@ def cut_in_stages(
         model: plain; blocks that are not of `own_spans` may be on the meta device, and so may what
             comes before and behind them. The rest has the same weights on every rank.
         workload: its workload.
-        costs: of its blocks; see `Workload.block_costs`.
+        costs: of its blocks, as `PipelineParallel.block_costs` has them.
         mesh: as `rank_mesh` returned it, with an axis `pipeline`.
         precision: see `parallelize`.
         activation_checkpointing: see `parallelize`.
@@ -107,6 +108,7 @@ def cut_in_stages(
         parallel: the recipe's.
     """
     if parallel.tensor > 1:
+        assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
     spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
     own = own_spans(costs, mesh, parallel)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from elastrata.core.optimizers.sharding import local
 from elastrata.core.sparsity import rigl
@@ -24,6 +25,7 @@ from elastrata.core.sparsity.of_all_stages import of_all_stages
 from elastrata.core.sparsity.places import rows_and_columns
 from elastrata.core.sparsity.shard_sums import sums_over_shards
 from elastrata.core.sparsity.smallest import in_portions
+from elastrata.core.step import StepHooks
 from elastrata_pipelines.hashing import key, text_hash
 
 MASKS = "masks"
@@ -38,7 +40,7 @@ class SparsePhase:
     sparsity: AnySparsity | None
 
 
-class Masks:
+class Masks(StepHooks):
     """The masks of a model that trains; every rank has those of its shards.
 
     After every step the weights that are held at zero are exactly zero, and so are their gradients
@@ -84,6 +86,7 @@ class Masks:
         They lie where the next change is made."""
         return {name: local(mask) for name, mask in self._masks.items()}
 
+    @override
     def before_step(self, step: int, optimizer: Optimizer) -> None:
         """Takes up the masks of the phase that begins with that step, if one does. Collective.
 
@@ -101,8 +104,9 @@ class Masks:
                 module.reshard()  # an evaluation may have left it with the weights before
             self._replace(self._masks_of(self._sparsity, before), optimizer)
 
+    @override
     @torch.no_grad()
-    def after_backward(self, optimizer: Optimizer, *, finite: bool) -> None:
+    def before_clip(self, optimizer: Optimizer, *, finite: bool) -> None:
         """Updates the masks where that is due, and zeroes the gradients of weights at zero, so that
         they count in no norm. Collective.
 
@@ -117,6 +121,7 @@ class Masks:
             if gradient is not None:
                 local(gradient).masked_fill_(local(mask), 0.0)
 
+    @override
     @torch.no_grad()
     def after_update(self) -> None:
         """Zeroes what the optimizer has made of weights at zero: Muon's matrices are whole."""
@@ -134,12 +139,13 @@ class Masks:
         config = self._sparsity
         return isinstance(config, TwoFourConfig) and config.kernels and name in self._masks
 
-    def flops_of_zeros(self, tokens: int) -> int:
-        """FLOPs of the step, forward and backward over so many tokens, that are products with
-        zeros; see `flops`."""
-        return flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
+    @override
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """The FLOPs of the step that were products with zeros, and what has changed. Collective."""
+        zeros = flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
+        return {"flops_of_zeros": zeros, "layer_sparsity": self._news()}
 
-    def news(self) -> dict[str, float]:
+    def _news(self) -> dict[str, float]:
         """By layer the share of weights that are exactly zero, counted; empty where masks have not
         changed since the last call. Collective."""
         if not self._is_news:
