@@ -132,6 +132,7 @@ def rates() -> tuple[float, float]:
 
 def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[Any, Any]:
     """The planner's memory and time."""
+    from elastrata.core.device import Peak
     from elastrata.core.workload import model_spec
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
@@ -158,7 +159,10 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
         reshard=recipe.parallel.reshard_after_forward,
     )
     core = replace(
-        DEVICES["CPU"], peak_flops=flops, memory_bandwidth=copied, reserved_bytes=reserved
+        DEVICES["CPU"],
+        peak=Peak(flops, "fp32"),
+        memory_bandwidth=copied,
+        reserved_bytes=reserved,
     )
     stack = replace(elastrata("fp32", "fp32"), fragmentation=0.0)
     reached = replace(CPU, matmul=1.0, memory=1.0, attention=0.5)

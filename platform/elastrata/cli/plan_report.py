@@ -88,7 +88,7 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
     for name, value in asdict(one.time).items():
         console.print(f"  {name:<18}{value:9.4f}  {_TERMS[name]}", markup=False)
     console.print(
-        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.dtype}, "
+        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
         f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
         f"{device.link_name}, {device.network / 1e9:g} GB/s to other nodes ({device.source})\n"
         f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator
 
 from elastrata.config import Config
+from elastrata.core.device import Peak
 from elastrata.planner.hardware import ALIASES, DEVICES, Device, device_named
 from elastrata_pipelines.errors import UserError
 
@@ -70,7 +71,7 @@ class ClusterConfig(Config):
         return replace(
             sheet,
             memory_bytes=_times(self.memory_gb, 1e9, sheet.memory_bytes),
-            peak_flops=_times(self.peak_tflops, 1e12, sheet.peak_flops),
+            peak=Peak(_times(self.peak_tflops, 1e12, sheet.peak_flops), sheet.peak.dtype),
             link=_times(self.link_gb_per_second, 1e9, sheet.link),
             network=_times(self.network_gbit, _GBIT, sheet.network),
         )

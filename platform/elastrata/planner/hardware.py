@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.device import PEAKS, Peak
 from elastrata_pipelines.errors import UserError, nearest
 
 _GB = 1e9
@@ -15,10 +16,7 @@ class Device:
     """One GPU, or one CPU core."""
 
     name: str
-    peak_flops: float
-    """Dense matrix products per second in `dtype`."""
-    dtype: str
-    """The format the peak is of."""
+    peak: Peak
     memory_bytes: float
     """That PyTorch sees: less than the data sheet says, by what the driver keeps."""
     memory_bandwidth: float
@@ -36,8 +34,13 @@ class Device:
     per_node: int
     """Devices in such a machine."""
     reserved_bytes: float
-    """What the driver, its kernels and the communication library take."""
+    """For the driver, its kernels and the communication library."""
     source: str
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense matrix products per second."""
+        return self.peak.flops
 
 
 _TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
@@ -50,8 +53,7 @@ DEVICES = {
     for device in (
         Device(
             name="A100-80GB",
-            peak_flops=312e12,
-            dtype="bf16",
+            peak=PEAKS["A100"],
             memory_bytes=79.2 * _GIB,
             memory_bandwidth=2039 * _GB,
             multiprocessors=108,
@@ -65,8 +67,7 @@ DEVICES = {
         ),
         Device(
             name="A100-40GB",
-            peak_flops=312e12,
-            dtype="bf16",
+            peak=PEAKS["A100"],
             memory_bytes=39.4 * _GIB,
             memory_bandwidth=1555 * _GB,
             multiprocessors=108,
@@ -80,8 +81,7 @@ DEVICES = {
         ),
         Device(
             name="H100-80GB",
-            peak_flops=989e12,
-            dtype="bf16",
+            peak=PEAKS["H100"],
             memory_bytes=79.1 * _GIB,
             memory_bandwidth=3350 * _GB,
             multiprocessors=132,
@@ -95,8 +95,7 @@ DEVICES = {
         ),
         Device(
             name="H200",
-            peak_flops=989e12,
-            dtype="bf16",
+            peak=PEAKS["H200"],
             memory_bytes=139.8 * _GIB,
             memory_bandwidth=4800 * _GB,
             multiprocessors=132,
@@ -110,8 +109,7 @@ DEVICES = {
         ),
         Device(
             name="V100-32GB",
-            peak_flops=125e12,
-            dtype="fp16",
+            peak=PEAKS["V100"],
             memory_bytes=31.7 * _GIB,
             memory_bandwidth=900 * _GB,
             multiprocessors=80,
@@ -125,8 +123,7 @@ DEVICES = {
         ),
         Device(
             name="V100-16GB",
-            peak_flops=125e12,
-            dtype="fp16",
+            peak=PEAKS["V100"],
             memory_bytes=15.8 * _GIB,
             memory_bandwidth=900 * _GB,
             multiprocessors=80,
@@ -140,8 +137,7 @@ DEVICES = {
         ),
         Device(
             name="T4",
-            peak_flops=65e12,
-            dtype="fp16",
+            peak=PEAKS["T4"],
             memory_bytes=14.6 * _GIB,
             memory_bandwidth=320 * _GB,
             multiprocessors=40,
@@ -155,8 +151,7 @@ DEVICES = {
         ),
         Device(
             name="CPU",
-            peak_flops=80e9,
-            dtype="fp32",
+            peak=Peak(80e9, "fp32"),
             memory_bytes=4 * _GIB,
             memory_bandwidth=10 * _GB,
             multiprocessors=1,
@@ -170,7 +165,7 @@ DEVICES = {
         ),
     )
 }
-"""By name. A peak without bf16 is fp16's: these devices compute bf16 slower."""
+"""By name."""
 
 ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
 
@@ -182,11 +177,11 @@ def device_named(name: str) -> Device:
         UserError: there is none.
     """
     known = {key.lower(): key for key in DEVICES} | {k.lower(): v for k, v in ALIASES.items()}
-    found = known.get(name.lower())
-    if found is None:
+    known_name = known.get(name.lower())
+    if known_name is None:
         hint = nearest(name.upper(), [*DEVICES, *ALIASES])
         raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
-    return DEVICES[found]
+    return DEVICES[known_name]
 
 
 def device_like(name: str) -> Device:
@@ -196,6 +191,6 @@ def device_like(name: str) -> Device:
     Args:
         name: as PyTorch has it; `CPU` for any CPU.
     """
-    family = [one for key, one in DEVICES.items() if key.split("-")[0] in name.upper()]
-    sized = [one for one in family if one.name.split("-")[-1] in name.upper()]
+    family = [device for key, device in DEVICES.items() if key.split("-")[0] in name.upper()]
+    sized = [device for device in family if device.name.split("-")[-1] in name.upper()]
     return (sized or family or [DEVICES["A100-80GB"]])[0]

@@ -85,6 +85,12 @@ class WorkersConfig(Config):
         """Most workers; where `max` is auto, as many as there are at least."""
         return self.min if self.max == "auto" else self.max
 
+    def gpus_each(self, gpus: float) -> float:
+        """GPUs that each worker claims of a cluster which has so many."""
+        if self.gpus == "auto":
+            return 1.0 if gpus >= 1 else 0.0
+        return self.gpus
+
 
 class Recipe(PhaseKeys):
     """One training run, from text to model: one phase, or several."""
