@@ -136,8 +136,7 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     from elastrata.core.workload import model_spec
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
-    from elastrata.planner.efficiency import CPU
-    from elastrata.planner.hardware import DEVICES
+    from elastrata.planner.hardware import CPU, DEVICES
     from elastrata.planner.layout import Layout
     from elastrata.planner.memory import memory
     from elastrata.planner.stack import elastrata

@@ -12,16 +12,13 @@ import torch
 
 from elastrata.core.workload import model_spec
 from elastrata.planner.block import Machine
-from elastrata.planner.cluster import Cluster, read_cluster
-from elastrata.planner.efficiency import GPU
-from elastrata.planner.hardware import DEVICES, device_named
-from elastrata.planner.json_schema import cluster_schema
-from elastrata.planner.kernels import shape_efficiency
+from elastrata.planner.cluster import Cluster, cluster_schema, read_cluster
+from elastrata.planner.forecast import why_slower
+from elastrata.planner.hardware import DEVICES, GPU, device_named
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import blocks_in_flight, memory
-from elastrata.planner.messages import gather_seconds, sum_seconds
+from elastrata.planner.operations import gather_seconds, shape_efficiency, sum_seconds
 from elastrata.planner.plan import plan, problems_of, recipe_keys
-from elastrata.planner.reasons import why_slower
 from elastrata.planner.search import search
 from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, step_time

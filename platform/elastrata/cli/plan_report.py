@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastrata.planner.reasons import why_slower
+from elastrata.planner.forecast import why_slower
 
 if TYPE_CHECKING:
     from rich.console import Console

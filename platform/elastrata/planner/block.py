@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.planner.efficiency import Efficiency
-from elastrata.planner.hardware import Device
-from elastrata.planner.kernels import matmul_seconds, traffic_seconds
-from elastrata.planner.layout import Checkpointing
+from elastrata.core.recomputation import Recomputation
+from elastrata.planner.hardware import Device, Efficiency
+from elastrata.planner.operations import matmul_seconds, traffic_seconds
 from elastrata.planner.stack import Stack
 
 _FP32 = 4
@@ -64,7 +63,7 @@ def again_seconds(
     samples: int,
     tensor: int,
     sequence: bool,
-    checkpointing: Checkpointing,
+    checkpointing: Recomputation,
 ) -> float:
     """Of what a backward pass computes again: the forward pass; `selective` keeps attention's
     result and every second matrix product: key, output and, where the feed-forward has three, its

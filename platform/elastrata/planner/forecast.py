@@ -1,14 +1,30 @@
-"""From a step to a run: its hours, what it costs, how much of the devices it uses."""
+"""A forecast: from a step to a run, its hours and its cost; why one layout loses to another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory
 from elastrata.planner.step_time import StepTime
+
+if TYPE_CHECKING:
+    from elastrata.planner.forecast import Forecast
+
+_WORDS = {
+    "matrices": "smaller or fewer matrices",
+    "recomputation": "activations computed again",
+    "head": "the head's stage",
+    "tensor_messages": "tensor-parallel messages",
+    "pipeline_messages": "messages between stages",
+    "bubble": "the pipeline's bubble",
+    "data_messages": "gradients and parameters on their way",
+    "update": "the optimizer's update",
+    "loading": "reading the data",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +78,16 @@ def forecast(
         hours=hours,
         cost=None if price is None else price * hours * cluster.devices,
     )
+
+
+def why_slower(best: Forecast, other: Forecast) -> str:
+    """The term that costs `other` most, beside what it costs `best`.
+
+    Empty where nothing does.
+    """
+    lost = {name: vars(other.time)[name] - vars(best.time)[name] for name in _WORDS}
+    worst = max(lost, key=lambda name: lost[name])
+    total = other.time.total / best.time.total - 1
+    if lost[worst] <= 0 or total <= 0:
+        return ""
+    return f"{total:+.1%}: {_WORDS[worst]} {lost[worst]:+.3g} s"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.parallelize import ParallelConfig
-from elastrata.planner.choice import Choices, budgets
+from elastrata.core.recomputation import Recomputation
+from elastrata.planner.choice import USABLE, Choices, budgets
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.correction import USABLE
 from elastrata.planner.hardware import device_like
-from elastrata.planner.layout import Checkpointing, Layout
+from elastrata.planner.layout import Layout
 from elastrata.planner.plan import machine_of
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
@@ -50,7 +50,7 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
     return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
 
 
-def _policies(recipe: Recipe) -> tuple[Checkpointing, ...]:
+def _policies(recipe: Recipe) -> tuple[Recomputation, ...]:
     """What `activation_checkpointing: auto` may stand for; zero bubble divides the backward pass,
     and what `selective` keeps is there for one."""
     if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":

@@ -1,8 +1,8 @@
-"""Devices and the links between them: what their data sheets say."""
+"""Devices and the links between them: what their data sheets say, and what of it is reached."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastrata.core.device import PEAKS, Peak
 from elastrata_pipelines.errors import UserError, nearest
@@ -194,3 +194,32 @@ def device_like(name: str) -> Device:
     family = [device for key, device in DEVICES.items() if key.split("-")[0] in name.upper()]
     sized = [device for device in family if device.name.split("-")[-1] in name.upper()]
     return (sized or family or [DEVICES["A100-80GB"]])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of peak rates, and what every message costs whatever its size."""
+
+    matmul: float
+    """Of the peak, by matrix products that fill the device. Fitted."""
+    memory: float
+    """Of the memory's bandwidth, by element-wise kernels. Fitted."""
+    attention: float = 0.6
+    """Of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73% on A100)."""
+    link: float = 0.75
+    """Of the link inside a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s of
+    300; github.com/NVIDIA/nccl-tests, issue 175)."""
+    network: float = 0.8
+    """Of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
+    all-reduce: 85 to 91 GB/s of 100; github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). Less
+    is counted on, as larger networks are shared."""
+    message_seconds: float = 20e-6
+    """Before a message's first byte: the launch of a kernel, and its way through a ring."""
+
+
+GPU_PRIOR = Efficiency(matmul=0.75, memory=0.75)
+"""Before any fit."""
+GPU = replace(GPU_PRIOR, matmul=0.741, memory=0.735)
+"""Fitted on four rows of Megatron-LM's table 1; tests/platform_/test_planner_published.py."""
+CPU = Efficiency(matmul=0.6, memory=0.6, attention=0.3, link=0.5, network=0.5, message_seconds=5e-4)
+"""Nothing fitted: of a core among others, as they come."""

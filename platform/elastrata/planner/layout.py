@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-Checkpointing = Literal["none", "selective", "full"]
-"""As the recipe's `activation_checkpointing`."""
+from elastrata.core.parallelize import Schedule
+from elastrata.core.recomputation import Recomputation
+
+MOST_SAMPLES = 64
+"""Longest samples in a micro-batch: devices are full long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Layout:
     """Of the model; HSDP where there are several and each is sharded."""
     micro_batch: int = 1
     """Samples that go through the model together."""
-    checkpointing: Checkpointing = "none"
+    checkpointing: Recomputation = "none"
     reshard: bool = True
     """Whether gathered parameters are dropped after each block's forward pass."""
 

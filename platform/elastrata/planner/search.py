@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.parallelize import Schedule
+from elastrata.core.recomputation import Recomputation
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.forecast import Forecast, forecast
-from elastrata.planner.layout import Checkpointing, Layout, Schedule
+from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 
-_MOST_SAMPLES = 64
-"""In a micro-batch: devices are full long before."""
 _MOST_PARTS = 8
 """Of the model on one device of a pipeline."""
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_CHECKPOINTING: tuple[Recomputation, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def search(
 def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
     """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank."""
     samples = 1
-    while samples <= min(_MOST_SAMPLES, -(-batch_size // shape.data)):
+    while samples <= min(MOST_SAMPLES, -(-batch_size // shape.data)):
         yield Layout(**{**vars(shape), "micro_batch": samples})
         samples *= 2
 

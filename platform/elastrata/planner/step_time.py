@@ -13,9 +13,13 @@ from elastrata.planner.block import (
     head_passes,
 )
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.kernels import traffic_seconds
 from elastrata.planner.layout import Layout
-from elastrata.planner.messages import gather_seconds, neighbour_seconds, sum_seconds
+from elastrata.planner.operations import (
+    gather_seconds,
+    neighbour_seconds,
+    sum_seconds,
+    traffic_seconds,
+)
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the

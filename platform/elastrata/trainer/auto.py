@@ -18,8 +18,7 @@ from elastrata.core.device import device_name, memory_of_worker, peak_memory_byt
 from elastrata.core.events import Chosen
 from elastrata.core.recomputation import Recomputation, way_at_first
 from elastrata.core.workload import model_spec
-from elastrata.planner.choice import Choice, Choices
-from elastrata.planner.correction import USABLE, Correction
+from elastrata.planner.choice import USABLE, Choice, Choices, Correction
 from elastrata.planner.group import group_cluster, group_layout, phase_choices
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
