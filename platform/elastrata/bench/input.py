@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from elastrata.bench.rank_steps import rank_steps
 from elastrata_pipelines.batches import Batches, Start
-from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
+
+MAX_GROUP_TOKENS = 8 * 2**20
+"""Read and dealt at once, as `elastrata_pipelines.stream` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,3 +130,18 @@ def _figures(taken: Sequence[_Taken], through: str) -> InputFigures:
         tokens_per_second=tokens / seconds,
         seconds_to_first_batch=max(one.seconds_to_first_batch for one in taken),
     )
+
+
+def rank_steps(batches: Batches, *, batch_size: int, steps: int) -> Iterator[RankStep]:
+    """The first steps of a run on one worker.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    groups = batches.groups(
+        Start(), steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS
+    )
+    stripes = batches.stripes()
+    for group in groups:
+        for payload in batches.payloads(group, 1, stripes):
+            yield from decode(payload, batches.manifest.token_dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.bench.measurement import Quartiles, quartiles
 from elastrata.bench.samples import Samples
 from elastrata.core.control_signal import Action
 from elastrata.core.device import (
