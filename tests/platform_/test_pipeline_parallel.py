@@ -12,7 +12,7 @@ import torch
 
 from elastrata.checkpoints.checkpoint import load_full_model_state
 from elastrata.checkpoints.commit import commits
-from elastrata.core.data_rank import data_rank
+from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage

@@ -17,9 +17,8 @@ from safetensors.torch import save
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
-from elastrata.core.sparsity.draw import drawn
-from elastrata.core.sparsity.hashes import element_hashes
-from elastrata.core.sparsity.levels import erdos_renyi, layer_levels
+from elastrata.core.sparsity.draw import drawn, element_hashes
+from elastrata.core.sparsity.layers import erdos_renyi, layer_levels
 from elastrata.core.sparsity.mask_file import packed_masks, read_masks
 from elastrata.core.sparsity.plan import sparsity_plan
 from elastrata.core.sparsity.rigl import adapted, drop_fraction

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from elastrata.core.control_signal import Action
-from elastrata.core.data_rank import data_rank
 from elastrata.core.evaluate import evaluate, held_out_step
 from elastrata.core.events import Chosen
+from elastrata.core.mesh import data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss

@@ -21,7 +21,7 @@ from elastrata.core.fsdp_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from elastrata.core.parallelize import rank_mesh
+from elastrata.core.mesh import rank_mesh
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 

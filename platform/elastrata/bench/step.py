@@ -19,7 +19,7 @@ from elastrata.core.device import (
     peak_flops,
     peak_memory_bytes,
 )
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe

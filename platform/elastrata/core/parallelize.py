@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
+from elastrata.core.mesh import data_axes
 from elastrata.core.recomputation import Recomputation, recompute
 from elastrata.core.reduction import (
     BackgroundAllGather,
@@ -93,37 +94,6 @@ class ParallelConfig(Config):
         return self.micro_batches or self.pipeline
 
 
-def rank_mesh(
-    device_type: str,
-    world_size: int,
-    replicate: int | Literal["all"],
-    tensor: int = 1,
-    pipeline: int = 1,
-) -> DeviceMesh:
-    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
-    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
-    the ranks of a stage are neighbours.
-
-    Where `replicate` does not divide what is left of the world size, as it may be for a while after
-    a shrink, the model is sharded over all of it.
-
-    Raises:
-        ValueError: `tensor` times `pipeline` does not divide the world size.
-    """
-    if world_size % (tensor * pipeline):
-        raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
-    dp_size = world_size // (tensor * pipeline)
-    copies = dp_size if replicate == "all" else replicate
-    axes = {"pipeline": pipeline} if pipeline > 1 else {}
-    if copies > 1 and dp_size % copies == 0:
-        axes |= {"replicate": copies, "shard": dp_size // copies}
-    else:
-        axes["shard"] = dp_size
-    if tensor > 1:
-        axes["tensor"] = tensor
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def parallelize(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -187,14 +157,6 @@ def parallelize(
     if parallel.prefetch or overlap:
         _prefetch(model, blocks, parallel.prefetch or 1)
     return model
-
-
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
-    `tensor`."""
-    names = mesh.mesh_dim_names or ()
-    data = tuple(name for name in names if name not in ("pipeline", "tensor"))
-    return mesh if data == names else mesh[data]
 
 
 def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:

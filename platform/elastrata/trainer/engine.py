@@ -18,8 +18,9 @@ from elastrata.core.device import DeviceCapabilities, capabilities, current_devi
 from elastrata.core.fallbacks import substitutions
 from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
+from elastrata.core.mesh import rank_mesh
 from elastrata.core.norms import StageRanks
-from elastrata.core.parallelize import DTYPES, parallelize, rank_mesh
+from elastrata.core.parallelize import DTYPES, parallelize
 from elastrata.core.partial_model import partial_model
 from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.core.sparsity.config import TwoFourConfig

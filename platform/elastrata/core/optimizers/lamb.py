@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastrata.core.optimizers.adam_moments import adam_directions
-from elastrata.core.optimizers.groups import ParameterGroup, decaying_or_not, trainable
-from elastrata.core.optimizers.keys import NotNegative, OptimizerKeys
+from elastrata.core.optimizers.keys import (
+    NotNegative,
+    OptimizerKeys,
+    ParameterGroup,
+    decaying_or_not,
+    trainable,
+)
 from elastrata.core.optimizers.sharding import MeshAxis, local, sharding_axes
 
 

@@ -17,14 +17,15 @@ from elastrata.core.optimizers.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.config import AnySparsity, GivenConfig, RiglConfig, TwoFourConfig
 from elastrata.core.sparsity.draw import drawn, zeros_of
-from elastrata.core.sparsity.flops import flops_of_zeros
-from elastrata.core.sparsity.layers import layer_of
-from elastrata.core.sparsity.levels import Shapes, layer_levels
+from elastrata.core.sparsity.layers import Shapes, layer_levels, layer_of
 from elastrata.core.sparsity.mask_file import read_masks
-from elastrata.core.sparsity.of_all_stages import of_all_stages
-from elastrata.core.sparsity.places import rows_and_columns
-from elastrata.core.sparsity.shard_sums import sums_over_shards
-from elastrata.core.sparsity.smallest import in_portions
+from elastrata.core.sparsity.plan import flops_of_zeros
+from elastrata.core.sparsity.shards import (
+    in_portions,
+    of_all_stages,
+    rows_and_columns,
+    sums_over_shards,
+)
 from elastrata.core.step import StepHooks
 from elastrata_pipelines.hashing import key, text_hash
 

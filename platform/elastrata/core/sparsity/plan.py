@@ -1,5 +1,12 @@
 """The plan of a phase's sparsity: how many weights of which layer are zero, and what that saves.
-Names and numbers in, numbers out."""
+Names and numbers in, numbers out.
+
+A weight is multiplied once per token in the forward pass and twice in the backward pass, for the
+gradient of the input and for its own; a multiplication with its addition counts as two. With a
+weight at zero none of the three is needed: 6 FLOPs per zero and token. An update of RigL needs the
+gradients of all weights, so in its step only two of the three can be left out: 4 FLOPs. What is not
+the matrix of a sparse layer (embeddings, head, attention's own products) costs what it costs.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +20,25 @@ from elastrata.core.sparsity.config import (
     RiglConfig,
     TwoFourConfig,
 )
-from elastrata.core.sparsity.flops import flops_of_zeros
-from elastrata.core.sparsity.levels import Shapes, layer_levels
+from elastrata.core.sparsity.layers import Shapes, layer_levels
 from elastrata.core.sparsity.mask_file import read_masks
 from elastrata.core.sparsity.rigl import drop_fraction
 from elastrata_pipelines.deal import WorkModel
 
+_ALL, _WITHOUT_GRADIENT = 6, 4
 _FORWARD_AND_BACKWARD = 3
 """Times the FLOPs of the forward pass."""
+
+
+def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> int:
+    """The FLOPs of forward and backward that a device which skips zeros saves.
+
+    Args:
+        zeros: weights held at zero, each applied once to every token.
+        tokens: of the global batch.
+        dense_gradient: whether the gradients of all weights are needed.
+    """
+    return (_WITHOUT_GRADIENT if dense_gradient else _ALL) * zeros * tokens
 
 
 @dataclass(frozen=True, kw_only=True)
