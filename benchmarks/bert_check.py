@@ -22,7 +22,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import sharded_model
 from elastrata_workloads.unpadded.attention import attention
-from elastrata_workloads.unpadded.segments import Segments
+from elastrata_workloads.unpadded.batch import Segments
 
 ATTENDING = ".attention.self."
 """In the names of the parameters that make query, key and value."""

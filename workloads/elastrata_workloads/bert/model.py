@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
 from elastrata_workloads.unpadded.logits import of_ids
-from elastrata_workloads.unpadded.segments import Segments
 
 
 class BertModel(nn.Module):

@@ -1,4 +1,5 @@
-"""A micro-batch without padding: samples end to end, and what is to be predicted."""
+"""A micro-batch without padding: samples end to end, where attention stops, and what is to be
+predicted."""
 
 from __future__ import annotations
 
@@ -10,11 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata.core.batch import Batch
-from elastrata_workloads.unpadded.segments import Segments
 
 FILLER_TOKENS = 2
 """Of the micro-batch without samples. Not 1: torch.compile would compile every block once more for
 a dimension of size 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where attention stops: a segment is a sample, or one document of a packed sample."""
+
+    offsets: Tensor
+    """Shape [G + 1], int32, on the model's device: starts of the segments, then T."""
+    lengths: tuple[int, ...]
+    """The same as G lengths, known to the host without asking the device."""
+    longest: int
+    """No segment is longer. Rounded up, so that compiled blocks see few different numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

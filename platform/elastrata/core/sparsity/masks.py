@@ -21,10 +21,11 @@ from elastrata.core.sparsity.layers import Shapes, layer_levels, layer_of
 from elastrata.core.sparsity.mask_file import read_masks
 from elastrata.core.sparsity.plan import flops_of_zeros
 from elastrata.core.sparsity.shards import (
+    all_finite,
+    counts_over_shards,
     in_portions,
     of_all_stages,
     rows_and_columns,
-    sums_over_shards,
 )
 from elastrata.core.step import StepHooks
 from elastrata_pipelines.hashing import key, text_hash
@@ -115,7 +116,7 @@ class Masks(StepHooks):
             optimizer: over the matrices.
             finite: whether the step's loss is; else masks stay.
         """
-        if self.is_update and finite and self._gradients_are_finite():
+        if self.is_update and finite and all_finite(self._gradients):
             self._update(optimizer)
         for name, mask in self._masks.items():
             gradient = self._matrices[name].grad
@@ -128,6 +129,10 @@ class Masks(StepHooks):
         """Zeroes what the optimizer has made of weights at zero: Muon's matrices are whole."""
         for name, mask in self._masks.items():
             local(self._matrices[name]).masked_fill_(local(mask), 0.0)
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [m.grad for m in self._matrices.values() if m.grad is not None]
 
     @property
     def is_update(self) -> bool:
@@ -154,7 +159,7 @@ class Masks(StepHooks):
         self._is_news = False
         names = list(self._masks)
         matrices = [self._matrices[name] for name in names]
-        zeros = _counted([local(matrix) == 0 for matrix in matrices], matrices)
+        zeros = counts_over_shards([local(matrix) == 0 for matrix in matrices], matrices)
         shares = [count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True)]
         here = dict(zip(map(layer_of, names), shares, strict=True))
         found = of_all_stages(here, self._pipeline)
@@ -252,17 +257,6 @@ class Masks(StepHooks):
             masks.update(zip(names[portion], new, strict=True))
         self._replace(masks, optimizer)
 
-    def _gradients_are_finite(self) -> bool:
-        """The same on every rank. Collective over all of them."""
-        gradients = [m.grad for m in self._matrices.values() if m.grad is not None]
-        device = local(gradients[0]).device
-        bad = torch.zeros((), dtype=torch.int32, device=device)
-        for gradient in gradients:
-            bad |= (~torch.isfinite(local(gradient)).all()).int()
-        if dist.is_initialized():
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return not bad.item()
-
     @torch.no_grad()
     def _replace(self, masks: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """Other masks from here on. What is zero now or was before starts from zero, weight and
@@ -287,7 +281,7 @@ class Masks(StepHooks):
 
     def _count(self) -> None:
         here = self.shards
-        zeros = _counted(list(here.values()), [self._matrices[name] for name in here])
+        zeros = counts_over_shards(list(here.values()), [self._matrices[name] for name in here])
         self._zeros = dict(zip(here, zeros, strict=True))
         self._zeros_in_all = sum(of_all_stages(self._zeros, self._pipeline).values())
         self._is_news = True
@@ -305,11 +299,3 @@ def _is_stored(config: AnySparsity | None) -> bool:
 
 def _no_mask(matrix: Tensor) -> Tensor:
     return torch.zeros_like(local(matrix), dtype=torch.bool)
-
-
-def _counted(found: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[int]:
-    """How many elements of each whole matrix were found. Collective over what shards them."""
-    if not found:
-        return []
-    counts = torch.stack([torch.count_nonzero(one) for one in found])[:, None]
-    return [int(count) for count in sums_over_shards(matrices, counts)[:, 0].tolist()]

@@ -53,7 +53,7 @@ def _as_divided(matrix: Tensor) -> list[MeshAxis]:
 
 
 def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
-    """Adds up what ranks have found in their shards; the same on all of them.
+    """Adds up what ranks know of their shards; the same on all of them.
 
     Collective over the axes that shard the matrices, one message for each.
 
@@ -62,13 +62,13 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
         values: shape [matrices, n], of this rank's shards; changed.
     """
     rows: dict[MeshAxis, list[int]] = {}
-    for place, matrix in enumerate(matrices):
+    for number, matrix in enumerate(matrices):
         for axis in sharding_axes(matrix):
-            rows.setdefault(axis, []).append(place)
-    for axis, places in rows.items():
-        part = values[places]
-        dist.all_reduce(part, group=axis.group)
-        values[places] = part
+            rows.setdefault(axis, []).append(number)
+    for axis, numbers in rows.items():
+        summed = values[numbers]
+        dist.all_reduce(summed, group=axis.group)
+        values[numbers] = summed
     return values
 
 
@@ -85,7 +85,30 @@ def of_all_stages(
         return dict(values)
     heard: list[dict[str, Value]] = [{}] * pipeline.size()
     dist.all_gather_object(heard, dict(values), group=pipeline)
-    return {name: value for part in heard for name, value in part.items()}
+    return {name: value for told in heard for name, value in told.items()}
+
+
+def counts_over_shards(is_meant: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[int]:
+    """How many elements of each whole matrix are true; collective likewise.
+
+    Args:
+        is_meant: this rank's shards, of booleans.
+        matrices: say how they are sharded.
+    """
+    if not is_meant:
+        return []
+    counts = torch.stack([torch.count_nonzero(shard) for shard in is_meant])[:, None]
+    return [int(count) for count in sums_over_shards(matrices, counts)[:, 0].tolist()]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements are; the same on every rank. Collective over all of them."""
+    bad = torch.zeros((), dtype=torch.int32, device=local(tensors[0]).device)
+    for tensor in tensors:
+        bad |= (~torch.isfinite(local(tensor)).all()).int()
+    if dist.is_initialized():
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return not bad.item()
 
 
 def smallest(
@@ -108,14 +131,14 @@ def smallest(
     rest = [key.flatten() for key in keys]
     for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
         digits = [(key >> shift) & (_DIGITS - 1) for key in rest]
-        found = torch.stack([torch.bincount(digit, minlength=_DIGITS) for digit in digits])
-        totals = sums_over_shards(matrices, found).cpu().cumsum(1)
+        counts_here = torch.stack([torch.bincount(digit, minlength=_DIGITS) for digit in digits])
+        totals = sums_over_shards(matrices, counts_here).cpu().cumsum(1)
         chosen = (totals < left[:, None]).sum(1)
         smaller = totals.gather(1, (chosen - 1).clamp(min=0)[:, None])[:, 0]
         left -= torch.where(chosen > 0, smaller, 0)
         below |= chosen << shift
         rest = [
-            key[digit == int(one)] for key, digit, one in zip(rest, digits, chosen, strict=True)
+            key[digit == int(value)] for key, digit, value in zip(rest, digits, chosen, strict=True)
         ]
     return [
         _ordered(key) <= (limit ^ _SIGN) if count else torch.zeros_like(key, dtype=torch.bool)
@@ -125,12 +148,12 @@ def smallest(
 
 def in_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:
     """Portions of matrices whose keys fit into memory, the same on every rank."""
-    first, elements = 0, 0
-    for place, matrix in enumerate(matrices):
-        if place > first and elements + matrix.numel() > _MOST_AT_ONCE:
-            yield slice(first, place)
-            first, elements = place, 0
-        elements += matrix.numel()
+    first, size = 0, 0
+    for number, matrix in enumerate(matrices):
+        if number > first and size + matrix.numel() > _MOST_AT_ONCE:
+            yield slice(first, number)
+            first, size = number, 0
+        size += matrix.numel()
     if matrices:
         yield slice(first, len(matrices))
 
