@@ -19,7 +19,7 @@ MAX_GROUP_TOKENS = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class InputFigures:
-    """What reached the workers after the warm-up. Each token is read once by its worker."""
+    """Figures after the warm-up. Each token is read once by its worker."""
 
     workers: int
     through: str
@@ -28,7 +28,7 @@ class InputFigures:
     samples: int
     tokens: int
     seconds: float
-    """Of the worker that took longest."""
+    """The worker that took longest."""
     tokens_per_second: float
     """All workers together."""
     seconds_to_first_batch: float
@@ -38,7 +38,7 @@ class InputFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Taken:
-    """What one worker took."""
+    """Figures of one worker."""
 
     steps: int
     samples: int
@@ -61,7 +61,7 @@ def read_here(batches: Batches, *, batch_size: int, steps: int, warm_up: int) ->
 def read_through_ray(
     batches: Batches, *, workers: int, batch_size: int, steps: int, warm_up: int
 ) -> InputFigures:
-    """The same through Ray Data, to so many workers, each a process; in an open Ray session."""
+    """Reads through Ray Data, to so many workers, each a process; in an open Ray session."""
     import ray
 
     from elastrata_pipelines.stream import dealt, descriptors

@@ -115,7 +115,7 @@ def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, 
 
 
 def _manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
-    """What the manifest of such a data set would say to a workload."""
+    """The manifest of such a data set, as far as a workload looks at it."""
     return Manifest(
         samples=sum(histogram),
         tokens=sum(length * count for length, count in enumerate(histogram)),

@@ -21,7 +21,7 @@ class Quartiles:
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Of at least one value; between two of them where none lies at the place."""
+    """The quartiles of at least one value; between two where none lies at the place."""
     if len(values) == 1:
         return Quartiles(lower=values[0], median=values[0], upper=values[0])
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")

@@ -39,9 +39,9 @@ class CollectiveFigures:
     collective: str
     """`all_reduce`, `reduce_scatter`, `all_gather`."""
     bytes: int
-    """Of all buckets, once."""
+    """All buckets, once."""
     seconds: Quartiles
-    """Of the process that took longest."""
+    """The process that took longest."""
     gigabytes_per_second: float
     """Bytes that each of N processes has to send over the median: 2 (N - 1) / N of `bytes` for
     all_reduce, half of that for the others."""
@@ -99,7 +99,7 @@ def measure_reduction(
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """What every process knows."""
+    """The group of processes, as each of them knows it."""
 
     backend: str
     processes: int

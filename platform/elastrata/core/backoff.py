@@ -51,7 +51,7 @@ class Backoff:
 
 
 def patiently(action: Callable[[], Found], what: str, warn: Callable[[str], None]) -> Found:
-    """What `action` returns. Where it fails, as storage may, it is tried again and again.
+    """Tries an action again and again, as long as it fails as storage may; returns its result.
 
     Args:
         action: tried as it is.

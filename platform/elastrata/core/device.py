@@ -20,12 +20,12 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Peak:
-    """What the tensor cores of a GPU do at best."""
+    """The peak rate of matrix products."""
 
     flops: float
     """Dense, per second."""
     dtype: str
-    """Of the numbers that are multiplied."""
+    """The type of the numbers that are multiplied."""
 
 
 PEAKS = {
@@ -43,7 +43,7 @@ devices compute bf16 slower."""
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCapabilities:
-    """What a worker's device and its machine can do, as far as recipes may ask for more."""
+    """Abilities of a worker's device and its machine, as far as recipes may ask for more."""
 
     device: str
     """In words: `this CPU`, `a Tesla T4`."""
@@ -52,7 +52,7 @@ class DeviceCapabilities:
     has_bf16: bool
     """Whether there are instructions that multiply bf16."""
     missing_compiler: str | None
-    """What torch.compile would need and does not find; None where nothing is missing."""
+    """The compiler that torch.compile needs and does not find; None where nothing is missing."""
     skips_zeros: bool = False
     """Whether there are semi-structured (2:4) kernels, and they multiply as they should."""
 
@@ -143,14 +143,14 @@ def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None 
 
 
 def _resident_bytes() -> int:
-    """Of this process."""
+    """Memory of this process."""
     if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
         return 0
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def _spare_bytes() -> int:
-    """Of main memory; all of it where nothing tells what is in use."""
+    """Main memory to spare; all of it where nothing tells what is in use."""
     if not _STATM.exists():
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -159,7 +159,7 @@ def _spare_bytes() -> int:
 
 
 def _spare_of_container() -> list[int]:
-    """What the container's limit leaves, where there is one (cgroups, version 2)."""
+    """The memory that the container's limit leaves, where there is one (cgroups, version 2)."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()

@@ -31,22 +31,22 @@ _ACT = "action"
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What stays the same from step to step."""
+    """The loop, with all that stays as it is from step to step."""
 
     workload: Workload
     vocabulary: Vocabulary
     seed: int
     learning_rate: Callable[[int], float]
-    """Of a step, counted from 0."""
+    """The rate of a step, counted from 0."""
     clip: Clip
-    """Of the gradient of the model that is trained."""
+    """Clips the gradient of the model that is trained."""
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
     is_primary: bool = True
     """Whether this rank's sums over samples are added up, as `DataRank` has it."""
     hooks: StepHooks = field(default_factory=StepHooks)
-    """What else is done in a step."""
+    """Additions to a step."""
 
     def run(
         self,

@@ -55,7 +55,7 @@ class DataRank:
     rank."""
 
     rank: int
-    """Of the data rank, 0 to `dp_size` - 1."""
+    """Number of the data rank, 0 to `dp_size` - 1."""
     dp_size: int
     """Among so many data ranks every global batch is dealt."""
     is_primary: bool

@@ -32,13 +32,13 @@ class ModelSpec:
     vocabulary: int
     """Rows of the embedding table."""
     position_rows: int
-    """Of a table of learned positions; 0 without one."""
+    """Rows of the table of learned positions; 0 without one."""
     tied: bool
     """Whether the head is the embedding."""
     block_vectors: int
     """Numbers in a block's biases and norms."""
     embedding_additions: int = 1
-    """Of each feature of a token: one less than there are tables."""
+    """Additions for each feature of a token: one less than there are tables."""
     head_extra: int = 0
     """Parameters of the head's own matrices beside the one that gives logits."""
     sample_extra: int = 0
@@ -65,17 +65,17 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of tokens and positions."""
+        """Parameters of the tables of tokens and positions."""
         return (self.vocabulary + self.position_rows) * self.hidden
 
     @property
     def prediction_parameters(self) -> int:
-        """Of the matrices that are applied to every predicted token, tied or not."""
+        """Parameters of the matrices that are applied to every predicted token, tied or not."""
         return self.hidden * self.vocabulary + self.head_extra
 
     @property
     def head_parameters(self) -> int:
-        """Of the head that are not the embedding's."""
+        """Parameters of the head that are not the embedding's."""
         extra = self.head_extra + self.sample_extra
         return extra + (0 if self.tied else self.vocabulary * self.hidden)
 
@@ -96,8 +96,8 @@ class ModelSpec:
 
     @property
     def block_flops(self) -> list[int]:
-        """Of every block's forward pass for a sample of full length. With those of the embeddings
-        in the first, and in the last those of the heads, with the expected predictions."""
+        """FLOPs of every block's forward pass for a sample of full length. The first block has
+        those of the embeddings, too; the last those of the heads, with the expected predictions."""
         products = self.block_matrices * self.seq_len + self._block_attention(self.seq_len)
         flops = [_FORWARD * products] * self.layers
         flops[0] += self.embedding_additions * self.hidden * self.seq_len

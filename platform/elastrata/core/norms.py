@@ -55,7 +55,7 @@ class ModelNorm:
         self._measure, self._pipeline = measure, pipeline
 
     def __call__(self) -> Tensor:
-        """Of the gradients that the parameters have now."""
+        """The norm of the gradients that the parameters have now."""
         norm = self._measure([p.grad for p in self._counted if p.grad is not None])
         if self._pipeline is None:
             return norm
@@ -168,7 +168,7 @@ class BucketNorm:
         self._groups = groups
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """Of one or more shards of the bucket, one after the other.
+        """The norm of one or more shards of the bucket, one after the other.
 
         Args:
             gradient: shape [number of shards * shard].

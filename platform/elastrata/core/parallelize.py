@@ -26,7 +26,7 @@ from elastrata_pipelines.virtual_ranks import num_rounds
 Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What parameters are applied in."""
+"""The type in which parameters are applied."""
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Division = Callable[[nn.Module, DeviceMesh, bool], None]
 """Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's

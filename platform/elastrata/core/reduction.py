@@ -44,7 +44,7 @@ class DuringBackward:
         self._started: list[tuple[dist.Work, Callable[[], object]]] = []
 
     def __call__(self, work: dist.Work, then: Callable[[], object]) -> None:
-        """See `Then`."""
+        """Does it where the backward pass ends."""
         if not self._started:
             Variable._execution_engine.queue_callback(self._finish)
         self._started.append((work, then))

@@ -78,7 +78,7 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
 
 
 def _left(config: ScheduleConfig, done: float) -> float:
-    """What is left of the way from the peak to the final rate, from 1 down to 0.
+    """The share that is left of the way from the peak to the final rate, from 1 down to 0.
 
     Args:
         config: its shape counts.

@@ -28,7 +28,7 @@ class StepLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did to the model, beside changing it."""
+    """The outcome of a step, beside the changed model."""
 
     loss: StepLoss
     gradient_norm: float
@@ -40,8 +40,8 @@ class StepResult:
 
 
 class StepHooks:
-    """What is done inside a step beside its passes, clipping and update: by default nothing. All
-    methods are collective."""
+    """Additions to a step beside its passes, clipping and update: by default none. All methods are
+    collective."""
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Before the first forward pass.
@@ -63,7 +63,7 @@ class StepHooks:
         """After the optimizer has updated the parameters."""
 
     def figures(self, tokens: int) -> Mapping[str, Any]:
-        """What there is to say of a step of so many tokens: fields of `StepRecord`."""
+        """Fields of the `StepRecord` of a step of so many tokens."""
         return {}
 
 

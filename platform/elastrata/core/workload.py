@@ -51,13 +51,13 @@ class Loss:
     """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
 
     def detached(self) -> Loss:
-        """The same numbers, without the way they came about."""
+        """A copy without the graph of its computation."""
         return Loss({term: total.detach() for term, total in self.terms.items()}, self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedAs:
-    """What transformers knows an exported model as."""
+    """The names by which transformers knows an exported model."""
 
     loader: str = "AutoModel"
     """The class whose `from_pretrained` loads all of it."""
@@ -82,7 +82,7 @@ class Workload(Config):
 
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as; by default a model without a head."""
+        """The names by which transformers knows its exports; by default a model without a head."""
         return ExportedAs()
 
     def problems(self, manifest: Manifest) -> list[str]:

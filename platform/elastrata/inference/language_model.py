@@ -33,7 +33,7 @@ class LanguageModel:
     """A causal language model of transformers, in fp32."""
     tokenizer: TokenizerFiles
     frame: Frame
-    """What stood around a text in training."""
+    """Tokens around a text, as in training."""
     max_positions: int
     """Most tokens that it sees at once."""
     device: torch.device

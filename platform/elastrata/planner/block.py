@@ -30,7 +30,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels run on and how."""
+    """A device, and how a training system uses it."""
 
     device: Device
     efficiency: Efficiency
@@ -38,7 +38,7 @@ class Machine:
 
     @cached_property
     def messages(self) -> Efficiency:
-        """What the system reaches of the links."""
+        """Efficiency with the shares of the links that the system reaches."""
         link = self.efficiency.link * self.stack.link_factor
         network = self.efficiency.network * self.stack.network_factor
         return replace(self.efficiency, link=link, network=network)
@@ -48,7 +48,7 @@ class Machine:
 def block_passes(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """Of a block without its messages."""
+    """Seconds of a block without its messages."""
     linear = _linear(model, machine, samples, tensor)
     attention = _attention(model, machine, samples, tensor)
     elementwise = _elementwise(model, machine, samples, tensor, sequence)
@@ -65,7 +65,7 @@ def again_seconds(
     sequence: bool,
     checkpointing: Recomputation,
 ) -> float:
-    """Of what a backward pass computes again: the forward pass; `selective` keeps attention's
+    """Seconds of recomputation: of the forward pass; `selective` keeps attention's
     result and every second matrix product: key, output and, where the feed-forward has three, its
     second are left."""
     if checkpointing == "none":
@@ -80,8 +80,8 @@ def again_seconds(
 
 @lru_cache(maxsize=4096)
 def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
-    """Of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four times
-    and the logit itself twice."""
+    """Seconds of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four
+    times and the logit itself twice."""
     tokens = max(1, round(samples * model.seq_len * model.predicted))
     columns = -(-model.vocabulary // tensor)
     product = _product(machine, tokens, columns, model.hidden)
@@ -140,7 +140,7 @@ def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) ->
 def _elementwise(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """What is read and written between the matrix products, in bytes per token.
+    """Seconds of reading and writing between the matrix products, counted in bytes per token.
 
     Norms and residuals are computed by every tensor-parallel device for all tokens, unless these
     are divided, too.

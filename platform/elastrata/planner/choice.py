@@ -17,18 +17,18 @@ from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 
 _EQUALLY_FAST = 1.01
-"""Of what is nearly as fast as the fastest, the largest micro-batches are taken: the plan knows
+"""Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows
 nothing of what starting each of them costs."""
 MEASURED_STEPS = 4
-"""Of a phase: after so many the choice stays."""
+"""Steps of a phase, after which the choice stays."""
 USABLE = 0.9
-"""Of a worker's memory; the rest is for what no step has shown yet."""
+"""Share of a worker's memory; the rest is for what no step has shown yet."""
 _MARGIN = 1.1
 """On how much more a larger choice needs than one that was measured."""
 _TELLING = 1.05
-"""Of what a step was to need: another one that is to need as much shows how the plan errs."""
+"""Times the need of a step: another one that needs so much by the plan shows how the plan errs."""
 _FIRST_SHARE = 0.5
-"""Of the room that is left after the first step, what the second one may take: by how much the
+"""Share of the room left after the first step that the second may take: by how much the
 plan errs about growth is not known before."""
 
 
@@ -56,13 +56,13 @@ def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What may be chosen for one phase of a recipe, on one group of workers."""
+    """All choices for one phase of a recipe, on one group of workers."""
 
     model: ModelSpec
     cluster: Cluster
     machine: Machine
     layout: Layout
-    """Of the group; its micro-batches and its checkpointing do not count."""
+    """The group's; its micro-batches and its checkpointing do not count."""
     batch_size: int
     budgets: tuple[int, ...]
     """Ascending."""
@@ -93,7 +93,7 @@ class Choices:
         return self.policies.index(choice.activation_checkpointing)
 
     def bytes(self, choice: Choice, tokens: int | None = None) -> float:
-        """What the worker that needs most needs.
+        """Memory of the worker that needs most.
 
         Args:
             choice: one of these.
@@ -111,7 +111,7 @@ class Choices:
         return found.total
 
     def seconds(self, choice: Choice) -> float:
-        """Of a step of full-length samples; a last micro-batch that is not full takes its share."""
+        """Seconds of a step of full-length samples; a last micro-batch takes what it is full."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
         policy = choice.activation_checkpointing
         layout = replace(self.layout, micro_batch=samples, checkpointing=policy)
@@ -131,7 +131,7 @@ class Choices:
 
 
 class Correction:
-    """What was measured of a group of workers, and what follows for the next step.
+    """Measurements of a group of workers, from which the choice for the next step follows.
 
     The first step is taken with what needs least memory. From there on what is measured counts, and
     the plan tells differences only: how much more than a measured step another choice needs. Where
@@ -190,7 +190,7 @@ class Correction:
         return growth * factor if growth > 0 else growth / factor
 
     def next(self, choices: Choices) -> Choice:
-        """What to take the next step with."""
+        """The choice for the next step."""
         if self._needed is None:
             return choices.smallest
         is_first = self._steps == 1 and not self._has_grown and self._room > 0

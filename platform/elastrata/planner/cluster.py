@@ -97,9 +97,9 @@ class Cluster:
     devices: int
     per_node: int
     price: float | None = None
-    """Of a device for an hour, in whatever currency."""
+    """A device for an hour, in whatever currency."""
     spot_price: float | None = None
-    """The same where it may be taken away."""
+    """Likewise, where it may be taken away."""
 
     def bus(self, size: int, stride: int) -> float:
         """Bytes per second, each way, at which every member of a group can send while all do.
@@ -140,7 +140,7 @@ def read_cluster(text: str) -> Cluster:
 
 
 def device_named_in(where: str, name: str) -> Device:
-    """The same as `device_named`, with the place of a mistake.
+    """Looks up a device, and says where a mistake is.
 
     Raises:
         UserError: there is no such device.

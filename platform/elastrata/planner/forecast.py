@@ -29,13 +29,13 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is expected of a layout."""
+    """The expectations of a layout."""
 
     layout: Layout
     memory: Memory
     time: StepTime
     tokens_per_second: float
-    """Of all devices."""
+    """All devices together."""
     mfu: float
     """FLOPs of the model (attention halved where causal, no recomputation) over the peak."""
     hours: float

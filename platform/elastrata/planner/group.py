@@ -51,8 +51,8 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
 
 
 def _policies(recipe: Recipe) -> tuple[Recomputation, ...]:
-    """What `activation_checkpointing: auto` may stand for; zero bubble divides the backward pass,
-    and what `selective` keeps is there for one."""
+    """The values that `activation_checkpointing: auto` may have; zero bubble divides the backward
+    pass, and what `selective` keeps is there for one."""
     if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
         return ("none", "full")
     return ("none", "selective", "full")
@@ -66,7 +66,7 @@ def phase_choices(
     layout: Layout,
     cluster: Cluster,
 ) -> Choices:
-    """What a group may choose for one phase; a single choice where the recipe leaves nothing open.
+    """The choices of a group for one phase; a single one where the recipe leaves nothing open.
 
     Args:
         recipe: that is trained.
@@ -90,8 +90,7 @@ def phase_choices(
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the plan has for `auto` on a cluster. The field names are keys of `elastrata plan
-    --json`."""
+    """The plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
 
     layout: str
     """How the recipe has the devices divide the model."""
@@ -103,7 +102,7 @@ class Planned:
 
 
 def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> Planned:
-    """What a group on all devices of a cluster would choose, if it measured what is planned.
+    """The choice of a group on all devices of a cluster, if it measured what is planned.
 
     Args:
         recipe: that leaves something open.

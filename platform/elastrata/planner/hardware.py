@@ -201,16 +201,16 @@ class Efficiency:
     """Shares of peak rates, and what every message costs whatever its size."""
 
     matmul: float
-    """Of the peak, by matrix products that fill the device. Fitted."""
+    """Share of the peak, by matrix products that fill the device. Fitted."""
     memory: float
-    """Of the memory's bandwidth, by element-wise kernels. Fitted."""
+    """Share of the memory's bandwidth, by element-wise kernels. Fitted."""
     attention: float = 0.6
-    """Of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73% on A100)."""
+    """Share of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73%)."""
     link: float = 0.75
-    """Of the link inside a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s of
-    300; github.com/NVIDIA/nccl-tests, issue 175)."""
+    """Share of the link in a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s
+    of 300; github.com/NVIDIA/nccl-tests, issue 175)."""
     network: float = 0.8
-    """Of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
+    """Share of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
     all-reduce: 85 to 91 GB/s of 100; github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). Less
     is counted on, as larger networks are shared."""
     message_seconds: float = 20e-6

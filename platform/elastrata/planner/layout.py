@@ -26,7 +26,7 @@ class Layout:
     shards: int = 1
     """Devices that share one copy of parameters, gradients and optimizer states."""
     copies: int = 1
-    """Of the model; HSDP where there are several and each is sharded."""
+    """Copies of the model; HSDP where there are several and each is sharded."""
     micro_batch: int = 1
     """Samples that go through the model together."""
     checkpointing: Recomputation = "none"
@@ -48,7 +48,7 @@ class Layout:
         return -(-batch_size // (self.data * self.micro_batch))
 
     def layers_of_stage(self, layers: int) -> int:
-        """Of the device that has most of them."""
+        """Layers of the device that has most."""
         parts = self.pipeline * self.virtual_stages
         return self.virtual_stages * -(-layers // parts)
 

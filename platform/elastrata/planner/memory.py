@@ -27,7 +27,7 @@ class Memory:
     gradients: float
     """Gradients: added up over micro-batches, reduced, and on their way."""
     activations: float
-    """What blocks keep for the backward pass, of all micro-batches in flight."""
+    """Kept by blocks for the backward pass, of all micro-batches in flight."""
     working: float
     """The block that is computed, where its activations are computed again; logits and loss."""
     reserved: float
@@ -44,7 +44,7 @@ class Memory:
 def memory(
     model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
-    """What a step needs at its peak: where a backward pass begins, with all activations, or where
+    """Memory of a step at its peak: where a backward pass begins, with all activations, or where
     it ends, with all gradients.
 
     Args:
@@ -135,7 +135,7 @@ def _stage(
     *,
     has_head: bool,
 ) -> Memory:
-    """Of a stage with so many parameters, before they are divided: where its backward pass begins,
+    """Memory of a stage with so many undivided parameters: where its backward pass begins,
     or where it ends, whichever needs more."""
     own = numbers / layout.tensor
     micro_batches = layout.micro_batches(batch_size)
@@ -165,8 +165,8 @@ def _stage(
 
 
 def _kept(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
-    """Of a block, for the backward pass: all of it, its input alone, or with that what `selective`
-    keeps (`core/recomputation.py`)."""
+    """Bytes of a block kept for the backward pass: all, its input alone, or with that what
+    `selective` keeps (`core/recomputation.py`)."""
     if layout.checkpointing == "none":
         return block
     tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1
@@ -188,7 +188,7 @@ def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
 
 def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """Of one micro-batch, with what the loss makes of them."""
+    """Logits of one micro-batch, with what the loss makes of them."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
     columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
     return tokens * columns * stack.logit_bytes

@@ -51,7 +51,7 @@ def matmul_seconds(
     element_bytes: int,
     count: int = 1,
 ) -> float:
-    """Of `count` products [rows, inner] x [inner, columns]: by arithmetic, or by what they read and
+    """Seconds of `count` products [rows, inner] x [inner, columns]: of arithmetic, or of reads and
     write, whichever takes longer (the roofline of Williams et al. 2009).
 
     Args:
@@ -73,14 +73,14 @@ def matmul_seconds(
 
 
 def traffic_seconds(device: Device, efficiency: Efficiency, num_bytes: float) -> float:
-    """Of element-wise kernels that read and write so many bytes."""
+    """Seconds of element-wise kernels that read and write so many bytes."""
     return num_bytes / (device.memory_bandwidth * efficiency.memory)
 
 
 def gather_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, size: int, stride: int
 ) -> float:
-    """Of an all-gather, or of a reduce-scatter.
+    """Seconds of an all-gather, or of a reduce-scatter.
 
     Args:
         cluster: whose links it uses.
@@ -100,14 +100,14 @@ def gather_seconds(
 def sum_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, size: int, stride: int
 ) -> float:
-    """Of an all-reduce."""
+    """Seconds of an all-reduce."""
     return 2 * gather_seconds(cluster, efficiency, num_bytes, size, stride)
 
 
 def neighbour_seconds(
     cluster: Cluster, efficiency: Efficiency, num_bytes: float, tensor: int, stride: int
 ) -> float:
-    """Of what one stage of a pipeline hands to the next.
+    """Seconds of the message from one stage of a pipeline to the next.
 
     Tensor-parallel devices send a part each and gather the whole on arrival (arXiv 2104.04473,
     section 4.1).

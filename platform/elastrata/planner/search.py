@@ -17,7 +17,7 @@ from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 
 _MOST_PARTS = 8
-"""Of the model on one device of a pipeline."""
+"""Most parts of the model on one device of a pipeline."""
 _CHECKPOINTING: tuple[Recomputation, ...] = ("none", "selective", "full")
 
 
@@ -34,10 +34,10 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search has found."""
+    """The result of a search."""
 
     forecasts: tuple[Forecast, ...]
-    """Of the layouts that fit, the fastest first; maybe none."""
+    """Forecasts of the layouts that fit, the fastest first; maybe none."""
     too_large: int
     """Layouts that do not fit."""
     nearest: Misfit | None
@@ -53,7 +53,7 @@ class Found:
 
 
 def family(layout: Layout) -> tuple[int, ...]:
-    """What of a layout says how devices divide the model."""
+    """The sizes of a layout that say how devices divide the model."""
     return layout.tensor, layout.pipeline, layout.copies, layout.shards
 
 

@@ -56,7 +56,7 @@ class BertModel(nn.Module):
 
 
 def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
-    """What a model, or its last stage, makes of its last hidden states: see `BertModel.forward`."""
+    """Logits, as of `BertModel.forward`, from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
     found = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
     found = of_ids(found, model.shape.num_ids, found.dtype)
@@ -217,7 +217,7 @@ class Pooler(nn.Module):
 
 
 class Heads(nn.Module):
-    """What turns hidden states into logits."""
+    """The heads, which turn hidden states into logits."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()

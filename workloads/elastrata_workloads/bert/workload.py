@@ -194,7 +194,7 @@ class Bert(TensorParallel, PipelineParallel, Planned):
 
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as: with both heads, or with the one it has."""
+        """The names by which transformers knows its exports, with one head or both."""
         loader = "BertForPreTraining" if self.next_sentence else "AutoModelForMaskedLM"
         return ExportedAs(loader=loader, task="fill-mask")
 

@@ -24,7 +24,7 @@ _BLOCK = {
 
 
 def differences(shape: GptShape) -> list[str]:
-    """What a shape has that GPT-2 cannot have, as recipe keys; empty: it is a GPT-2."""
+    """Recipe keys with values that GPT-2 cannot have; empty: the shape is a GPT-2."""
     found = {
         "positions: rotary": shape.positions != "learned",
         "activation: swiglu": shape.activation != "gelu",
@@ -72,7 +72,7 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """What a GPT2Config asks for that our model does not have; empty: it has all."""
+    """Parts that a GPT2Config asks for and our model does not have; empty: it has all."""
     found = {
         f"activation_function {config.activation_function}": config.activation_function
         not in ("gelu_new", "gelu_pytorch_tanh"),

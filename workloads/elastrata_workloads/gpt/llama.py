@@ -31,7 +31,7 @@ _BLOCK = {
 
 
 def differences(shape: GptShape) -> list[str]:
-    """What a shape has that Llama cannot have, as recipe keys; empty: it is a Llama."""
+    """Recipe keys with values that Llama cannot have; empty: the shape is a Llama."""
     found = {
         "positions: learned": shape.positions != "rotary",
         "activation: gelu": shape.activation != "swiglu",
@@ -81,7 +81,7 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """What a LlamaConfig asks for that our model does not have; empty: it has all."""
+    """Parts that a LlamaConfig asks for and our model does not have; empty: it has all."""
     rope_type = config.rope_parameters["rope_type"]
     found = {
         f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),

@@ -72,7 +72,7 @@ class GptModel(nn.Module):
 
 
 def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
-    """What a model, or its last stage, makes of its last hidden states: see `GptModel.forward`."""
+    """Logits, as of `GptModel.forward`, from the last hidden states."""
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
     return of_ids(model.head(hidden, *table), model.shape.num_ids, torch.float32)

@@ -214,7 +214,7 @@ class Gpt(TensorParallel, PipelineParallel, Planned):
 
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as: a language model."""
+        """The names by which transformers knows its exports: a language model."""
         return ExportedAs(loader="AutoModelForCausalLM", task="text-generation")
 
     def export(

@@ -62,7 +62,7 @@ class _Divided(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        """Of this rank's columns.
+        """The sums over all columns, from this rank's.
 
         Args:
             ctx: torch's.

@@ -1,4 +1,4 @@
-"""What of a tensor lies where: its local shard, and the mesh axes that divide it."""
+"""The sharding of a tensor: its local shard, and the mesh axes that divide it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MeshAxis:
     mesh: DeviceMesh
     place: int
     dim: int = field(compare=False)
-    """Of the tensor; what axes further in have left of it is divided."""
+    """The dim of the tensor that is divided, after the axes further in have divided it."""
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -28,7 +28,7 @@ class _Part:
     values: Tensor
 
     def shape_on(self, rank: int) -> torch.Size:
-        """Of the part on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
+        """The shape on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
         may have less than others, or nothing."""
         sizes, outermost = list(self.whole), self.axes[0]
         for axis in reversed(self.axes):

@@ -32,14 +32,14 @@ class Stage(nn.Module):
         super().__init__()
         self.part = part
         self.losses: list[Loss] = []
-        """Of the micro-batches that have passed the last stage, detached."""
+        """Detached losses of the micro-batches that have passed the last stage."""
         self.weights: dict[str, float] = {}
         """Per loss term the weight of the global batch; to be set before a micro-batch comes."""
         self._workload = workload
         self._is_last = is_last
 
     def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
-        """What goes on to the next stage; from the last one, the micro-batch's share in the loss.
+        """The input of the next stage; from the last one, the micro-batch's share in the loss.
 
         Args:
             hidden: what came from the stage before.
@@ -55,7 +55,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a rank has of a model that is cut into stages."""
+    """A rank's part of a model that is cut into stages."""
 
     model: nn.Module
     """All its blocks, under their names in the whole model: what is optimized and saved. It is
@@ -63,7 +63,7 @@ class Stages:
     stages: dict[int, Stage]
     """The stages it runs, by number."""
     costs: tuple[float, ...]
-    """Of all stages, for a forward pass."""
+    """The cost of a forward pass through each of all stages."""
     shared: tuple[str, ...]
     """Names of the parameters that the first and the last stage both have: a tied embedding."""
 

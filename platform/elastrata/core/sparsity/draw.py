@@ -78,7 +78,7 @@ def _blocks(matrix: Tensor, name_key: int, level: float, size: int) -> Tensor:
 
 
 def _two_of_four(matrix: Tensor, name_key: int) -> Tensor:
-    """Of every four neighbours in a row those two with the smallest hashes; a rank that has some of
+    """The two with the smallest hashes of every four neighbours in a row; a rank that has some of
     the four draws for all."""
     here = elements(matrix)
     first = here - here % 4  # rows are multiples of four long

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it knows this package
     from elastrata.core.workload import Workload
 
 WEIGHT = ".weight"
-"""What the parameter of a layer is called."""
+"""The end of a layer's parameter's name."""
 Shapes = Mapping[str, tuple[int, int]]
 """Rows and columns of layers by name."""
 

@@ -21,7 +21,7 @@ from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
-"""What `elastrata export` calls it."""
+"""The name that `elastrata export` gives it."""
 _WITHOUT_CHECKSUM, _FORMAT = "elastrata masks 1", "elastrata masks 2"
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**36

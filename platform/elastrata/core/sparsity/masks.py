@@ -36,7 +36,7 @@ MASKS = "masks"
 
 @dataclass(frozen=True)
 class SparsePhase:
-    """What masks must know of a phase."""
+    """A phase, as far as masks depend on it."""
 
     steps: int
     sparsity: AnySparsity | None
@@ -166,7 +166,7 @@ class Masks(StepHooks):
         return {layer: found[layer] for layer in self._shapes if layer in found}
 
     def state(self) -> dict[str, Any]:
-        """What of the masks belongs into a checkpoint: nothing where they follow from the seed."""
+        """The part of a checkpoint with the masks; nothing where they follow from the seed."""
         return {MASKS: dict(self._masks)} if _is_stored(self._sparsity) else {}
 
     def restore(self, step: int, load: Callable[[dict[str, Any]], None]) -> None:

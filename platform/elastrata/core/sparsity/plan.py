@@ -43,12 +43,12 @@ def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityPlan:
-    """What a phase holds at zero."""
+    """A phase's sparsity, layer by layer."""
 
     method: str
     """`dense` where it holds nothing."""
     shapes: Shapes
-    """Of the sparse layers."""
+    """Rows and columns of the sparse layers."""
     zeros: Mapping[str, int]
     """Weights at zero, by layer."""
     seq_len: int

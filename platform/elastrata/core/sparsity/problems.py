@@ -1,4 +1,4 @@
-"""What is impossible in the sparsity of a recipe: told before anything starts."""
+"""Problems of the sparsity of a recipe, told before anything starts."""
 
 from __future__ import annotations
 

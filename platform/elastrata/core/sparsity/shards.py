@@ -114,7 +114,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 def smallest(
     matrices: Sequence[Tensor], keys: Sequence[Tensor], counts: Sequence[int]
 ) -> list[Tensor]:
-    """Of each matrix the elements with the smallest keys: this rank's shard of them, as booleans.
+    """The elements with the smallest keys of each matrix: this rank's shard of them, as booleans.
 
     Collective over the axes that shard the matrices: for each of them eight messages of 256 numbers
     a matrix, for all matrices together. Finds the digits of the largest key that belongs to
