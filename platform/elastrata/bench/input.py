@@ -70,11 +70,11 @@ def read_through_ray(
     splits = dealt(descriptors(phases, Start()), phases, workers)
     taker: Any = ray.remote(num_cpus=0)(_Taker)
     takers = [taker.remote() for _ in splits]
-    ray.get([one.ready.remote() for one in takers])
+    ray.get([taker.ready.remote() for taker in takers])
     taken = ray.get(
         [
-            one.take.remote(split, batches.manifest.token_dtype, warm_up)
-            for one, split in zip(takers, splits, strict=True)
+            taker.take.remote(split, batches.manifest.token_dtype, warm_up)
+            for taker, split in zip(takers, splits, strict=True)
         ]
     )
     return _figures(taken, "Ray Data")
@@ -99,12 +99,12 @@ def _take(stream: Iterable[RankStep], asked: float, warm_up: int) -> _Taken:
     """Reads every token of every step; those after the first `warm_up` steps count."""
     first, began, now = 0.0, asked, asked
     steps = samples = tokens = 0
-    for place, step in enumerate(stream):
+    for number, step in enumerate(stream):
         step.rows.tokens.sum(dtype=np.uint64)
         now = time.perf_counter()
-        if place == 0:
+        if number == 0:
             first = now - asked
-        if place < warm_up:
+        if number < warm_up:
             began = now
             continue
         steps, samples = steps + 1, samples + len(step.rows)
@@ -119,16 +119,17 @@ def _take(stream: Iterable[RankStep], asked: float, warm_up: int) -> _Taken:
 
 
 def _figures(taken: Sequence[_Taken], through: str) -> InputFigures:
-    tokens, seconds = sum(one.tokens for one in taken), max(one.seconds for one in taken)
+    tokens = sum(worker.tokens for worker in taken)
+    seconds = max(worker.seconds for worker in taken)
     return InputFigures(
         workers=len(taken),
         through=through,
         steps=taken[0].steps,
-        samples=sum(one.samples for one in taken),
+        samples=sum(worker.samples for worker in taken),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        seconds_to_first_batch=max(one.seconds_to_first_batch for one in taken),
+        seconds_to_first_batch=max(worker.seconds_to_first_batch for worker in taken),
     )
 
 

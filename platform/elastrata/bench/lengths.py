@@ -57,7 +57,7 @@ def read_histogram(path: str) -> tuple[int, ...]:
     """
     where = f"--lengths: {path}"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         hint = nearest(path, (DATA, FULL))
         raise UserError(
@@ -65,13 +65,13 @@ def read_histogram(path: str) -> tuple[int, ...]:
         ) from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
-    key = next((key for key in _FORMS if isinstance(found, dict) and key in found), None)
+    key = next((key for key in _FORMS if isinstance(content, dict) and key in content), None)
     if key is None:
         raise UserError(
             f"{where}: expected an object with a list 'counts' (samples of 1, 2, 3... tokens) or "
             "'length_histogram' (of 0, 1, 2...)"
         )
-    return _checked(found[key], f"{where}: {key}", first_length=_FORMS[key])
+    return _checked(content[key], f"{where}: {key}", first_length=_FORMS[key])
 
 
 def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         )
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found = _figures(timed, warm_up, device, parameters)
-    return replace(found, substitutions=tuple(missing_here(recipe, capabilities(device))))
+    figures = _figures(timed, warm_up, device, parameters)
+    return replace(figures, substitutions=tuple(missing_here(recipe, capabilities(device))))
 
 
 def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:

@@ -87,8 +87,8 @@ def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
         num_steps=1,
         batch_size=min(samples, batches.manifest.samples),
     )
-    for place, payload in enumerate(batches.payloads(group, num_ranks)):
-        if place == rank:
+    for number, payload in enumerate(batches.payloads(group, num_ranks)):
+        if number == rank:
             return next(decode(payload, batches.manifest.token_dtype))
     raise ValueError(f"rank {rank} of {num_ranks}")
 

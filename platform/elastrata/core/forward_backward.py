@@ -71,8 +71,8 @@ class WholeModel(ForwardBackward):
     ) -> list[Loss]:
         per_round = len(batches) // rounds
         losses = []
-        for place, batch in enumerate(batches):
-            synchronize_gradients(self._model, (place + 1) % per_round == 0)
+        for number, batch in enumerate(batches):
+            synchronize_gradients(self._model, (number + 1) % per_round == 0)
             loss = self._workload.loss(self._model, batch)
             weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detached())

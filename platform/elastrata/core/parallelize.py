@@ -172,10 +172,10 @@ def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None
     """Both passes begin with what is left of the model beside its blocks."""
     forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
     backward = [forward[0], *reversed(forward[1:])]
-    for place in range(len(forward)):
-        following = slice(place + 1, place + 1 + ahead)
-        forward[place].set_modules_to_forward_prefetch(forward[following])
-        backward[place].set_modules_to_backward_prefetch(backward[following])
+    for number in range(len(forward)):
+        following = slice(number + 1, number + 1 + ahead)
+        forward[number].set_modules_to_forward_prefetch(forward[following])
+        backward[number].set_modules_to_backward_prefetch(backward[following])
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool) -> None:

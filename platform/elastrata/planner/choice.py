@@ -87,7 +87,7 @@ class Choices:
     @property
     def smallest(self) -> Choice:
         """That needs least memory; of equals, that computes most again."""
-        return min(self.all, key=lambda one: (self.bytes(one), -self._place(one)))
+        return min(self.all, key=lambda choice: (self.bytes(choice), -self._place(choice)))
 
     def _place(self, choice: Choice) -> int:
         return self.policies.index(choice.activation_checkpointing)
@@ -101,14 +101,14 @@ class Choices:
         """
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
         count = -(-self._each * self.model.seq_len // choice.micro_batch_tokens)
-        found = memory(
+        needed = memory(
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
             replace(self.layout, micro_batch=1, checkpointing=choice.activation_checkpointing),
             max(count, self.layout.pipeline) * self.layout.data,
         )
-        return found.total
+        return needed.total
 
     def seconds(self, choice: Choice) -> float:
         """Seconds of a step of full-length samples; a last micro-batch takes what it is full."""

@@ -121,7 +121,7 @@ def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster)
         cluster,
     )
     usable = USABLE * cluster.device.memory_bytes
-    best = choices.best(lambda one: choices.bytes(one) <= usable)
+    best = choices.best(lambda choice: choices.bytes(choice) <= usable)
     needed = choices.bytes(best)
     return Planned(
         layout=layout.division,

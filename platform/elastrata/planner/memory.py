@@ -55,8 +55,8 @@ def memory(
         batch_size: samples of a step, over all devices.
     """
     stages = [_first_stage, _last_stage] if layout.pipeline > 1 else [_only_stage]
-    found = [stage(model, device, stack, layout, batch_size) for stage in stages]
-    return max(found, key=lambda one: one.total)
+    needs = [stage(model, device, stack, layout, batch_size) for stage in stages]
+    return max(needs, key=lambda need: need.total)
 
 
 def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:

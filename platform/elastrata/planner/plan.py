@@ -118,7 +118,7 @@ def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
     try:
         changed = Recipe.model_validate(values)
     except ValidationError as error:
-        return [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
     return [line for _, line in cross_field_problems(changed)]
 
 
@@ -187,7 +187,7 @@ def _more_devices(
 def _larger_devices(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
-    for device in sorted(DEVICES.values(), key=lambda one: one.memory_bytes):
+    for device in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes and device.name != "CPU":
             other = replace(cluster, device=device)
             if _search(recipe, part, model, other, replace(machine, device=device)).forecasts:

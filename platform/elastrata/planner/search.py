@@ -47,8 +47,8 @@ class Found:
     def families(self) -> tuple[Forecast, ...]:
         """The best of all layouts that divide the model alike."""
         best: dict[tuple[int, ...], Forecast] = {}
-        for one in self.forecasts:
-            best.setdefault(family(one.layout), one)
+        for each in self.forecasts:
+            best.setdefault(family(each.layout), each)
         return tuple(best.values())
 
 
@@ -92,7 +92,7 @@ def search(
             fitting.append(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
-    fitting.sort(key=lambda one: (one.time.total, one.memory.total))
+    fitting.sort(key=lambda each: (each.time.total, each.memory.total))
     return Found(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
 
 

@@ -153,8 +153,8 @@ def _tensor_messages(at: _Setting) -> float:
     if at.layout.tensor == 1:
         return 0.0
     sums = 6 if at.layout.checkpointing == "full" else 4
-    one = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
-    return sums * one
+    once = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
+    return sums * once
 
 
 def _neighbour_messages(at: _Setting) -> float:

@@ -58,14 +58,14 @@ class BertModel(nn.Module):
 def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
     """Logits, as of `BertModel.forward`, from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
-    found = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
-    found = of_ids(found, model.shape.num_ids, found.dtype)
+    rows = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
+    logits = of_ids(rows, model.shape.num_ids, rows.dtype)
     if model.bert.pooler is None or model.cls.seq_relationship is None:
-        return found, None
+        return logits, None
     if batch.sample_starts is None:
         raise ValueError("next-sentence prediction needs a batch of sentence pairs")
     pooled = model.bert.pooler(hidden.index_select(0, batch.sample_starts))
-    return found, model.cls.seq_relationship(pooled)
+    return logits, model.cls.seq_relationship(pooled)
 
 
 class Trunk(nn.Module):

@@ -91,24 +91,24 @@ class Bert(TensorParallel, PipelineParallel, Planned):
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why BERT cannot train on that data set; empty if it can."""
         vocabulary = manifest.vocabulary
-        found = []
+        lines = []
         if vocabulary.mask_id is None:
-            found.append(
+            lines.append(
                 "workload: bert needs a tokenizer with a mask token; this data set's has none"
             )
         if vocabulary.size <= len(set(vocabulary.special_ids)):
-            found.append("workload: bert needs tokens to mask; this data set has special ids only")
+            lines.append("workload: bert needs tokens to mask; this data set has special ids only")
         if manifest.seq_len > self.max_positions:
-            found.append(
+            lines.append(
                 f"workload.max_positions: {self.max_positions}, but this data set has samples "
                 f"of up to {manifest.seq_len} tokens"
             )
         if self.next_sentence and not manifest.pairs:
-            found.append(
+            lines.append(
                 "workload.next_sentence: true, but this data set has no sentence pairs; "
                 "prepare it with pairs or set next_sentence to false"
             )
-        return found
+        return lines
 
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""

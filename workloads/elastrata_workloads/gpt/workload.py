@@ -115,18 +115,18 @@ class Gpt(TensorParallel, PipelineParallel, Planned):
 
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why GPT cannot train on that data set; empty if it can."""
-        found = []
+        lines = []
         if manifest.pairs:
-            found.append(
+            lines.append(
                 "workload: gpt predicts running text; this data set has sentence pairs, half of "
                 "them random: prepare it without pairs"
             )
         if manifest.seq_len > self.max_positions:
-            found.append(
+            lines.append(
                 f"workload.max_positions: {self.max_positions}, but this data set has samples "
                 f"of up to {manifest.seq_len} tokens"
             )
-        return found
+        return lines
 
     def advice(self, manifest: Manifest) -> list[str]:
         """A line where the tokenizer is made for BERT: beside padding and mask it has tokens that

@@ -118,11 +118,11 @@ class OwnKeys(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HiddenDropout):
             raise TypeError(f"expected a HiddenDropout, got {type(module).__name__}")
-        place, size = device_mesh.get_local_rank(), device_mesh.size()
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
 
         def own(_: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
             hidden, keys = inputs
-            return hidden, None if keys is None else keys.chunk(size)[place]
+            return hidden, None if keys is None else keys.chunk(size)[rank]
 
         module.register_forward_pre_hook(own)
         return module

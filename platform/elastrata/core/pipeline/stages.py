@@ -168,13 +168,13 @@ def stage_spans(costs: Sequence[int], num_stages: int) -> list[range]:
     @cache
     def squares(blocks: int, stages: int) -> tuple[float, int]:
         """The least sum of squares within `limit`, and the first block of the last stage."""
-        found = (float("inf"), 0)
+        best = (float("inf"), 0)
         for cut in range(stages - 1, blocks) if stages > 1 else [0]:
             cost = sums[blocks] - sums[cut]
             if cost <= limit:
                 before = squares(cut, stages - 1)[0] if stages > 1 else 0.0
-                found = min(found, (before + float(cost) ** 2, cut))
-        return found
+                best = min(best, (before + float(cost) ** 2, cut))
+        return best
 
     spans, end = [], len(costs)
     for stages in range(num_stages, 0, -1):

@@ -57,22 +57,22 @@ def _single_weights(
 ) -> dict[str, Tensor]:
     """The weights with the smallest hashes, so that those of a lower level are among them."""
     names = list(matrices)
-    found: list[Tensor] = []
+    masks: list[Tensor] = []
     for portion in in_portions(list(matrices.values())):
         some = [matrices[name] for name in names[portion]]
         hashes = [element_hashes(keys[name], elements(matrices[name])) for name in names[portion]]
         counts = [zeros_of(matrices[name], levels[name]) for name in names[portion]]
-        found += smallest(some, hashes, counts)
-    return dict(zip(names, found, strict=True))
+        masks += smallest(some, hashes, counts)
+    return dict(zip(names, masks, strict=True))
 
 
 def _blocks(matrix: Tensor, name_key: int, level: float, size: int) -> Tensor:
     """The blocks with the smallest hashes. There are so few that every rank draws all."""
     num_rows, num_columns = (extent // size for extent in matrix.shape)
-    places = torch.arange(num_rows * num_columns, device=local(matrix).device)
-    order = torch.argsort(element_hashes(name_key, places) ^ _SIGN)
-    zero = torch.zeros_like(places, dtype=torch.bool)
-    zero[order[: round(level * len(places))]] = True
+    numbers = torch.arange(num_rows * num_columns, device=local(matrix).device)
+    order = torch.argsort(element_hashes(name_key, numbers) ^ _SIGN)
+    zero = torch.zeros_like(numbers, dtype=torch.bool)
+    zero[order[: round(level * len(numbers))]] = True
     rows, columns = rows_and_columns(matrix)
     return zero.view(num_rows, num_columns)[rows // size][:, columns // size]
 

@@ -54,8 +54,8 @@ class SemiStructured(torch.autograd.Function):
 def compressed(weight: Tensor) -> Tensor:
     """A weight in the format of the kernels. At most two of every four neighbours in a row may be
     other than zero."""
-    found: Tensor = to_sparse_semi_structured(weight)
-    return found
+    packed: Tensor = to_sparse_semi_structured(weight)
+    return packed
 
 
 def use_kernels(
@@ -91,11 +91,11 @@ def has_kernels(device: torch.device) -> bool:
     weight, inputs = (torch.randn(_TRIED, _TRIED, generator=generator, **like) for _ in range(2))
     weight[:, 0::4] = weight[:, 3::4] = 0
     try:
-        found = F.linear(inputs, compressed(weight))
+        product = F.linear(inputs, compressed(weight))
     except (RuntimeError, NotImplementedError, ValueError):
         return False
-    right = F.linear(inputs.float(), weight.float())
-    return bool((found.float() - right).abs().max() <= _RELATIVE * right.abs().max())
+    expected = F.linear(inputs.float(), weight.float())
+    return bool((product.float() - expected).abs().max() <= _RELATIVE * expected.abs().max())
 
 
 def _forward(

@@ -162,8 +162,8 @@ class Masks(StepHooks):
         zeros = counts_over_shards([local(matrix) == 0 for matrix in matrices], matrices)
         shares = [count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True)]
         here = dict(zip(map(layer_of, names), shares, strict=True))
-        found = of_all_stages(here, self._pipeline)
-        return {layer: found[layer] for layer in self._shapes if layer in found}
+        by_layer = of_all_stages(here, self._pipeline)
+        return {layer: by_layer[layer] for layer in self._shapes if layer in by_layer}
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint with the masks; nothing where they follow from the seed."""
@@ -235,12 +235,12 @@ class Masks(StepHooks):
 
     def _from_file(self, path: str, sparse: Iterable[str]) -> dict[str, Tensor]:
         whole = read_masks(path, self._shapes)
-        found = {name: _no_mask(self._matrices[name]) for name in sparse}
-        for name in found:
+        shards = {name: _no_mask(self._matrices[name]) for name in sparse}
+        for name in shards:
             if layer_of(name) in whole:
                 rows, columns = rows_and_columns(self._matrices[name])
-                found[name] = whole[layer_of(name)].to(rows.device)[rows][:, columns]
-        return found
+                shards[name] = whole[layer_of(name)].to(rows.device)[rows][:, columns]
+        return shards
 
     def _update(self, optimizer: Optimizer) -> None:
         names = [name for name, zeros in self._zeros.items() if zeros]

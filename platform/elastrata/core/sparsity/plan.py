@@ -108,16 +108,16 @@ def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
     if isinstance(config, GivenConfig):
         masks = read_masks(config.masks, shapes)
         return {name: int(masks[name].sum()) if name in masks else 0 for name in levels}
-    found = {}
+    zeros = {}
     for name, level in levels.items():
         weights = shapes[name][0] * shapes[name][1]
         if isinstance(config, TwoFourConfig):
-            found[name] = weights // 2
+            zeros[name] = weights // 2
         elif isinstance(config, BlockConfig):
-            found[name] = round(level * (weights // config.block**2)) * config.block**2
+            zeros[name] = round(level * (weights // config.block**2)) * config.block**2
         else:
-            found[name] = round(level * weights)
-    return found
+            zeros[name] = round(level * weights)
+    return zeros
 
 
 def _updates(config: AnySparsity | None, steps: int) -> int:

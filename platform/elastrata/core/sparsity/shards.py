@@ -48,7 +48,7 @@ def _as_divided(matrix: Tensor) -> list[MeshAxis]:
     if not isinstance(matrix, DTensor):
         return []
     axes, placements = sharding_axes(matrix), matrix.placements
-    plain = [axis for axis in axes if type(placements[axis.place]) is Shard]
+    plain = [axis for axis in axes if type(placements[axis.number]) is Shard]
     return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
 
 
