@@ -18,8 +18,8 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import load, restore, training_state
 from elastrata.core.clip import Clip
-from elastrata.core.optimizers.sharding import local
 from elastrata.core.record import StepRecord
+from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.kernels import use_kernels
 from elastrata.core.sparsity.layers import sparse_matrices

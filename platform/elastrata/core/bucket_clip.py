@@ -31,7 +31,7 @@ from elastrata.core.norms import (
     gradient_norms,
     tensor_norm,
 )
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 
 RANGE = "elastrata::clip_bucket"
 """The name in a profile of the clipping of one bucket."""

@@ -15,8 +15,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "bucket_parameters"]
+__all__ = [
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "StridedShard",
+    "bucket_parameters",
+]
 
 
 def bucket_parameters(module: FSDPModule) -> Iterator[tuple[int, Tensor]]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from elastrata.core.fsdp_internals import bucket_parameters
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 
 _ROW = 4096
 """So many squares are added up in fp32 at once."""

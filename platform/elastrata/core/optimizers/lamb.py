@@ -19,7 +19,7 @@ from elastrata.core.optimizers.keys import (
     decaying_or_not,
     trainable,
 )
-from elastrata.core.optimizers.sharding import MeshAxis, local, sharding_axes
+from elastrata.core.sharding import MeshAxis, local, sharding_axes
 
 
 class LambConfig(OptimizerKeys):

@@ -26,8 +26,8 @@ from elastrata.core.optimizers.keys import (
     decaying_or_not,
     trainable,
 )
-from elastrata.core.optimizers.sharding import local
 from elastrata.core.optimizers.whole_matrices import on_whole_matrices
+from elastrata.core.sharding import local
 
 _RULE = "Muon"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.core.optimizers.sharding import MeshAxis, sharding_axes
+from elastrata.core.sharding import MeshAxis, sharding_axes
 
 
 @dataclass(frozen=True)

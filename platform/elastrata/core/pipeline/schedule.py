@@ -29,11 +29,11 @@ from typing_extensions import override
 from elastrata.core.batch import Batch
 from elastrata.core.device import peak_memory_bytes
 from elastrata.core.forward_backward import ForwardBackward
-from elastrata.core.optimizers.sharding import local
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
 from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
 from elastrata.core.pipeline.stages import Stages
+from elastrata.core.sharding import local
 from elastrata.core.workload import Loss, Metric, PipelineParallel
 
 SCHEDULES: Mapping[Name, type[Any]] = {

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 from elastrata.core.sparsity.config import AnySparsity, BlockConfig, TwoFourConfig
 from elastrata.core.sparsity.shards import elements, in_portions, rows_and_columns, smallest
 from elastrata_pipelines.hashing import key, mix, text_hash

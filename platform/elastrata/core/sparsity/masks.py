@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.config import AnySparsity, GivenConfig, RiglConfig, TwoFourConfig
 from elastrata.core.sparsity.draw import drawn, zeros_of
@@ -70,13 +70,9 @@ class Masks(StepHooks):
         pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         self._matrices = dict(matrices)
-        self._sharded = list(sharded)
-        self._pipeline = pipeline
-        self._shapes = dict(shapes)
-        self._phases = list(phases)
-        self._seed = seed
-        self._number = -1
-        self._step_of_phase = 0
+        self._sharded, self._pipeline = list(sharded), pipeline
+        self._shapes, self._phases, self._seed = dict(shapes), list(phases), seed
+        self._number, self._step_of_phase = -1, 0
         self._masks: dict[str, Tensor] = {}
         self._zeros: dict[str, int] = {}
         self._zeros_in_all = 0

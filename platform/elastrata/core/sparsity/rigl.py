@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 from elastrata.core.sparsity.config import RiglConfig
 from elastrata.core.sparsity.draw import element_hashes
 from elastrata.core.sparsity.shards import elements, smallest

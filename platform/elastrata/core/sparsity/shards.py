@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from elastrata.core.optimizers.sharding import MeshAxis, local, sharding_axes
+from elastrata.core.sharding import MeshAxis, local, sharding_axes
 
 Value = TypeVar("Value")
 _DIGIT_BITS, _KEY_BITS = 8, 64

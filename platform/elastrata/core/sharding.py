@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from elastrata.core.fsdp_internals import StridedShard
 
 
 @dataclass(frozen=True)
@@ -52,5 +53,5 @@ def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
     return tuple(
         MeshAxis(mesh, number, placement.dim)
         for number, placement in enumerate(tensor.placements)
-        if isinstance(placement, Shard | _StridedShard) and mesh.size(number) > 1
+        if isinstance(placement, Shard | StridedShard) and mesh.size(number) > 1
     )
