@@ -68,19 +68,14 @@ class Loop:
         """
         samples, tokens = start.samples, start.tokens
         stopwatch = Stopwatch()
-        for part in stream:
+        for rank_step in stream:
             stopwatch.passed("seconds_waiting_for_data")
-            batches = forward_backward.ready(
-                [
-                    self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
-                    for rows in part.micro_batches
-                ]
-            )
-            sums = {**self._sums(part, batches), _ACT: asked()}
+            batches = forward_backward.ready(self._collated(rank_step))
+            sums = {**self._sums(rank_step, batches), _ACT: asked()}
             batch = reduce_sums(sums, self.device, is_primary=self.is_primary)
             stopwatch.passed("seconds_collating")
-            self.hooks.before_step(part.step, optimizer)
-            lr = self.learning_rate(part.step - 1)
+            self.hooks.before_step(rank_step.step, optimizer)
+            lr = self.learning_rate(rank_step.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
                 forward_backward,
@@ -88,22 +83,18 @@ class Loop:
                 batches,
                 weights=_weights(batch),
                 clip=self.clip,
-                rounds=part.rounds,
+                rounds=rank_step.rounds,
                 is_primary=self.is_primary,
                 hooks=self.hooks,
             )
             if result.skipped and self.on_nonfinite == "stop":
-                raise TrainingError(_nonfinite(part.step, result))
+                raise TrainingError(_nonfinite(rank_step.step, result))
             samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
             record = StepRecord(
-                step=part.step,
                 samples=samples,
                 tokens=tokens,
                 lr=lr,
-                world_size=self.world_size,
-                micro_batches=len(part.cuts) - 1,
-                imbalance=part.imbalance,
-                memory_bytes=peak_memory_bytes(self.device),
+                **self._step_fields(rank_step),
                 **forward_backward.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
@@ -113,28 +104,43 @@ class Loop:
             yield record, Action(int(batch[_ACT]))
             stopwatch = Stopwatch()
 
-    def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
+    def _collated(self, rank_step: RankStep) -> list[Batch]:
+        return [
+            self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+            for rows in rank_step.micro_batches
+        ]
+
+    def _sums(self, rank_step: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
         pass. The digest travels in halves, so that its sum is exact in float64."""
         weights = total_weights(batches)
-        upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
-        segments = part.rows.segment_lengths.tolist()
+        upper, lower = divmod(digest(rank_step.rows.sample_ids), _HALF)
+        segments = rank_step.rows.segment_lengths.tolist()
         return {
             **{_WEIGHT + term: weight for term, weight in weights.items()},
-            "samples": len(part.rows),
-            "tokens": len(part.rows.tokens),
+            "samples": len(rank_step.rows),
+            "tokens": len(rank_step.rows.tokens),
             "positions": sum(batch.num_positions for batch in batches),
             "flops": self.workload.flops(segments, weights, self.vocabulary),
             "digest_upper": upper,
             "digest_lower": lower,
         }
 
+    def _step_fields(self, rank_step: RankStep) -> dict[str, Any]:
+        return {
+            "step": rank_step.step,
+            "world_size": self.world_size,
+            "micro_batches": len(rank_step.cuts) - 1,
+            "imbalance": rank_step.imbalance,
+            "memory_bytes": peak_memory_bytes(self.device),
+        }
+
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
-        parts = dict(stopwatch.seconds)
+        phases = dict(stopwatch.seconds)
         stopwatch.passed("rest")
         seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
         mfu = flops / (seconds * peak * self.world_size) if peak else None
-        return {"seconds": seconds, "mfu": mfu, **parts}
+        return {"seconds": seconds, "mfu": mfu, **phases}
 
 
 def _weights(batch: Mapping[str, float]) -> dict[str, float]:

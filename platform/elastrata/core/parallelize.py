@@ -124,7 +124,6 @@ def parallelize(
     Raises:
         ValueError: it is missing.
     """
-    data = data_axes(mesh)
     if "tensor" in (mesh.mesh_dim_names or ()):
         if tensor_parallel is None:
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
@@ -133,10 +132,22 @@ def parallelize(
         recompute(block, activation_checkpointing)
         if compile:
             block.compile(dynamic=True)
+    _shard(model, blocks, data_axes(mesh), precision, parallel)
+    return model
+
+
+def _shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    data: DeviceMesh,
+    precision: Precision,
+    parallel: ParallelConfig,
+) -> None:
+    """FSDP2 over the data axes, with our own collectives where the recipe asks for them."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
-    overlap = parallel.overlap_on_cpu and mesh.device_type == "cpu"
+    overlap = parallel.overlap_on_cpu and data.device_type == "cpu"
     reduction = _reduction(data, parallel.reduce_dtype, overlap)
     shards = data["shard"] if reduction else data  # ours sums over copies itself
     reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
@@ -156,7 +167,6 @@ def parallelize(
                 module.set_custom_all_gather(BackgroundAllGather())
     if parallel.prefetch or overlap:
         _prefetch(model, blocks, parallel.prefetch or 1)
-    return model
 
 
 def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:
