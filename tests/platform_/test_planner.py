@@ -235,7 +235,7 @@ def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:
 def test_a_small_cluster_of_cpus_can_be_planned() -> None:
     recipe = load_recipe("bert/tiny")
     found = plan(recipe, recipe, read_cluster("2xCPU"))
-    assert found.found.forecasts[0].layout.devices == 2
+    assert found.result.forecasts[0].layout.devices == 2
 
 
 def test_the_keys_of_a_layout_are_those_that_differ() -> None:

@@ -60,7 +60,7 @@ def plan(
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
     found = make_plan(loaded, part_of(loaded, phase), where)
-    families = found.found.families[:best]
+    families = found.result.families[:best]
     console.print(
         f"{recipe} on {where.devices}x{where.device.name}: {found.model.parameters / 1e9:.4g} "
         f"billion parameters, {found.batch_size:,} samples of {found.model.seq_len:,} tokens a "
@@ -112,7 +112,7 @@ def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:
     return next(
         (
             one
-            for one in found.found.families
+            for one in found.result.families
             if not problems_of(recipe, one.layout, found.model.seq_len)
         ),
         None,
@@ -159,10 +159,10 @@ def _draw(found: Plan, plot: Path) -> None:
     layout_cloud(
         [
             (one.memory.total / 2**30, one.tokens_per_second, one.layout.pipeline)
-            for one in found.found.forecasts
+            for one in found.result.forecasts
         ],
         [(one.memory.total / 2**30, one.tokens_per_second, str(one.layout))
-         for one in found.found.families[:3]],
+         for one in found.result.families[:3]],
         found.cluster.device.memory_bytes / 2**30,
         plot,
     )  # fmt: skip

@@ -57,8 +57,8 @@ def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
         cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
         console.print("  ".join([*cells, why]).rstrip(), markup=False)
     console.print(
-        f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to "
-        f"divide the model; {found.found.too_large:,} need more memory than a device has",
+        f"\n{len(found.result.forecasts):,} layouts fit, {len(found.result.families):,} ways to "
+        f"divide the model; {found.result.too_large:,} need more memory than a device has",
         markup=False,
     )
 
@@ -121,8 +121,8 @@ def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
         "batch_size": found.batch_size,
         "steps": found.steps,
         "seq_len": found.model.seq_len,
-        "fitting": len(found.found.forecasts),
-        "too_large": found.found.too_large,
+        "fitting": len(found.result.forecasts),
+        "too_large": found.result.too_large,
         "layouts": [
             {
                 "layout": asdict(one.layout),

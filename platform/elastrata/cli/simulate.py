@@ -121,7 +121,7 @@ def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace
         work = seconds * cluster.devices
         return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
     found = plan(recipe, recipe.parts[0], cluster)
-    for one in found.found.families:
+    for one in found.result.families:
         if not problems_of(recipe, one.layout, found.model.seq_len):
             fixed = one.time.messages + one.time.update
             work = (one.time.total - fixed) * cluster.devices

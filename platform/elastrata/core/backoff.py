@@ -11,7 +11,7 @@ from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 PATIENCE_SECONDS = 1800.0
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 300.0
 
 
@@ -50,7 +50,7 @@ class Backoff:
         return self.due is not None and now >= self.due
 
 
-def patiently(action: Callable[[], Found], what: str, warn: Callable[[str], None]) -> Found:
+def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
     """Tries an action again and again, as long as it fails as storage may; returns its result.
 
     Args:

@@ -12,7 +12,7 @@ from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.hardware import CPU, DEVICES, GPU
 from elastrata.planner.layout import Layout
-from elastrata.planner.search import Found, search
+from elastrata.planner.search import SearchResult, search
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.length import full_part
@@ -36,7 +36,7 @@ class Plan:
     steps: int
     prepared: bool
     """Whether the data set is there; else vocabulary and length are those asked for."""
-    found: Found
+    result: SearchResult
 
 
 def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
@@ -57,9 +57,9 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
     machine = machine_of(recipe, cluster)
     if part.batch_size < 1:
         raise UserError("batch_size: 0: expected at least 1")
-    found = _search(recipe, part, model, cluster, machine)
-    if not found.forecasts:
-        raise UserError(*_misfit(recipe, part, model, cluster, machine, found))
+    result = _search(recipe, part, model, cluster, machine)
+    if not result.forecasts:
+        raise UserError(*_misfit(recipe, part, model, cluster, machine, result))
     return Plan(
         model=model,
         cluster=cluster,
@@ -67,7 +67,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         batch_size=part.batch_size,
         steps=part.num_steps,
         prepared=spec.prepared,
-        found=found,
+        result=result,
     )
 
 
@@ -130,7 +130,7 @@ def _value(values: object, path: str) -> object:
 
 def _search(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
-) -> Found:
+) -> SearchResult:
     sizes = [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
     return search(
         model,
@@ -148,10 +148,10 @@ def _misfit(
     model: ModelSpec,
     cluster: Cluster,
     machine: Machine,
-    found: Found,
+    result: SearchResult,
 ) -> list[str]:
     """By how much the model does not fit, and what would make it fit."""
-    nearest, device = found.nearest, cluster.device
+    nearest, device = result.nearest, cluster.device
     if nearest is None:
         return [
             f"--cluster: {cluster.devices} devices: expected at most batch_size "

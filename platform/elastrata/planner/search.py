@@ -33,7 +33,7 @@ class Misfit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     forecasts: tuple[Forecast, ...]
@@ -66,7 +66,7 @@ def search(
     steps: int,
     tensor_sizes: Sequence[int],
     pipelines: bool = True,
-) -> Found:
+) -> SearchResult:
     """Looks at every layout that uses all devices.
 
     Args:
@@ -93,7 +93,7 @@ def search(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
     fitting.sort(key=lambda each: (each.time.total, each.memory.total))
-    return Found(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
+    return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
 
 
 def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:

@@ -110,7 +110,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def stage(model: nn.Module, numbers: Sequence[int]) -> BertStage:
-    """The part of a model with these blocks; see `Workload.stage`.
+    """The part of a model with these blocks, as `PipelineParallel.stage` has it.
 
     Raises:
         TypeError: not a BERT.
@@ -119,8 +119,8 @@ def stage(model: nn.Module, numbers: Sequence[int]) -> BertStage:
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis; see
-    `Workload.tensor_parallel`.
+    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis, for
+    `TensorParallel.tensor_parallel`.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
     al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
