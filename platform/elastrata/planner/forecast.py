@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory
 from elastrata.planner.step_time import StepTime
-
-if TYPE_CHECKING:
-    from elastrata.planner.forecast import Forecast
 
 _WORDS = {
     "matrices": "smaller or fewer matrices",
