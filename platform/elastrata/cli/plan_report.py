@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastrata.planner.forecast import why_slower
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -74,7 +72,7 @@ def _cells(best: Forecast, one: Forecast) -> tuple[str, ...]:
         f"{one.exposed:.1%}",
         f"{one.hours:,.1f}",
         "" if one.cost is None else f"{one.cost:,.0f}",
-        why_slower(best, one),
+        one.why_slower(best),
     )
 
 
@@ -136,7 +134,7 @@ def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
                 "cost": one.cost,
                 "memory": asdict(one.memory),
                 "time": asdict(one.time),
-                "why_not": why_slower(best[0], one),
+                "why_not": one.why_slower(best[0]),
             }
             for one in best
         ],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.forward_backward import ForwardBackward
-from elastrata.core.workload import Loss
+from elastrata.core.workload import Loss, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,33 +160,22 @@ def mean_loss(
     losses: Sequence[Loss], weights: Mapping[str, float], *, is_primary: bool = True
 ) -> StepLoss:
     """The means over the global batch, from the sums of all primary ranks. Collective."""
-    device = next(iter(losses[0].terms.values())).device
-    totals: dict[str, torch.Tensor] = {}
-    per: dict[str, str] = {}
+    totals: dict[tuple[str, str], torch.Tensor] = {}
+    per: dict[tuple[str, str], str] = {}
     for loss in losses:
-        for term, total in loss.terms.items():
-            totals[f"term/{term}"] = totals.get(f"term/{term}", 0) + total.double()
-            per[f"term/{term}"] = term
-        for name, metric in loss.metrics.items():
-            totals[f"metric/{name}"] = totals.get(f"metric/{name}", 0) + metric.total.double()
-            per[f"metric/{name}"] = metric.per
-    names = sorted(totals)
-    values = torch.stack([totals[name] for name in names]).to(device)
+        terms = {("term", term): Metric(total, per=term) for term, total in loss.terms.items()}
+        metrics = {("metric", name): metric for name, metric in loss.metrics.items()}
+        for key, metric in (terms | metrics).items():
+            totals[key] = totals.get(key, 0) + metric.total.double()
+            per[key] = metric.per
+    keys = sorted(totals)
+    device = next(iter(losses[0].terms.values())).device
+    values = torch.stack([totals[key] for key in keys]).to(device)
     if not is_primary:
         values = torch.zeros_like(values)
     if dist.is_initialized():
         dist.all_reduce(values)
-    means = {
-        name: value / max(weights[per[name]], 1.0)
-        for name, value in zip(names, values.tolist(), strict=True)
-    }
-    terms = {name.removeprefix("term/"): means[name] for name in names if name.startswith("term/")}
-    return StepLoss(
-        total=sum(terms.values()),
-        terms=terms,
-        metrics={
-            name.removeprefix("metric/"): means[name]
-            for name in names
-            if name.startswith("metric/")
-        },
-    )
+    means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
+    for (kind, name), value in zip(keys, values.tolist(), strict=True):
+        means[kind][name] = value / max(weights[per[kind, name]], 1.0)
+    return StepLoss(total=sum(means["term"].values()), terms=means["term"], metrics=means["metric"])

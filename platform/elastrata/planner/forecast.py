@@ -1,4 +1,4 @@
-"""A forecast: from a step to a run, its hours and its cost; why one layout loses to another."""
+"""A forecast of a layout: from a step to a run, its hours and cost, and why another is faster."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ class Forecast:
         """Share of the step in which devices wait for messages."""
         return self.time.messages / self.time.total
 
+    def why_slower(self, best: Forecast) -> str:
+        """The term that costs this layout most, beside what it costs the best one; empty where
+        nothing does."""
+        lost = {name: vars(self.time)[name] - vars(best.time)[name] for name in _WORDS}
+        worst = max(lost, key=lambda name: lost[name])
+        total = self.time.total / best.time.total - 1
+        if lost[worst] <= 0 or total <= 0:
+            return ""
+        return f"{total:+.1%}: {_WORDS[worst]} {lost[worst]:+.3g} s"
+
 
 def forecast(
     model: ModelSpec,
@@ -74,16 +84,3 @@ def forecast(
         hours=hours,
         cost=None if price is None else price * hours * cluster.devices,
     )
-
-
-def why_slower(best: Forecast, other: Forecast) -> str:
-    """The term that costs `other` most, beside what it costs `best`.
-
-    Empty where nothing does.
-    """
-    lost = {name: vars(other.time)[name] - vars(best.time)[name] for name in _WORDS}
-    worst = max(lost, key=lambda name: lost[name])
-    total = other.time.total / best.time.total - 1
-    if lost[worst] <= 0 or total <= 0:
-        return ""
-    return f"{total:+.1%}: {_WORDS[worst]} {lost[worst]:+.3g} s"
