@@ -76,7 +76,7 @@ class Buckets:
     rest: Sequence[nn.Parameter]
     """The parameters of no block: one bucket, which may lie in several stages."""
     counted: Sequence[nn.Parameter]
-    """Those of `rest` that no other stage counts."""
+    """Parameters of `rest` that no other stage counts."""
     rest_limit: float
     pipeline: StageRanks | None
     """The ranks that have the stages between them; None: there are none."""

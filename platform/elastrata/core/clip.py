@@ -36,7 +36,7 @@ class ClipConfig(Config):
     max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
-    """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
+    """For bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
     local: clip each worker's part before the sum, without a message; losses then depend on the
     number of workers."""
 

@@ -106,7 +106,7 @@ class Lost:
 
     text: str
     ranks: tuple[int, ...]
-    """Those that failed; empty where the whole group did not start or did not answer."""
+    """Ranks that failed; empty where the whole group did not start or did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class StepResult:
 
     loss: StepLoss
     gradient_norm: float
-    """As `Clip.after_backward` returns it."""
+    """The norm that `Clip.after_backward` returns."""
     skipped: bool
     """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
     seconds_in_model: float

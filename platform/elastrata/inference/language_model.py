@@ -105,7 +105,7 @@ class Perplexity:
     loss: float
     """Mean cross-entropy per token, in nats."""
     tokens: int
-    """That were predicted."""
+    """Tokens that were predicted."""
 
 
 @torch.inference_mode()

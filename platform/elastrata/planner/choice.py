@@ -67,7 +67,7 @@ class Choices:
     budgets: tuple[int, ...]
     """Ascending."""
     policies: tuple[Recomputation, ...]
-    """Those that compute more again come later."""
+    """Policies that compute more again come later."""
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
@@ -86,7 +86,7 @@ class Choices:
 
     @property
     def smallest(self) -> Choice:
-        """That needs least memory; of equals, that computes most again."""
+        """The choice that needs least memory; of equals, the one that computes most again."""
         return min(self.all, key=lambda choice: (self.bytes(choice), -self._place(choice)))
 
     def _place(self, choice: Choice) -> int:

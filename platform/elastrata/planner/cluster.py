@@ -45,7 +45,7 @@ class ClusterConfig(Config):
     model_config = ConfigDict(strict=True)
 
     device: DeviceName
-    """What each of them is, in upper or lower case."""
+    """The kind of each, in upper or lower case."""
     devices: Count
     """How many there are in all."""
     per_node: Count | None = None
@@ -60,9 +60,9 @@ class ClusterConfig(Config):
     peak_tflops: Amount | None = None
     """TFLOP/s of dense matrix products of each device. Default: the data sheet's."""
     price: Amount | None = None
-    """Of a device for an hour, in whatever currency. Default: no cost is computed."""
+    """A device for an hour, in whatever currency. Default: no cost is computed."""
     spot_price: Amount | None = None
-    """The same where it may be taken away."""
+    """Likewise, where it may be taken away."""
 
     @field_validator("device")
     @classmethod

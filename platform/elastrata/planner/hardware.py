@@ -18,7 +18,7 @@ class Device:
     name: str
     peak: Peak
     memory_bytes: float
-    """That PyTorch sees: less than the data sheet says, by what the driver keeps."""
+    """Bytes that PyTorch sees: less than the data sheet says, by what the driver keeps."""
     memory_bandwidth: float
     """Bytes per second."""
     multiprocessors: int

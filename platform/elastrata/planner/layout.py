@@ -44,7 +44,7 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     def micro_batches(self, batch_size: int) -> int:
-        """That each data-parallel rank runs through the model in a step."""
+        """Micro-batches that each data-parallel rank runs through the model in a step."""
         return -(-batch_size // (self.data * self.micro_batch))
 
     def layers_of_stage(self, layers: int) -> int:

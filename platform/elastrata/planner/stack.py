@@ -46,7 +46,7 @@ class Stack:
     attention_copies: int = 0
     """Copies of attention's result that are kept beside it."""
     extra_micro_batches: int = 0
-    """That a stage of a pipeline holds beyond those it must."""
+    """Micro-batches that a stage of a pipeline holds beyond those it must."""
     fragmentation: float = 0.04
     """Share of allocated memory that the allocator cannot use for requests of other sizes. An
     allowance, not a measurement."""

@@ -58,7 +58,7 @@ class UnpaddedBatch(Batch):
         return self.filled_to(len(self.input_ids) + -len(self.input_ids) % multiple)
 
     def filled_to(self, num_tokens: int) -> Self:
-        """As `filled`, up to so many tokens."""
+        """This batch with so many tokens, filled up likewise."""
         missing = num_tokens - len(self.input_ids)
         if not missing:
             return self

@@ -104,7 +104,7 @@ class Replicated(ParallelStyle):
 
 
 class LogitsInParts(Replicated):
-    """Like it, but with a table of the vocabulary that is divided: so stays the output, logits of
+    """A head with a table of the vocabulary that is divided: so stays the output, logits of
     shape [P, V], each rank's for its part of V. See `logits.py`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

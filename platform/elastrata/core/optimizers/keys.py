@@ -55,7 +55,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def block_matrices(parameters: Named, blocks: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Those of the parameters that are matrices of these blocks."""
+    """The parameters that are matrices of these blocks."""
     inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     return {name: p for name, p in parameters.items() if id(p) in inside}
 

@@ -24,7 +24,7 @@ class _Part:
     whole: torch.Size
     """Shape of the matrix, [m, n]."""
     axes: tuple[MeshAxis, ...]
-    """That divide it, outermost first; the innermost one has divided it first."""
+    """The axes that divide it, outermost first; the innermost one has divided it first."""
     values: Tensor
 
     def shape_on(self, rank: int) -> torch.Size:

@@ -50,7 +50,7 @@ def layer_of(parameter: str) -> str:
 
 
 def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Those of `names` that any of `patterns` is or stands for, in their order."""
+    """The names that any of `patterns` is or stands for, in their order."""
     wanted = list(patterns)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 

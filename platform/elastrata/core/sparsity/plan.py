@@ -74,7 +74,7 @@ class SparsityPlan:
 def sparsity_plan(
     config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
 ) -> SparsityPlan:
-    """That of a phase.
+    """The plan of a phase.
 
     Args:
         config: the phase's; None: dense.
