@@ -214,8 +214,9 @@ class PipelineParallel(Workload):
 
 
 class Planned(Workload):
-    """A workload of transformers of equal blocks, whose memory and time can be planned. The deal
-    and the MFU then follow from the same numbers."""
+    """A workload of transformers of equal blocks, whose memory and time can be planned. The deal,
+    the MFU and the stages of a pipeline then follow from the same numbers. Comes first among the
+    bases of a class."""
 
     predicts: ClassVar[str]
     """The loss term that the head gives logits for."""
@@ -234,6 +235,10 @@ class Planned(Workload):
     ) -> int:
         spec = self.model_spec(vocabulary, _SHORTEST)
         return int(spec.training_flops(lengths, int(weights[self.predicts])))
+
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """For `PipelineParallel`."""
+        return self.model_spec(vocabulary, seq_len).block_flops
 
 
 def tensor_problems(workload: Workload, size: int) -> list[str]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from elastrata_workloads.bert.model import BertModel
 
 
-class Bert(TensorParallel, PipelineParallel, Planned):
+class Bert(Planned, TensorParallel, PipelineParallel):
     """Bidirectional encoder with masked-language-model pre-training (Devlin et al. 2019).
 
     The defaults are BERT-base.
@@ -147,10 +147,6 @@ class Bert(TensorParallel, PipelineParallel, Planned):
     def stage_problems(self, num_stages: int) -> list[str]:
         """A line where there are fewer blocks than stages."""
         return stage_problems(num_stages, self.num_layers)
-
-    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """FLOPs of a forward pass; embeddings and heads count in the first and the last block."""
-        return self.model_spec(vocabulary, seq_len).block_flops
 
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
         """The part of a model with these blocks. The heads bring the table of word embeddings

@@ -44,7 +44,7 @@ _BERTS_FRAMING = 3
 """`[CLS]`, `[SEP]` and `[UNK]`; a tokenizer for running text has one token that does it all."""
 
 
-class Gpt(TensorParallel, PipelineParallel, Planned):
+class Gpt(Planned, TensorParallel, PipelineParallel):
     """Decoder with next-token pre-training, in the style of GPT-2 (Radford et al. 2019), of Llama
     (Touvron et al. 2023), or between them.
 
@@ -178,10 +178,6 @@ class Gpt(TensorParallel, PipelineParallel, Planned):
     def stage_problems(self, num_stages: int) -> list[str]:
         """A line where there are fewer blocks than stages."""
         return stage_problems(num_stages, self.num_layers)
-
-    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """FLOPs of a forward pass; embeddings and head count in the first and the last block."""
-        return self.model_spec(vocabulary, seq_len).block_flops
 
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
         """The part of a model with these blocks. A tied head brings the embeddings' table along,
