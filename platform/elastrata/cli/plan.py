@@ -16,7 +16,7 @@ from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from elastrata.planner.forecast import Forecast
-    from elastrata.planner.group import Planned
+    from elastrata.planner.group import AutomaticPlan
     from elastrata.planner.plan import Plan
     from elastrata.recipe.phase import PhaseKeys
     from elastrata.recipe.recipe import Recipe
@@ -94,7 +94,7 @@ def plan(
         )
 
 
-def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> Planned | None:
+def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> AutomaticPlan | None:
     """What `auto` would stand for with all devices, divided as the recipe says; None where it
     leaves nothing open, or those devices cannot be divided so."""
     from elastrata.planner.group import planned

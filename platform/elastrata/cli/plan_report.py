@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from elastrata.planner.forecast import Forecast
-    from elastrata.planner.group import Planned
+    from elastrata.planner.group import AutomaticPlan
     from elastrata.planner.plan import Plan
 
 _GIB = 2**30
@@ -96,7 +96,7 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
     )
 
 
-def show_automatic(console: Console, found: Plan, planned: Planned) -> None:
+def show_automatic(console: Console, found: Plan, planned: AutomaticPlan) -> None:
     """What the recipe leaves open, as a group on all devices would choose it."""
     fits = "" if planned.fits else ", which is too much"
     console.print(

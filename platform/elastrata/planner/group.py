@@ -89,7 +89,7 @@ def phase_choices(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class AutomaticPlan:
     """The plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
 
     layout: str
@@ -101,7 +101,7 @@ class Planned:
     """Whether that is within what a group dares to use of its devices."""
 
 
-def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> Planned:
+def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> AutomaticPlan:
     """The choice of a group on all devices of a cluster, if it measured what is planned.
 
     Args:
@@ -123,7 +123,7 @@ def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster)
     usable = USABLE * cluster.device.memory_bytes
     best = choices.best(lambda choice: choices.bytes(choice) <= usable)
     needed = choices.bytes(best)
-    return Planned(
+    return AutomaticPlan(
         layout=layout.division,
         micro_batch_tokens=best.micro_batch_tokens,
         activation_checkpointing=best.activation_checkpointing,
