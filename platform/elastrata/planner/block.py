@@ -12,9 +12,8 @@ from elastrata.core.model_spec import ModelSpec
 from elastrata.core.recomputation import Recomputation
 from elastrata.planner.hardware import Device, Efficiency
 from elastrata.planner.operations import matmul_seconds, traffic_seconds
-from elastrata.planner.stack import Stack
+from elastrata.planner.stack import FP32_BYTES, Stack
 
-_FP32 = 4
 _FLASH_BACKWARD = 2.5
 """Matrix products of flash attention's backward pass over those of its forward pass: five, of which
 one computes the scores again, over two (arXiv 2307.08691, section 3)."""
@@ -87,7 +86,7 @@ def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -
     product = _product(machine, tokens, columns, model.hidden)
     element = machine.stack.element_bytes
     logits = tokens * (model.vocabulary if machine.stack.whole_logits else columns)
-    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * _FP32 + element))
+    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * FP32_BYTES + element))
     return Passes(product.forward + loss, product.backward + loss)
 
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.hardware import Device
 from elastrata.planner.layout import Layout
-from elastrata.planner.stack import Stack
-
-_FP32 = 4
+from elastrata.planner.stack import FP32_BYTES, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     if model.position_rows == 0 and not stack.fused:
         own += e * (h + model.kv_width)  # query and key before they were turned
     if stack.flash:
-        own += _FP32 * model.heads
+        own += FP32_BYTES * model.heads
     else:
         own += model.heads * model.seq_len * (2 * e + (1 if stack.dropout else 0))
     parts = layout.tensor if layout.sequence else 1
@@ -181,7 +179,7 @@ def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     feed-forward's first and, where it has three, its last, which is whole on every tensor-parallel
     device; and there of the two sums over them."""
     e, h = stack.element_bytes, model.hidden
-    own = e * (2 * h + model.kv_width + model.feed_forward) + _FP32 * model.heads
+    own = e * (2 * h + model.kv_width + model.feed_forward) + FP32_BYTES * model.heads
     last = e * h if model.gated else 0
     sums = 2 * e * h / (layout.tensor if layout.sequence else 1) if layout.tensor > 1 else 0
     return own / layout.tensor + last + sums

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastrata.core.parallelize import DTYPES, Precision
+
+FP32_BYTES = 4
 Sharding = Literal["none", "optimizer", "all"]
 
 
@@ -52,9 +55,9 @@ class Stack:
     allowance, not a measurement."""
 
 
-def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16"]) -> Stack:
+def elastrata(precision: Precision, reduced: Precision) -> Stack:
     """This project's engine: FSDP2, states in fp32."""
-    element = 4 if precision == "fp32" else 2
+    element = DTYPES[precision].itemsize
     return Stack(
         name="elastrata",
         source="core/parallelize.py",
@@ -64,7 +67,7 @@ def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16
         dropout=False,
         element_bytes=element,
         gradient_bytes=4,
-        reduced_bytes=4 if reduced == "fp32" else 2,
+        reduced_bytes=DTYPES[reduced].itemsize,
         state_bytes=12,
         overlap=0.9,
         accumulates=True,

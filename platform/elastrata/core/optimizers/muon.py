@@ -27,10 +27,10 @@ from elastrata.core.optimizers.keys import (
     trainable,
 )
 from elastrata.core.optimizers.whole_matrices import on_whole_matrices
+from elastrata.core.parallelize import DTYPES, Precision
 from elastrata.core.sharding import local
 
 _RULE = "Muon"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Keller Jordan's quintic (kellerjordan.github.io/posts/muon): steep at 0, never settling at 1."""
 _STEPS = 5
@@ -51,7 +51,7 @@ class MuonConfig(OptimizerKeys):
     """Decay of the running mean of a matrix's gradient, per step."""
     nesterov: bool = True
     """Whether the update looks one step of the running mean ahead."""
-    newton_schulz: Literal["fp32", "bf16"] = "fp32"
+    newton_schulz: Precision = "fp32"
     """Precision of the orthogonalisation. bf16, as published, is faster on GPUs; runs at different
     numbers of workers then agree in fewer digits."""
 
@@ -86,7 +86,7 @@ class MuonConfig(OptimizerKeys):
             eps=self.eps,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            dtype=_DTYPES[self.newton_schulz],
+            dtype=DTYPES[self.newton_schulz],
         )
 
 
