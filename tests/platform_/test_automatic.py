@@ -100,7 +100,7 @@ def test_no_step_needs_more_than_there_is(
         return
     peak, choice = 0.0, choices.smallest
     for share in filled:
-        choice = choices.smallest if not correction.has_begun else correction.next(choices)
+        choice = correction.next(choices)
         tokens = max(longest, round(share * choice.micro_batch_tokens))
         peak = max(peak, needed(choice, tokens))
         assert peak <= available

@@ -152,11 +152,6 @@ class Correction:
         self._steps = 0
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything was measured."""
-        return self._needed is not None
-
-    @property
     def is_over(self) -> bool:
         """Whether enough steps were measured."""
         return self._steps >= MEASURED_STEPS
