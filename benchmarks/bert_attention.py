@@ -29,7 +29,7 @@ from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.unpadded.attention import attention
-from elastrata_workloads.unpadded.segments import Segments
+from elastrata_workloads.unpadded.batch import Segments
 
 Form = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 

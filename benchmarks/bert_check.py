@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from elastrata.bench.samples import Samples, bench_samples
 from elastrata.core.device import current_device
 from elastrata.core.forward_backward import weighted
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import sharded_model
 from elastrata_workloads.unpadded.attention import attention
-from elastrata_workloads.unpadded.segments import Segments
+from elastrata_workloads.unpadded.batch import Segments
 
 ATTENDING = ".attention.self."
 """In the names of the parameters that make query, key and value."""

@@ -43,8 +43,9 @@ from elastrata.core.clip import Clip, build_clip
 from elastrata.core.control_signal import Action
 from elastrata.core.forward_backward import WholeModel
 from elastrata.core.loop import Loop
+from elastrata.core.mesh import rank_mesh
 from elastrata.core.optimizer import build_optimizer
-from elastrata.core.parallelize import parallelize, rank_mesh
+from elastrata.core.parallelize import parallelize
 from elastrata.core.step import train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe

@@ -51,7 +51,7 @@ from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
 from elastrata.core.device import current_device, device_name
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe

@@ -132,10 +132,11 @@ def rates() -> tuple[float, float]:
 
 def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[Any, Any]:
     """The planner's memory and time."""
+    from elastrata.core.device import Peak
+    from elastrata.core.workload import model_spec
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
-    from elastrata.planner.efficiency import CPU
-    from elastrata.planner.hardware import DEVICES
+    from elastrata.planner.hardware import CPU, DEVICES
     from elastrata.planner.layout import Layout
     from elastrata.planner.memory import memory
     from elastrata.planner.stack import elastrata
@@ -144,7 +145,7 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
 
     recipe, processes = recipe_of(name, {}), LAYOUTS[name][0]
     outline = data_spec(recipe)
-    model = recipe.workload.transformer(outline.vocabulary, outline.seq_len)
+    model = model_spec(recipe.workload, outline.vocabulary, outline.seq_len)
     tensor, is_copy = recipe.parallel.tensor, recipe.parallel.replicate == "all"
     data = processes // tensor
     layout = Layout(
@@ -157,7 +158,10 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
         reshard=recipe.parallel.reshard_after_forward,
     )
     core = replace(
-        DEVICES["CPU"], peak_flops=flops, memory_bandwidth=copied, reserved_bytes=reserved
+        DEVICES["CPU"],
+        peak=Peak(flops, "fp32"),
+        memory_bandwidth=copied,
+        reserved_bytes=reserved,
     )
     stack = replace(elastrata("fp32", "fp32"), fragmentation=0.0)
     reached = replace(CPU, matmul=1.0, memory=1.0, attention=0.5)

@@ -21,8 +21,8 @@ from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.kernel import Kernel
-from elastrata_workloads.unpadded.segments import Segments
 
 Attention = Callable[..., Tensor]
 """As `elastrata_workloads.unpadded.attention`; these two know one kernel only."""

@@ -26,7 +26,7 @@ from report import RESULTS, write_result
 
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.efficiency import GPU, Efficiency
+from elastrata.planner.hardware import GPU, Efficiency
 from elastrata.planner.search import search
 from elastrata.planner.stack import elastrata
 from support.published import (

@@ -50,8 +50,9 @@ from torch.distributed.tensor import DTensor
 
 from elastrata.core.clip import Clip, build_clip
 from elastrata.core.forward_backward import WholeModel
+from elastrata.core.mesh import rank_mesh
 from elastrata.core.optimizer import build_optimizer
-from elastrata.core.parallelize import parallelize, rank_mesh
+from elastrata.core.parallelize import parallelize
 from elastrata.core.step import reduce_sums, train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.trainer.preflight import training_data

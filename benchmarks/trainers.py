@@ -55,7 +55,7 @@ from elastrata.run import history
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
-from elastrata_workloads.bert import Bert, cost
+from elastrata_workloads.bert import Bert
 
 STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 8, 2, 16, 3
 RIVALS = {
@@ -171,8 +171,8 @@ def padded_flops(recipe: Recipe, length: int) -> int:
     head."""
     bert = recipe.workload
     assert isinstance(bert, Bert)
-    shape = bert.shape(training_data(recipe).train.manifest.vocabulary)
-    return cost.training_flops(shape, [length] * BATCH_SIZE, BATCH_SIZE * length)
+    spec = bert.model_spec(training_data(recipe).train.manifest.vocabulary, length)
+    return int(spec.training_flops([length] * BATCH_SIZE, BATCH_SIZE * length))
 
 
 def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:

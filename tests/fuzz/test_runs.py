@@ -18,7 +18,7 @@ from elastrata.checkpoints.commit import MARKER, commits, problems
 from elastrata.checkpoints.dcp_metadata import read_metadata
 from elastrata.cluster.driver import is_finished
 from elastrata.cluster.observer import catch_up
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.launch.launch import look_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history

@@ -16,12 +16,10 @@ from elastrata.cli.main import run as run_command
 from elastrata.core.events import Chosen
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.planner.block import Machine
-from elastrata.planner.choice import Choice, Choices, budgets
+from elastrata.planner.choice import USABLE, Choice, Choices, Correction, budgets
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.correction import USABLE, Correction
-from elastrata.planner.efficiency import GPU
 from elastrata.planner.group import group_layout
-from elastrata.planner.hardware import DEVICES, device_like
+from elastrata.planner.hardware import DEVICES, GPU, device_like
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
@@ -102,7 +100,7 @@ def test_no_step_needs_more_than_there_is(
         return
     peak, choice = 0.0, choices.smallest
     for share in filled:
-        choice = choices.smallest if not correction.has_begun else correction.next(choices)
+        choice = correction.next(choices)
         tokens = max(longest, round(share * choice.micro_batch_tokens))
         peak = max(peak, needed(choice, tokens))
         assert peak <= available

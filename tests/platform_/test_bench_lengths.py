@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.bench.lengths import choose_lengths, read_histogram
-from elastrata.bench.quartiles import quartiles
+from elastrata.bench.measurement import quartiles
 from elastrata_pipelines.errors import UserError
 from support.synthetic import write_data_set
 

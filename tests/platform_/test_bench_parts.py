@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from elastrata.bench.balance import measure_balances
-from elastrata.bench.buckets import bucket_sizes
 from elastrata.bench.input import read_here, read_through_ray
-from elastrata.bench.reduction import measure_reduction
+from elastrata.bench.reduction import bucket_sizes, measure_reduction
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Batches

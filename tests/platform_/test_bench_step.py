@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastrata.bench.random_steps import RandomSteps
-from elastrata.bench.samples import bench_samples
+from elastrata.bench.samples import RandomSteps, bench_samples
 from elastrata.bench.step import StepFigures, measure_steps
 from elastrata.cli.main import run
 from elastrata.recipe.recipe import Recipe

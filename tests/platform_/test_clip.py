@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastrata.core.batch import Batch
 from elastrata.core.bucket_clip import bucket_limits, scale_down
-from elastrata.core.norm import gradient_norm, tensor_norm
+from elastrata.core.norms import gradient_norm, tensor_norm
 from elastrata.core.step import share_of
-from elastrata.core.workload import Batch
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from support.bare_loop import train_on_ranks

@@ -18,8 +18,7 @@ from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli.main import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
-from elastrata.planner.cluster import read_cluster
-from elastrata.planner.json_schema import cluster_schema
+from elastrata.planner.cluster import cluster_schema, read_cluster
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys

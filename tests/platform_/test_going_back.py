@@ -14,7 +14,7 @@ import yaml
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.cli.main import run as run_command
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history

@@ -41,6 +41,7 @@ DOORS = {
     "ray.core": {"elastrata.cluster.ray_internals"},
     "ray.train.v2": {"elastrata.cluster.ray_train_internals"},
     "torch.distributed.fsdp._fully_shard": {"elastrata.core.fsdp_internals"},
+    "torch.distributed.tensor.placement_types": {"elastrata.core.fsdp_internals"},
     "torch.distributed.checkpoint": {
         "elastrata.checkpoints",
     },

@@ -12,7 +12,7 @@ import torch
 
 from elastrata.checkpoints.checkpoint import load_full_model_state
 from elastrata.checkpoints.commit import commits
-from elastrata.core.data_rank import data_rank
+from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
@@ -173,6 +173,6 @@ def test_checkpoints_go_on_in_any_layout(
 def test_the_ranks_of_a_pipeline_share_their_samples_and_count_them_once() -> None:
     places = [data_rank(rank, 12, 2, 3) for rank in range(12)]
     assert [place.rank for place in places] == [0, 0, 1, 1] * 3
-    assert [place.counts for place in places] == [True, False, True, False] + [False] * 8
+    assert [place.is_primary for place in places] == [True, False, True, False] + [False] * 8
     with pytest.raises(ValueError, match="10 ranks in groups of 6"):
         data_rank(0, 10, 2, 3)

@@ -10,17 +10,14 @@ import jsonschema
 import pytest
 import torch
 
+from elastrata.core.workload import model_spec
 from elastrata.planner.block import Machine
-from elastrata.planner.cluster import Cluster, read_cluster
-from elastrata.planner.efficiency import GPU
-from elastrata.planner.hardware import DEVICES, device_named
-from elastrata.planner.json_schema import cluster_schema
-from elastrata.planner.kernels import shape_efficiency
+from elastrata.planner.cluster import Cluster, cluster_schema, read_cluster
+from elastrata.planner.hardware import DEVICES, GPU, device_named
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import blocks_in_flight, memory
-from elastrata.planner.messages import gather_seconds, sum_seconds
+from elastrata.planner.operations import gather_seconds, shape_efficiency, sum_seconds
 from elastrata.planner.plan import plan, problems_of, recipe_keys
-from elastrata.planner.reasons import why_slower
 from elastrata.planner.search import search
 from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, step_time
@@ -50,7 +47,7 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
     with torch.device("meta"):
         built = recipe.workload.build_model(spec.vocabulary, spec.seq_len)
     counted = sum(parameter.numel() for parameter in built.parameters())
-    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
+    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
     assert model.parameters == pytest.approx(counted, rel=2e-3)
     blocks = recipe.workload.blocks(built)
     own = sum(parameter.numel() for parameter in blocks[0].parameters())
@@ -62,7 +59,7 @@ def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
     recipe = load_recipe(name)
     spec = data_spec(recipe)
     length, vocabulary = spec.seq_len, spec.vocabulary
-    model = recipe.workload.transformer(vocabulary, length)
+    model = model_spec(recipe.workload, vocabulary, length)
     weight = {"lm": length, "mlm": round(0.15 * length)}
     counted = recipe.workload.flops([length], weight, vocabulary)
     assert model.flops_per_sample == pytest.approx(counted, rel=0.01)
@@ -220,8 +217,8 @@ def test_the_best_layout_is_the_fastest_that_fits() -> None:
     assert all(one.memory.total <= A100.memory_bytes for one in found.forecasts)
     assert all(one.layout.devices == 16 for one in found.forecasts)
     best, second = found.families[:2]
-    assert why_slower(best, second).startswith("+")
-    assert why_slower(best, best) == ""
+    assert second.why_slower(best).startswith("+")
+    assert best.why_slower(best) == ""
 
 
 def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:
@@ -237,7 +234,7 @@ def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:
 def test_a_small_cluster_of_cpus_can_be_planned() -> None:
     recipe = load_recipe("bert/tiny")
     found = plan(recipe, recipe, read_cluster("2xCPU"))
-    assert found.found.forecasts[0].layout.devices == 2
+    assert found.result.forecasts[0].layout.devices == 2
 
 
 def test_the_keys_of_a_layout_are_those_that_differ() -> None:

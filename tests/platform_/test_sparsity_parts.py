@@ -17,9 +17,8 @@ from safetensors.torch import save
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
-from elastrata.core.sparsity.draw import drawn
-from elastrata.core.sparsity.hashes import element_hashes
-from elastrata.core.sparsity.levels import erdos_renyi, layer_levels
+from elastrata.core.sparsity.draw import drawn, element_hashes
+from elastrata.core.sparsity.layers import erdos_renyi, layer_levels
 from elastrata.core.sparsity.mask_file import packed_masks, read_masks
 from elastrata.core.sparsity.plan import sparsity_plan
 from elastrata.core.sparsity.rigl import adapted, drop_fraction
@@ -31,7 +30,6 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import combine
-from elastrata_workloads.gpt import cost
 from elastrata_workloads.gpt.workload import Gpt
 from support.command import run
 from support.ranks import run_ranks
@@ -161,8 +159,9 @@ def test_a_gpt3_xl_at_three_quarters_needs_two_and_a_half_times_fewer_flops() ->
         for work in (full, ours)
     ]
     assert times == pytest.approx([2.5, 2.8], abs=0.02)
-    zeros = 3 * cost.block_parameters(shape) // 4
-    dense = cost.training_flops(shape, [2048], 2048)
+    spec = shape.model_spec(2048)
+    zeros = 3 * spec.layers * spec.block_matrices // 4
+    dense = spec.training_flops([2048], 2048)
     assert times[1] == pytest.approx(dense / (dense - 6 * zeros * 2048))
 
 

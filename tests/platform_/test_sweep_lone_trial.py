@@ -10,7 +10,7 @@ import torch
 
 from elastrata.checkpoints.commit import commits
 from elastrata.core.ends import TrainingError
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.sweeps.failure import failure

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.core.data_rank import data_rank
+from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from support.ranks import run_fresh_ranks, run_ranks
@@ -133,7 +133,7 @@ def test_norms_count_every_weight_once(recipes: dict[str, Any]) -> None:
 def test_neighbours_share_their_samples_and_count_them_once() -> None:
     places = [data_rank(rank, 6, 2) for rank in range(6)]
     assert [(p.rank, p.dp_size) for p in places] == [(r // 2, 3) for r in range(6)]
-    assert [p.counts for p in places] == [True, False] * 3
+    assert [p.is_primary for p in places] == [True, False] * 3
     with pytest.raises(ValueError, match="5 ranks in groups of 2"):
         data_rank(0, 5, 2)
 

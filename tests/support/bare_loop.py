@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from elastrata.core.control_signal import Action
-from elastrata.core.data_rank import data_rank
 from elastrata.core.evaluate import evaluate, held_out_step
 from elastrata.core.events import Chosen
+from elastrata.core.mesh import data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
@@ -88,7 +88,7 @@ class BareTraining:
             vocabulary,
             cpu,
             world_size,
-            counts=self._data.counts,
+            is_primary=self._data.is_primary,
             masks=self.masks,
         )
 
@@ -115,7 +115,7 @@ class BareTraining:
             part.micro_batches,
             manifest.vocabulary,
             torch.device("cpu"),
-            counts=data.counts,
+            is_primary=data.is_primary,
         )
 
     def _stream(self, start: Start, steps: int) -> Iterator[RankStep]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata_pipelines.storage import Storage

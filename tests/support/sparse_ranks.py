@@ -18,11 +18,12 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import load, restore, training_state
 from elastrata.core.clip import Clip
-from elastrata.core.optimizers.sharding import local
 from elastrata.core.record import StepRecord
+from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.kernels import use_kernels
-from elastrata.core.sparsity.smallest import smallest
+from elastrata.core.sparsity.layers import sparse_matrices
+from elastrata.core.sparsity.shards import smallest
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
@@ -90,7 +91,8 @@ def train_all_with_kernels(
         assert training.masks is not None
         shapes: list[tuple[int, ...]] = []
         if kernels:
-            matrices = training.recipe.workload.matrices(training.model)
+            blocks = training.recipe.workload.blocks(training.model)
+            matrices = sparse_matrices(training.model, blocks)
             compress = partial(_noted, shapes)
             use_kernels(training.model, matrices, training.masks.is_in_fours, compress)
         records = training.run(Start(), training.recipe.steps_in_all)
@@ -186,7 +188,7 @@ def resume_sparse(rank: int, world_size: int, recipe: Section, url: str) -> Spar
     restore(storage, commit, training.model, training.optimizer)
     training.masks.restore(commit.step, partial(load, storage, commit))
     before = whole_masks(training)
-    assert training.masks.news()  # told anew after a restart
+    assert training.masks.figures(0)["layer_sparsity"]  # told anew after a restart
     start = Start(step=commit.step, samples=commit.samples, tokens=commit.tokens)
     run = watched(training, start)
     return replace(run, masks=[before, *run.masks])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.norm import gradient_norm
+from elastrata.core.norms import gradient_norm
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe

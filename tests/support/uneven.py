@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.core.mesh import rank_mesh
 from elastrata.core.optimizer import OptimizerConfig, build_optimizer
-from elastrata.core.parallelize import ParallelConfig, parallelize, rank_mesh
+from elastrata.core.parallelize import ParallelConfig, parallelize
 from elastrata_pipelines.storage import Storage
 
 ROWS, VOCABULARY, WIDTH = 12, 11, 5

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from elastrata.core.padded import padded
+from elastrata.core.batch import padded
+from elastrata.core.workload import model_spec, stage_problems, tensor_problems
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from support.command import ELASTRATA
 from support.synthetic import VOCABULARY, write_data_set
 
+IDS = Vocabulary(size=50, pad_id=0, mask_id=None, special_ids=(), continuation_ids=())
 EXAMPLE = Path(__file__).parents[2] / "workloads" / "example"
 
 
@@ -75,13 +79,24 @@ def test_its_costs_need_not_be_counted_by_hand(
     monkeypatch.syspath_prepend(str(installed))
     from elastrata_lstm import Lstm
 
-    from elastrata_pipelines.format import Vocabulary
-
-    lstm = Lstm(hidden_size=16, num_layers=3)
-    ids = Vocabulary(size=50, pad_id=0, mask_id=None, special_ids=(), continuation_ids=())
+    lstm, ids = Lstm(hidden_size=16, num_layers=3), IDS
     matrices = 3 * 2 * (4 * 16 * 16) + 50 * 16  # two of each LSTM, and the head
     assert lstm.work(ids)([1, 10]).tolist() == [2 * matrices, 20 * matrices]
     assert lstm.flops([4, 6], {}, ids) == 60 * matrices
+
+
+def test_layouts_that_it_says_nothing_of_are_refused(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed))
+    from elastrata_lstm import Lstm
+
+    lstm = Lstm()
+    refused = "workload lstm cannot be"
+    assert tensor_problems(lstm, 2) == [f"parallel.tensor: 2: expected 1: {refused} divided"]
+    assert stage_problems(lstm, 2) == [f"parallel.pipeline: expected 1: {refused} cut into stages"]
+    with pytest.raises(UserError, match="lstm: such models cannot be planned"):
+        model_spec(lstm, IDS, 64)
 
 
 def test_samples_side_by_side() -> None:

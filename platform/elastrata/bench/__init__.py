@@ -1,1 +1,1 @@
-"""What `elastrata bench` measures: the engine's own parts, one at a time."""
+"""Measurements of `elastrata bench`: the engine's own parts, one at a time."""

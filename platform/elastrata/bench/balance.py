@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from elastrata.bench.fit import check_fits
-from elastrata.bench.lengths import choose_lengths
+from elastrata.bench.lengths import check_fits, choose_lengths
 from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from elastrata.bench.rank_steps import rank_steps
 from elastrata_pipelines.batches import Batches, Start
-from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
+
+MAX_GROUP_TOKENS = 8 * 2**20
+"""Read and dealt at once, as `elastrata_pipelines.stream` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputFigures:
-    """What reached the workers after the warm-up. Each token is read once by its worker."""
+    """Figures after the warm-up. Each token is read once by its worker."""
 
     workers: int
     through: str
@@ -26,7 +28,7 @@ class InputFigures:
     samples: int
     tokens: int
     seconds: float
-    """Of the worker that took longest."""
+    """The worker that took longest."""
     tokens_per_second: float
     """All workers together."""
     seconds_to_first_batch: float
@@ -36,7 +38,7 @@ class InputFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Taken:
-    """What one worker took."""
+    """Figures of one worker."""
 
     steps: int
     samples: int
@@ -59,7 +61,7 @@ def read_here(batches: Batches, *, batch_size: int, steps: int, warm_up: int) ->
 def read_through_ray(
     batches: Batches, *, workers: int, batch_size: int, steps: int, warm_up: int
 ) -> InputFigures:
-    """The same through Ray Data, to so many workers, each a process; in an open Ray session."""
+    """Reads through Ray Data, to so many workers, each a process; in an open Ray session."""
     import ray
 
     from elastrata_pipelines.stream import dealt, descriptors
@@ -68,11 +70,11 @@ def read_through_ray(
     splits = dealt(descriptors(phases, Start()), phases, workers)
     taker: Any = ray.remote(num_cpus=0)(_Taker)
     takers = [taker.remote() for _ in splits]
-    ray.get([one.ready.remote() for one in takers])
+    ray.get([taker.ready.remote() for taker in takers])
     taken = ray.get(
         [
-            one.take.remote(split, batches.manifest.token_dtype, warm_up)
-            for one, split in zip(takers, splits, strict=True)
+            taker.take.remote(split, batches.manifest.token_dtype, warm_up)
+            for taker, split in zip(takers, splits, strict=True)
         ]
     )
     return _figures(taken, "Ray Data")
@@ -97,12 +99,12 @@ def _take(stream: Iterable[RankStep], asked: float, warm_up: int) -> _Taken:
     """Reads every token of every step; those after the first `warm_up` steps count."""
     first, began, now = 0.0, asked, asked
     steps = samples = tokens = 0
-    for place, step in enumerate(stream):
+    for number, step in enumerate(stream):
         step.rows.tokens.sum(dtype=np.uint64)
         now = time.perf_counter()
-        if place == 0:
+        if number == 0:
             first = now - asked
-        if place < warm_up:
+        if number < warm_up:
             began = now
             continue
         steps, samples = steps + 1, samples + len(step.rows)
@@ -117,14 +119,30 @@ def _take(stream: Iterable[RankStep], asked: float, warm_up: int) -> _Taken:
 
 
 def _figures(taken: Sequence[_Taken], through: str) -> InputFigures:
-    tokens, seconds = sum(one.tokens for one in taken), max(one.seconds for one in taken)
+    tokens = sum(worker.tokens for worker in taken)
+    seconds = max(worker.seconds for worker in taken)
     return InputFigures(
         workers=len(taken),
         through=through,
         steps=taken[0].steps,
-        samples=sum(one.samples for one in taken),
+        samples=sum(worker.samples for worker in taken),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        seconds_to_first_batch=max(one.seconds_to_first_batch for one in taken),
+        seconds_to_first_batch=max(worker.seconds_to_first_batch for worker in taken),
     )
+
+
+def rank_steps(batches: Batches, *, batch_size: int, steps: int) -> Iterator[RankStep]:
+    """The first steps of a run on one worker.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    groups = batches.groups(
+        Start(), steps=steps, batch_size=batch_size, max_tokens=MAX_GROUP_TOKENS
+    )
+    stripes = batches.stripes()
+    for group in groups:
+        for payload in batches.payloads(group, 1, stripes):
+            yield from decode(payload, batches.manifest.token_dtype)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastrata.recipe.data_spec import DataSpec
+from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest
 
 DATA, FULL = "data", "full"
 _FORMS = {"counts": 1, "length_histogram": 0}
@@ -54,7 +57,7 @@ def read_histogram(path: str) -> tuple[int, ...]:
     """
     where = f"--lengths: {path}"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         hint = nearest(path, (DATA, FULL))
         raise UserError(
@@ -62,13 +65,13 @@ def read_histogram(path: str) -> tuple[int, ...]:
         ) from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
-    key = next((key for key in _FORMS if isinstance(found, dict) and key in found), None)
+    key = next((key for key in _FORMS if isinstance(content, dict) and key in content), None)
     if key is None:
         raise UserError(
             f"{where}: expected an object with a list 'counts' (samples of 1, 2, 3... tokens) or "
             "'length_histogram' (of 0, 1, 2...)"
         )
-    return _checked(found[key], f"{where}: {key}", first_length=_FORMS[key])
+    return _checked(content[key], f"{where}: {key}", first_length=_FORMS[key])
 
 
 def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
@@ -85,3 +88,47 @@ def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
     if not longest or histogram[0]:
         raise UserError(f"{where}: expected at least one sample, and none of length 0")
     return tuple(histogram[: longest + 1])
+
+
+def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, ...]) -> None:
+    """Makes sure that the recipe's model and micro-batches can take such samples.
+
+    Args:
+        recipe: what would train on them.
+        spec: what they are made of.
+        name: of the lengths, for the message.
+        histogram: `histogram[s]` samples have s tokens, up to the longest.
+
+    Raises:
+        UserError: one line for each reason why they cannot.
+    """
+    longest = len(histogram) - 1
+    problems = recipe.workload.problems(_manifest(spec, histogram))
+    most = recipe.micro_batch_tokens
+    if most != "auto" and longest > most:
+        problems.append(
+            f"micro_batch_tokens: {most}: --lengths {name} has samples of "
+            f"{longest} tokens; expected at least that"
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _manifest(spec: DataSpec, histogram: tuple[int, ...]) -> Manifest:
+    """The manifest of such a data set, as far as a workload looks at it."""
+    return Manifest(
+        samples=sum(histogram),
+        tokens=sum(length * count for length, count in enumerate(histogram)),
+        stripes=0,
+        stripe_size=1,
+        seq_len=len(histogram) - 1,
+        seed=0,
+        packing="none",
+        pairs=spec.pairs,
+        token_dtype="uint32",
+        length_histogram=histogram,
+        vocabulary=spec.vocabulary,
+        tokenizer_fingerprint="",
+        sources=(),
+        files=(),
+    )

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.bench.measurement import Quartiles, quartiles
 from elastrata.core.fsdp_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from elastrata.core.parallelize import rank_mesh
+from elastrata.core.mesh import rank_mesh
+from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.recipe import Recipe
 
 _PATIENCE = timedelta(seconds=120)
 _REDUCED = torch.float32
@@ -37,9 +39,9 @@ class CollectiveFigures:
     collective: str
     """`all_reduce`, `reduce_scatter`, `all_gather`."""
     bytes: int
-    """Of all buckets, once."""
+    """All buckets, once."""
     seconds: Quartiles
-    """Of the process that took longest."""
+    """The process that took longest."""
     gigabytes_per_second: float
     """Bytes that each of N processes has to send over the median: 2 (N - 1) / N of `bytes` for
     all_reduce, half of that for the others."""
@@ -97,7 +99,7 @@ def measure_reduction(
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """What every process knows."""
+    """The group of processes, as each of them knows it."""
 
     backend: str
     processes: int
@@ -173,3 +175,20 @@ def _timed(group: _Group, device: torch.device, rounds: int) -> Seconds:
     slowest = torch.tensor(list(taken.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(taken, slowest.tolist(), strict=True))
+
+
+def bucket_sizes(recipe: Recipe) -> list[int]:
+    """Numbers in each block, first to last, and in what is left of the model.
+
+    Raises:
+        UserError: the size of the vocabulary is not known before the data is prepared.
+    """
+    spec = data_spec(recipe)
+    with torch.device("meta"):
+        model = recipe.workload.build_model(spec.vocabulary, spec.seq_len)
+    blocks = [
+        sum(parameter.numel() for parameter in block.parameters())
+        for block in recipe.workload.blocks(model)
+    ]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return [*blocks, whole - sum(blocks)]

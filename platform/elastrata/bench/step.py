@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastrata.bench.quartiles import Quartiles, quartiles
+from elastrata.bench.measurement import Quartiles, quartiles
 from elastrata.bench.samples import Samples
 from elastrata.core.control_signal import Action
 from elastrata.core.device import (
@@ -19,7 +19,7 @@ from elastrata.core.device import (
     peak_flops,
     peak_memory_bytes,
 )
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
@@ -35,14 +35,14 @@ MFU_CONVENTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one device makes of a recipe's steps. Quartiles are over the steps."""
+    """The figures of a recipe's steps on one device. Quartiles are over the steps."""
 
     device: str
     parameters: int
     """Numbers that are trained."""
     batch_size: int
     micro_batches: float
-    """Of a step, on average."""
+    """In a step, on average."""
     sequences_per_second: Quartiles
     tokens_per_second: Quartiles
     """Real tokens."""
@@ -56,19 +56,19 @@ class StepFigures:
     """None where the device's peak is not known."""
     mfu_convention: str
     peak_flops: float | None
-    """Of the device, dense bf16, per second."""
+    """The device's, dense bf16, per second."""
     peak_memory_bytes: int
-    """Of the device where it is a GPU, else of the process; warm-up included."""
+    """On the device where it is a GPU, else in the process; warm-up included."""
     seconds: Quartiles
-    """Of a step, until the device has done all of it."""
+    """A step, until the device has done all of it."""
     seconds_by_phase: Mapping[str, Quartiles]
     """collating, forward_backward, clip_optimizer. What is left of a step is bookkeeping."""
     seconds_warming_up: float
     """The steps before those that count, compilation included."""
     loss: float
-    """Of the last step."""
+    """After the last step."""
     substitutions: tuple[str, ...]
-    """What the recipe asks for and this machine lacks, a line each, with what was used."""
+    """A line for each thing that the recipe asks for and this machine lacks, with what was used."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _TimedStep:
 
     @property
     def phases(self) -> dict[str, float]:
-        """What the device still does when the host has finished the step is the update."""
+        """Seconds by phase. When the host has finished the step, the device may still update."""
         record = self.record
         return {
             "collating": record.seconds_collating,
@@ -118,8 +118,8 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         )
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found = _figures(timed, warm_up, device, parameters)
-    return replace(found, substitutions=tuple(missing_here(recipe, capabilities(device))))
+    figures = _figures(timed, warm_up, device, parameters)
+    return replace(figures, substitutions=tuple(missing_here(recipe, capabilities(device))))
 
 
 def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:

@@ -54,7 +54,7 @@ def step(
 
     Needs no Ray, and no data set but for --lengths data.
     """
-    from elastrata.bench.environment import versions
+    from elastrata.bench.measurement import versions
     from elastrata.bench.samples import bench_samples
     from elastrata.bench.step import measure_steps
     from elastrata.recipe.file import load_recipe
@@ -95,7 +95,7 @@ def data(
     json: Json = False,
 ) -> None:
     """Measure the input pipeline: tokens per second that reach the workers, and the first batch."""
-    from elastrata.bench.environment import versions
+    from elastrata.bench.measurement import versions
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)
@@ -155,9 +155,8 @@ def reduce(
     """
     import torch
 
-    from elastrata.bench.buckets import bucket_sizes
-    from elastrata.bench.environment import versions
-    from elastrata.bench.reduction import measure_reduction
+    from elastrata.bench.measurement import versions
+    from elastrata.bench.reduction import bucket_sizes, measure_reduction
     from elastrata.recipe.file import load_recipe
 
     console = open_console(as_json=json)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from elastrata.bench.input import InputFigures
-    from elastrata.bench.quartiles import Quartiles
+    from elastrata.bench.measurement import Quartiles
     from elastrata.bench.reduction import ReductionFigures
     from elastrata.bench.step import StepFigures
     from elastrata_pipelines.balance import Balance

@@ -39,8 +39,7 @@ def generate(
         raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
     text = _read(file)
     from elastrata.inference.continuation import Sampling, continuation
-    from elastrata.inference.language_model import load_language_model
-    from elastrata.inference.perplexity import perplexity
+    from elastrata.inference.language_model import load_language_model, perplexity
 
     console = open_console(as_json=json)
     loaded = load_language_model(_place(model), checkpoint=checkpoint)

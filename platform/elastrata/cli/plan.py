@@ -16,7 +16,7 @@ from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from elastrata.planner.forecast import Forecast
-    from elastrata.planner.group import Planned
+    from elastrata.planner.group import AutomaticPlan
     from elastrata.planner.plan import Plan
     from elastrata.recipe.phase import PhaseKeys
     from elastrata.recipe.recipe import Recipe
@@ -60,7 +60,7 @@ def plan(
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
     found = make_plan(loaded, part_of(loaded, phase), where)
-    families = found.found.families[:best]
+    families = found.result.families[:best]
     console.print(
         f"{recipe} on {where.devices}x{where.device.name}: {found.model.parameters / 1e9:.4g} "
         f"billion parameters, {found.batch_size:,} samples of {found.model.seq_len:,} tokens a "
@@ -94,7 +94,7 @@ def plan(
         )
 
 
-def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> Planned | None:
+def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> AutomaticPlan | None:
     """What `auto` would stand for with all devices, divided as the recipe says; None where it
     leaves nothing open, or those devices cannot be divided so."""
     from elastrata.planner.group import planned
@@ -112,7 +112,7 @@ def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:
     return next(
         (
             one
-            for one in found.found.families
+            for one in found.result.families
             if not problems_of(recipe, one.layout, found.model.seq_len)
         ),
         None,
@@ -159,10 +159,10 @@ def _draw(found: Plan, plot: Path) -> None:
     layout_cloud(
         [
             (one.memory.total / 2**30, one.tokens_per_second, one.layout.pipeline)
-            for one in found.found.forecasts
+            for one in found.result.forecasts
         ],
         [(one.memory.total / 2**30, one.tokens_per_second, str(one.layout))
-         for one in found.found.families[:3]],
+         for one in found.result.families[:3]],
         found.cluster.device.memory_bytes / 2**30,
         plot,
     )  # fmt: skip

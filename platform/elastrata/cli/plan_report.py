@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastrata.planner.reasons import why_slower
-
 if TYPE_CHECKING:
     from rich.console import Console
 
     from elastrata.planner.forecast import Forecast
-    from elastrata.planner.group import Planned
+    from elastrata.planner.group import AutomaticPlan
     from elastrata.planner.plan import Plan
 
 _GIB = 2**30
@@ -57,8 +55,8 @@ def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
         cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
         console.print("  ".join([*cells, why]).rstrip(), markup=False)
     console.print(
-        f"\n{len(found.found.forecasts):,} layouts fit, {len(found.found.families):,} ways to "
-        f"divide the model; {found.found.too_large:,} need more memory than a device has",
+        f"\n{len(found.result.forecasts):,} layouts fit, {len(found.result.families):,} ways to "
+        f"divide the model; {found.result.too_large:,} need more memory than a device has",
         markup=False,
     )
 
@@ -74,7 +72,7 @@ def _cells(best: Forecast, one: Forecast) -> tuple[str, ...]:
         f"{one.exposed:.1%}",
         f"{one.hours:,.1f}",
         "" if one.cost is None else f"{one.cost:,.0f}",
-        why_slower(best, one),
+        one.why_slower(best),
     )
 
 
@@ -88,7 +86,7 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
     for name, value in asdict(one.time).items():
         console.print(f"  {name:<18}{value:9.4f}  {_TERMS[name]}", markup=False)
     console.print(
-        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.dtype}, "
+        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
         f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
         f"{device.link_name}, {device.network / 1e9:g} GB/s to other nodes ({device.source})\n"
         f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "
@@ -98,7 +96,7 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
     )
 
 
-def show_automatic(console: Console, found: Plan, planned: Planned) -> None:
+def show_automatic(console: Console, found: Plan, planned: AutomaticPlan) -> None:
     """What the recipe leaves open, as a group on all devices would choose it."""
     fits = "" if planned.fits else ", which is too much"
     console.print(
@@ -121,8 +119,8 @@ def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
         "batch_size": found.batch_size,
         "steps": found.steps,
         "seq_len": found.model.seq_len,
-        "fitting": len(found.found.forecasts),
-        "too_large": found.found.too_large,
+        "fitting": len(found.result.forecasts),
+        "too_large": found.result.too_large,
         "layouts": [
             {
                 "layout": asdict(one.layout),
@@ -136,7 +134,7 @@ def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
                 "cost": one.cost,
                 "memory": asdict(one.memory),
                 "time": asdict(one.time),
-                "why_not": why_slower(best[0], one),
+                "why_not": one.why_slower(best[0]),
             }
             for one in best
         ],

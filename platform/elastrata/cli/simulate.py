@@ -58,6 +58,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
+    from elastrata.core.workload import model_spec
     from elastrata.planner.cluster import read_cluster
     from elastrata.recipe.data_spec import data_spec
     from elastrata.recipe.file import load_recipe
@@ -74,7 +75,7 @@ def simulate(
     given = read_trace(trace) if trace else None
     spec = data_spec(loaded)
     loaded = as_if_full(loaded, spec.seq_len)
-    model = loaded.workload.transformer(spec.vocabulary, spec.seq_len)
+    model = model_spec(loaded.workload, spec.vocabulary, spec.seq_len)
     pace, group = _pace(loaded, where, step_seconds)
     at = simulation.conditions(
         loaded,
@@ -120,7 +121,7 @@ def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace
         work = seconds * cluster.devices
         return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
     found = plan(recipe, recipe.parts[0], cluster)
-    for one in found.found.families:
+    for one in found.result.families:
         if not problems_of(recipe, one.layout, found.model.seq_len):
             fixed = one.time.messages + one.time.update
             work = (one.time.total - fixed) * cluster.devices

@@ -21,14 +21,13 @@ def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
     Raises:
         UserError: `auto`, and the cluster has yet to launch the nodes that would tell.
     """
-    if recipe.workers.gpus == "auto":
-        if cluster_problems(recipe, 0.0, resources) and launches_nodes():
-            raise UserError(
-                "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
-                "expected a number, 0 for CPUs"
-            )
-        return 1.0 if resources.get("GPU", 0) >= 1 else 0.0
-    return recipe.workers.gpus
+    is_open = recipe.workers.gpus == "auto"
+    if is_open and cluster_problems(recipe, 0.0, resources) and launches_nodes():
+        raise UserError(
+            "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
+            "expected a number, 0 for CPUs"
+        )
+    return recipe.workers.gpus_each(resources.get("GPU", 0.0))
 
 
 def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) -> Recipe:

@@ -19,10 +19,10 @@ from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.sentry import Sentry
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.data_rank import data_rank
 from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.ends import Stopped
 from elastrata.core.events import Refused, Started, Substituted, Warned
+from elastrata.core.mesh import data_rank
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
@@ -75,7 +75,7 @@ def _train(job: Job, sender: Sender) -> None:
             device,
             world_size=world_size,
             per_node=per_node,
-            counts=data.counts,
+            is_primary=data.is_primary,
         )
         stopwatch.passed("model")
         stream = opening.result()

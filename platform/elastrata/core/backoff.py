@@ -11,7 +11,7 @@ from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
 PATIENCE_SECONDS = 1800.0
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 300.0
 
 
@@ -50,8 +50,8 @@ class Backoff:
         return self.due is not None and now >= self.due
 
 
-def patiently(action: Callable[[], Found], what: str, warn: Callable[[str], None]) -> Found:
-    """What `action` returns. Where it fails, as storage may, it is tried again and again.
+def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
+    """Tries an action again and again, as long as it fails as storage may; returns its result.
 
     Args:
         action: tried as it is.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
@@ -11,16 +10,18 @@ from torch import Tensor, nn
 
 from elastrata.config import Config
 from elastrata.core.bucket_clip import (
+    LateBucketClip,
     LocalBucketClip,
     ReducedBucketClip,
-    limited_buckets,
+    buckets_of,
 )
-from elastrata.core.late_bucket_clip import LateBucketClip, buckets_of
-from elastrata.core.norm import gradient_norm
-from elastrata.core.reproducible_norm import reproducible_norm
-
-Measure = Callable[[Sequence[Tensor]], Tensor]
-"""The 2-norm of all gradients together; collective, and the same on every rank."""
+from elastrata.core.norms import (
+    Measure,
+    ModelNorm,
+    StageRanks,
+    gradient_norm,
+    reproducible_norm,
+)
 
 
 class ClipConfig(Config):
@@ -35,7 +36,7 @@ class ClipConfig(Config):
     max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
-    """Of bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
+    """For bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
     local: clip each worker's part before the sum, without a message; losses then depend on the
     number of workers."""
 
@@ -59,45 +60,65 @@ class Clip(Protocol):
 
 
 def build_clip(
-    config: ClipConfig, model: nn.Module, *, ordered: bool = False, sparse: bool = False
+    config: ClipConfig,
+    model: nn.Module,
+    *,
+    ordered: bool = False,
+    sparse: bool = False,
+    pipeline: StageRanks | None = None,
 ) -> Clip:
-    """The clip of a model's gradient; may set hooks on the model.
+    """The clip of a model's gradient; may set hooks on the model. Collective over the ranks of a
+    pipeline.
 
     Args:
-        config: what to do.
-        model: as `parallelize` returned it.
+        config: how to clip.
+        model: as `parallelize` returned it, or this rank's stages.
         ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
             bucketwise.
         sparse: whether gradients are zeroed between the backward pass and the update; not with
             `scope=local`.
+        pipeline: the ranks that have all stages; None: there are none.
 
     Raises:
-        ValueError: `scope=local` where every rank holds a whole copy of the model.
+        ValueError: `scope=local` where every rank holds a whole copy of the model, or its stages.
     """
-    if config.method == "bucketwise" and config.scope == "local":
-        return LocalBucketClip(model, limited_buckets(model, config.max_norm))
-    if config.method == "bucketwise" and sparse:
-        return LateBucketClip(buckets_of(model, config.max_norm))
-    if config.method == "bucketwise":
-        return ReducedBucketClip(model, config.max_norm)
-    max_norm = config.max_norm if config.method == "global_norm" else None
-    return WholeClip(model, max_norm, reproducible_norm if ordered else gradient_norm)
+    if config.method != "bucketwise":
+        max_norm = config.max_norm if config.method == "global_norm" else None
+        measure = reproducible_norm if ordered else gradient_norm
+        return WholeClip(model, max_norm, measure, pipeline)
+    buckets = buckets_of(model, config.max_norm, pipeline)
+    if config.scope == "local":
+        return LocalBucketClip(buckets)
+    return LateBucketClip(buckets) if sparse or pipeline else ReducedBucketClip(buckets)
 
 
 class WholeClip:
-    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only."""
+    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only.
 
-    def __init__(self, model: nn.Module, max_norm: float | None, measure: Measure) -> None:
+    Args:
+        model: this rank's, or its stages.
+        max_norm: the limit, or none.
+        measure: the norm of what this rank's stages have.
+        pipeline: the ranks that have all stages; None: there are none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_norm: float | None,
+        measure: Measure,
+        pipeline: StageRanks | None = None,
+    ) -> None:
         self._parameters = list(model.parameters())
         self._max_norm = max_norm
-        self._measure = measure
+        self._norm = ModelNorm(model, measure, pipeline)
 
     def before_backward(self, share: float) -> None:
         """Nothing to do."""
 
     def after_backward(self) -> Tensor:
-        """See `Clip`."""
-        norm = self._measure([p.grad for p in self._parameters if p.grad is not None])
+        """The norm before clipping."""
+        norm = self._norm()
         if self._max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(
                 self._parameters, self._max_norm, norm, foreach=True

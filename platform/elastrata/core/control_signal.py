@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Action(IntEnum):
-    """What the workers do after the step they are at. The larger one counts."""
+    """An instruction to the workers for when their step is done. Of two the larger one counts."""
 
     GO_ON = 0
     SAVE = 1

@@ -16,19 +16,34 @@ from elastrata.core.sparsity.kernels import has_kernels
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """By the names that `torch.cpu.get_capabilities` has for them, on x86 and on ARM."""
 _STATM = Path("/proc/self/statm")
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,  # NVIDIA A100 data sheet, dense
-    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, dense
-    "H100 NVL": 835e12,  # NVIDIA H100 data sheet, dense
-    "H100": 989e12,  # NVIDIA H100 SXM data sheet, dense
-    "H200": 989e12,  # NVIDIA H200 data sheet, dense
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak rate of matrix products."""
+
+    flops: float
+    """Dense, per second."""
+    dtype: str
+    """The type of the numbers that are multiplied."""
+
+
+PEAKS = {
+    "A100": Peak(312e12, "bf16"),  # NVIDIA A100 data sheet
+    "H100 PCIe": Peak(756e12, "bf16"),  # NVIDIA H100 data sheet
+    "H100 NVL": Peak(835e12, "bf16"),  # NVIDIA H100 data sheet
+    "H100": Peak(989e12, "bf16"),  # NVIDIA H100 SXM data sheet
+    "H200": Peak(989e12, "bf16"),  # NVIDIA H200 data sheet
+    "V100": Peak(125e12, "fp16"),  # NVIDIA V100 data sheet (SXM2)
+    "T4": Peak(65e12, "fp16"),  # NVIDIA T4 data sheet
 }
-"""Dense bf16 peak in FLOP/s by a part of the device's name; the first that fits counts."""
+"""By a part of the device's name; the first that fits counts. A peak without bf16 is fp16's: these
+devices compute bf16 slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCapabilities:
-    """What a worker's device and its machine can do, as far as recipes may ask for more."""
+    """Abilities of a worker's device and its machine, as far as recipes may ask for more."""
 
     device: str
     """In words: `this CPU`, `a Tesla T4`."""
@@ -37,7 +52,7 @@ class DeviceCapabilities:
     has_bf16: bool
     """Whether there are instructions that multiply bf16."""
     missing_compiler: str | None
-    """What torch.compile would need and does not find; None where nothing is missing."""
+    """The compiler that torch.compile needs and does not find; None where nothing is missing."""
     skips_zeros: bool = False
     """Whether there are semi-structured (2:4) kernels, and they multiply as they should."""
 
@@ -67,8 +82,8 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
 
 
 def _cpu_has_bf16() -> bool:
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name, False) for name in _BF16_INSTRUCTIONS)
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name, False) for name in _BF16_INSTRUCTIONS)
 
 
 def _missing(variable: str, *usual: str) -> str | None:
@@ -99,7 +114,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+    peak = next((peak for family, peak in PEAKS.items() if family in name), None)
+    return peak.flops if peak and peak.dtype == "bf16" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -120,21 +136,21 @@ def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None 
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        found = free + torch.cuda.memory_reserved(device)
+        usable = free + torch.cuda.memory_reserved(device)
     else:
-        found = _resident_bytes() + _spare_bytes() // per_node
-    return found if most_gb is None else min(found, int(most_gb * 1e9))
+        usable = _resident_bytes() + _spare_bytes() // per_node
+    return usable if most_gb is None else min(usable, int(most_gb * 1e9))
 
 
 def _resident_bytes() -> int:
-    """Of this process."""
+    """Memory of this process."""
     if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
         return 0
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def _spare_bytes() -> int:
-    """Of main memory; all of it where nothing tells what is in use."""
+    """Main memory to spare; all of it where nothing tells what is in use."""
     if not _STATM.exists():
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -143,7 +159,7 @@ def _spare_bytes() -> int:
 
 
 def _spare_of_container() -> list[int]:
-    """What the container's limit leaves, where there is one (cgroups, version 2)."""
+    """The memory that the container's limit leaves, where there is one (cgroups, version 2)."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()

@@ -8,7 +8,7 @@ class TrainingError(Exception):
 
 
 class ControllerLostError(TrainingError):
-    """What led the workers is gone, and they with it. Another controller may go on."""
+    """The workers' controller is gone, and they with it. Another controller may go on."""
 
 
 class Stopped(Exception):  # noqa: N818  it is the end that was asked for, not an error

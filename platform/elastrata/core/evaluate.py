@@ -87,8 +87,8 @@ def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
         num_steps=1,
         batch_size=min(samples, batches.manifest.samples),
     )
-    for place, payload in enumerate(batches.payloads(group, num_ranks)):
-        if place == rank:
+    for number, payload in enumerate(batches.payloads(group, num_ranks)):
+        if number == rank:
             return next(decode(payload, batches.manifest.token_dtype))
     raise ValueError(f"rank {rank} of {num_ranks}")
 
@@ -100,7 +100,7 @@ def evaluate(
     vocabulary: Vocabulary,
     device: torch.device,
     *,
-    counts: bool = True,
+    is_primary: bool = True,
 ) -> StepLoss:
     """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
 
@@ -110,11 +110,12 @@ def evaluate(
         micro_batches: this rank's; all ranks have equally many.
         vocabulary: the data set's.
         device: the model's.
-        counts: whether this rank's sums count; see `DataRank`.
+        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
     """
     batches = [
         workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
     ]
     losses = forward_backward.evaluate(forward_backward.ready(batches))
     weights = total_weights(batches)
-    return mean_loss(losses, reduce_sums(weights, device, counts=counts), counts=counts)
+    whole = reduce_sums(weights, device, is_primary=is_primary)
+    return mean_loss(losses, whole, is_primary=is_primary)

@@ -1,4 +1,4 @@
-"""What workers tell the driver, beside step records: small values, sent as they happen."""
+"""Events: small values that workers send the driver as they happen, beside step records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Launched:
     """The driver hands the run over to Ray Train."""
 
     seconds: Mapping[str, float]
-    """What the time since the launch went to, by phase."""
+    """Seconds since the launch, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Started:
     pids: Mapping[int, tuple[str, int]]
     """Node id and process id of every rank."""
     seconds: Mapping[str, float]
-    """What the time since the worker's function was called went to, by phase."""
+    """Seconds since the worker's function was called, by phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Committed:
     step: int
     uri: str
     evaluation_loss: float | None
-    """Of this very step, where it was evaluated."""
+    """The loss after this very step, where it was evaluated."""
 
     def to_metrics(self) -> dict[str, float]:
         """The values to record beside the checkpoint."""
@@ -106,7 +106,7 @@ class Lost:
 
     text: str
     ranks: tuple[int, ...]
-    """Those that failed; empty where the whole group did not start or did not answer."""
+    """Ranks that failed; empty where the whole group did not start or did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Substituted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What the recipe leaves open (`auto`) has these values from `step` on."""
+    """Values, from `step` on, of the keys that the recipe leaves open (`auto`)."""
 
     step: int
     micro_batch_tokens: int

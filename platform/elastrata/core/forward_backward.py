@@ -8,16 +8,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from elastrata.core.batch import Batch
 from elastrata.core.parallelize import synchronize_gradients
-from elastrata.core.workload import Batch, Loss, Workload
+from elastrata.core.workload import Loss, Workload
 
 
 class ForwardBackward(Protocol):
     """Runs a model over this rank's micro-batches of a step."""
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The same micro-batches as the model is to get them."""
+        """Prepares micro-batches for the model."""
 
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
@@ -44,10 +46,10 @@ class ForwardBackward(Protocol):
         """From now on blocks compute so much of their forward pass again in the backward pass."""
 
     def figures(self) -> Mapping[str, Any]:
-        """What there is to say of the last step: fields of `StepRecord`."""
+        """Fields of the `StepRecord` of the last step."""
 
 
-class WholeModel:
+class WholeModel(ForwardBackward):
     """A model that every rank has all blocks of.
 
     Args:
@@ -59,36 +61,37 @@ class WholeModel:
         self._model = model
         self._workload = workload
 
+    @override
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """See `ForwardBackward`."""
         return list(batches)
 
+    @override
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """See `ForwardBackward`."""
         per_round = len(batches) // rounds
         losses = []
-        for place, batch in enumerate(batches):
-            synchronize_gradients(self._model, (place + 1) % per_round == 0)
+        for number, batch in enumerate(batches):
+            synchronize_gradients(self._model, (number + 1) % per_round == 0)
             loss = self._workload.loss(self._model, batch)
             weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detached())
         return losses
 
+    @override
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """See `ForwardBackward`."""
         self._model.eval()
         losses = [self._workload.loss(self._model, batch) for batch in batches]
         self._model.train()
         return losses
 
+    @override
     def recomputes(self, share: float) -> None:
-        """See `ForwardBackward`."""
+        pass
 
+    @override
     def figures(self) -> Mapping[str, Any]:
-        """See `ForwardBackward`."""
         return {}
 
 

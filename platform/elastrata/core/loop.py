@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
 from elastrata.core.device import peak_flops, peak_memory_bytes
@@ -15,10 +16,9 @@ from elastrata.core.ends import TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
 from elastrata.core.record import StepRecord
-from elastrata.core.sparsity.masks import Masks
-from elastrata.core.step import StepResult, reduce_sums, total_weights, train_step
+from elastrata.core.step import StepHooks, StepResult, reduce_sums, total_weights, train_step
 from elastrata.core.stopwatch import Stopwatch
-from elastrata.core.workload import Batch, Workload
+from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import digest
@@ -31,22 +31,22 @@ _ACT = "action"
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What stays the same from step to step."""
+    """The loop, with all that stays as it is from step to step."""
 
     workload: Workload
     vocabulary: Vocabulary
     seed: int
     learning_rate: Callable[[int], float]
-    """Of a step, counted from 0."""
+    """The rate of a step, counted from 0."""
     clip: Clip
-    """Of the gradient of the model that is trained."""
+    """Clips the gradient of the model that is trained."""
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
-    counts: bool = True
-    """Whether this rank's sums count; see `DataRank`."""
-    masks: Masks | None = None
-    """Of weights that are held at zero, where some are."""
+    is_primary: bool = True
+    """Whether this rank's sums over samples are added up, as `DataRank` has it."""
+    hooks: StepHooks = field(default_factory=StepHooks)
+    """Additions to a step."""
 
     def run(
         self,
@@ -68,20 +68,14 @@ class Loop:
         """
         samples, tokens = start.samples, start.tokens
         stopwatch = Stopwatch()
-        for part in stream:
+        for rank_step in stream:
             stopwatch.passed("seconds_waiting_for_data")
-            batches = forward_backward.ready(
-                [
-                    self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
-                    for rows in part.micro_batches
-                ]
-            )
-            sums = {**self._sums(part, batches), _ACT: asked()}
-            batch = reduce_sums(sums, self.device, counts=self.counts)
+            batches = forward_backward.ready(self._collated(rank_step))
+            sums = {**self._sums(rank_step, batches), _ACT: asked()}
+            batch = reduce_sums(sums, self.device, is_primary=self.is_primary)
             stopwatch.passed("seconds_collating")
-            if self.masks:
-                self.masks.before_step(part.step, optimizer)
-            lr = self.learning_rate(part.step - 1)
+            self.hooks.before_step(rank_step.step, optimizer)
+            lr = self.learning_rate(rank_step.step - 1)
             set_learning_rate(optimizer, lr)
             result = train_step(
                 forward_backward,
@@ -89,59 +83,64 @@ class Loop:
                 batches,
                 weights=_weights(batch),
                 clip=self.clip,
-                rounds=part.rounds,
-                counts=self.counts,
-                masks=self.masks,
+                rounds=rank_step.rounds,
+                is_primary=self.is_primary,
+                hooks=self.hooks,
             )
             if result.skipped and self.on_nonfinite == "stop":
-                raise TrainingError(_nonfinite(part.step, result))
+                raise TrainingError(_nonfinite(rank_step.step, result))
             samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
             record = StepRecord(
-                step=part.step,
                 samples=samples,
                 tokens=tokens,
                 lr=lr,
-                world_size=self.world_size,
-                micro_batches=len(part.cuts) - 1,
-                imbalance=part.imbalance,
-                memory_bytes=peak_memory_bytes(self.device),
+                **self._step_fields(rank_step),
                 **forward_backward.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
-                **self._sparsity_fields(int(batch["tokens"])),
+                **self.hooks.figures(int(batch["tokens"])),
                 **self._time_fields(stopwatch, batch["flops"]),
             )
             yield record, Action(int(batch[_ACT]))
             stopwatch = Stopwatch()
 
-    def _sums(self, part: RankStep, batches: list[Batch]) -> dict[str, float]:
+    def _collated(self, rank_step: RankStep) -> list[Batch]:
+        return [
+            self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+            for rows in rank_step.micro_batches
+        ]
+
+    def _sums(self, rank_step: RankStep, batches: list[Batch]) -> dict[str, float]:
         """This rank's part of everything that is summed over the global batch before the forward
         pass. The digest travels in halves, so that its sum is exact in float64."""
         weights = total_weights(batches)
-        upper, lower = divmod(digest(part.rows.sample_ids), _HALF)
-        segments = part.rows.segment_lengths.tolist()
+        upper, lower = divmod(digest(rank_step.rows.sample_ids), _HALF)
+        segments = rank_step.rows.segment_lengths.tolist()
         return {
             **{_WEIGHT + term: weight for term, weight in weights.items()},
-            "samples": len(part.rows),
-            "tokens": len(part.rows.tokens),
+            "samples": len(rank_step.rows),
+            "tokens": len(rank_step.rows.tokens),
             "positions": sum(batch.num_positions for batch in batches),
             "flops": self.workload.flops(segments, weights, self.vocabulary),
             "digest_upper": upper,
             "digest_lower": lower,
         }
 
-    def _sparsity_fields(self, tokens: int) -> dict[str, Any]:
-        if self.masks is None:
-            return {}
-        zeros = self.masks.flops_of_zeros(tokens)
-        return {"flops_of_zeros": zeros, "layer_sparsity": self.masks.news()}
+    def _step_fields(self, rank_step: RankStep) -> dict[str, Any]:
+        return {
+            "step": rank_step.step,
+            "world_size": self.world_size,
+            "micro_batches": len(rank_step.cuts) - 1,
+            "imbalance": rank_step.imbalance,
+            "memory_bytes": peak_memory_bytes(self.device),
+        }
 
     def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
-        parts = dict(stopwatch.seconds)
+        phases = dict(stopwatch.seconds)
         stopwatch.passed("rest")
         seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
         mfu = flops / (seconds * peak * self.world_size) if peak else None
-        return {"seconds": seconds, "mfu": mfu, **parts}
+        return {"seconds": seconds, "mfu": mfu, **phases}
 
 
 def _weights(batch: Mapping[str, float]) -> dict[str, float]:

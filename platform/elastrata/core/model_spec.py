@@ -1,12 +1,19 @@
-"""The numbers of a transformer that its memory and time depend on."""
+"""The numbers of a transformer that its memory and time depend on, and the FLOPs they make.
+
+A multiplication with its addition counts as two. Recomputation is not counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-_MATMUL_FLOPS = 2
-_FORWARD_AND_BACKWARD = 3
+from elastrata_pipelines.deal import WorkModel
+
+_FORWARD = 2
+_FORWARD_AND_BACKWARD = 6
+"""Per parameter and token: the backward pass multiplies twice, for the input and for the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +32,17 @@ class ModelSpec:
     vocabulary: int
     """Rows of the embedding table."""
     position_rows: int
-    """Of a table of learned positions; 0 without one."""
+    """Rows of the table of learned positions; 0 without one."""
     tied: bool
     """Whether the head is the embedding."""
     block_vectors: int
     """Numbers in a block's biases and norms."""
+    embedding_additions: int = 1
+    """Additions for each feature of a token: one less than there are tables."""
     head_extra: int = 0
     """Parameters of the head's own matrices beside the one that gives logits."""
+    sample_extra: int = 0
+    """Parameters of matrices that are applied once to every sample."""
     predicted: float = 1.0
     """Share of the tokens that logits are computed of."""
     seq_len: int
@@ -54,13 +65,19 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of tokens and positions."""
+        """Parameters of the tables of tokens and positions."""
         return (self.vocabulary + self.position_rows) * self.hidden
 
     @property
+    def prediction_parameters(self) -> int:
+        """Parameters of the matrices that are applied to every predicted token, tied or not."""
+        return self.hidden * self.vocabulary + self.head_extra
+
+    @property
     def head_parameters(self) -> int:
-        """Of the head that are not the embedding's."""
-        return self.head_extra + (0 if self.tied else self.vocabulary * self.hidden)
+        """Parameters of the head that are not the embedding's."""
+        extra = self.head_extra + self.sample_extra
+        return extra + (0 if self.tied else self.vocabulary * self.hidden)
 
     @cached_property
     def parameters(self) -> int:
@@ -68,11 +85,49 @@ class ModelSpec:
         blocks = self.layers * self.block_parameters
         return blocks + self.embedding_parameters + self.head_parameters
 
+    @property
+    def work(self) -> WorkModel:
+        """FLOPs of the forward pass for a sample by its length, with its expected predictions."""
+        head = round(self.predicted * self.prediction_parameters)
+        return WorkModel(
+            linear=_FORWARD * (self.layers * self.block_matrices + head),
+            quadratic=_FORWARD * self.layers * self._block_attention(1),
+        )
+
+    @property
+    def block_flops(self) -> list[int]:
+        """FLOPs of every block's forward pass for a sample of full length. The first block has
+        those of the embeddings, too; the last those of the heads, with the expected predictions."""
+        products = self.block_matrices * self.seq_len + self._block_attention(self.seq_len)
+        flops = [_FORWARD * products] * self.layers
+        flops[0] += self.embedding_additions * self.hidden * self.seq_len
+        predictions = round(self.predicted * self.seq_len)
+        flops[-1] += _FORWARD * (self.prediction_parameters * predictions + self.sample_extra)
+        return flops
+
+    def training_flops(self, lengths: Sequence[int], predictions: float) -> float:
+        """Forward and backward for samples of these lengths, attention halved where it is causal:
+        the FLOPs that MFU counts. A whole number for a whole number of predictions.
+
+        Args:
+            lengths: of the samples, or of the documents packed into them, which attend to
+                themselves only.
+            predictions: how many tokens are predicted.
+        """
+        attention = sum(self._block_attention(int(length)) for length in lengths)
+        products = (
+            self.layers * (self.block_matrices * int(sum(lengths)) + attention)
+            + self.prediction_parameters * predictions
+            + self.sample_extra * len(lengths)
+        )
+        return _FORWARD_AND_BACKWARD * products
+
     @cached_property
     def flops_per_sample(self) -> float:
-        """Forward and backward without recomputation, attention halved where it is causal: the
-        FLOPs that MFU counts."""
-        attention = 2 * self.layers * self.hidden * self.seq_len * (0.5 if self.causal else 1.0)
-        head = self.predicted * (self.hidden * self.vocabulary + self.head_extra)
-        per_token = self.layers * self.block_matrices + attention + head
-        return _MATMUL_FLOPS * _FORWARD_AND_BACKWARD * per_token * self.seq_len
+        """Forward and backward for a sample of full length, with its expected predictions."""
+        return self.training_flops([self.seq_len], self.predicted * self.seq_len)
+
+    def _block_attention(self, length: int) -> int:
+        """Products in a block's attention for one sample: s^2 h for scores, as many for values,
+        half of that where it is causal."""
+        return (1 if self.causal else 2) * self.hidden * length * length

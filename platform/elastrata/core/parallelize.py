@@ -8,23 +8,29 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
-from elastrata.core.deterministic_reduce_scatter import DeterministicReduceScatter
+from elastrata.core.mesh import data_axes
 from elastrata.core.recomputation import Recomputation, recompute
-from elastrata.core.reduction import BackgroundAllGather, DuringBackward, Reduction, at_once
+from elastrata.core.reduction import (
+    BackgroundAllGather,
+    DeterministicReduceScatter,
+    DuringBackward,
+    Reduction,
+    at_once,
+)
 from elastrata_pipelines.virtual_ranks import num_rounds
 
 Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What parameters are applied in."""
+"""The type in which parameters are applied."""
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-TensorParallel = Callable[[nn.Module, DeviceMesh, bool], None]
-"""Divides a plain model over a mesh of one axis; with true, its tokens as well. See
-`Workload.tensor_parallel`."""
+Division = Callable[[nn.Module, DeviceMesh, bool], None]
+"""Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's
+`TensorParallel.tensor_parallel`."""
 _KEEPS_PARAMETERS = "_keeps_parameters"
 """On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
 
@@ -88,37 +94,6 @@ class ParallelConfig(Config):
         return self.micro_batches or self.pipeline
 
 
-def rank_mesh(
-    device_type: str,
-    world_size: int,
-    replicate: int | Literal["all"],
-    tensor: int = 1,
-    pipeline: int = 1,
-) -> DeviceMesh:
-    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
-    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
-    the ranks of a stage are neighbours.
-
-    Where `replicate` does not divide what is left of the world size, as it may be for a while after
-    a shrink, the model is sharded over all of it.
-
-    Raises:
-        ValueError: `tensor` times `pipeline` does not divide the world size.
-    """
-    if world_size % (tensor * pipeline):
-        raise ValueError(f"{world_size} ranks in groups of {tensor * pipeline}")
-    dp_size = world_size // (tensor * pipeline)
-    copies = dp_size if replicate == "all" else replicate
-    axes = {"pipeline": pipeline} if pipeline > 1 else {}
-    if copies > 1 and dp_size % copies == 0:
-        axes |= {"replicate": copies, "shard": dp_size // copies}
-    else:
-        axes["shard"] = dp_size
-    if tensor > 1:
-        axes["tensor"] = tensor
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def parallelize(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -128,7 +103,7 @@ def parallelize(
     activation_checkpointing: Recomputation,
     compile: bool,
     parallel: ParallelConfig,
-    tensor_parallel: TensorParallel | None = None,
+    tensor_parallel: Division | None = None,
 ) -> nn.Module:
     """Tensor parallelism, then checkpointing, then compilation, then FSDP2 on every block and on
     what is left, over the data axes.
@@ -149,7 +124,6 @@ def parallelize(
     Raises:
         ValueError: it is missing.
     """
-    data = data_axes(mesh)
     if "tensor" in (mesh.mesh_dim_names or ()):
         if tensor_parallel is None:
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
@@ -158,10 +132,22 @@ def parallelize(
         recompute(block, activation_checkpointing)
         if compile:
             block.compile(dynamic=True)
+    _shard(model, blocks, data_axes(mesh), precision, parallel)
+    return model
+
+
+def _shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    data: DeviceMesh,
+    precision: Precision,
+    parallel: ParallelConfig,
+) -> None:
+    """FSDP2 over the data axes, with our own collectives where the recipe asks for them."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
-    overlap = parallel.overlap_on_cpu and mesh.device_type == "cpu"
+    overlap = parallel.overlap_on_cpu and data.device_type == "cpu"
     reduction = _reduction(data, parallel.reduce_dtype, overlap)
     shards = data["shard"] if reduction else data  # ours sums over copies itself
     reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
@@ -181,15 +167,6 @@ def parallelize(
                 module.set_custom_all_gather(BackgroundAllGather())
     if parallel.prefetch or overlap:
         _prefetch(model, blocks, parallel.prefetch or 1)
-    return model
-
-
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
-    `tensor`."""
-    names = mesh.mesh_dim_names or ()
-    data = tuple(name for name in names if name not in ("pipeline", "tensor"))
-    return mesh if data == names else mesh[data]
 
 
 def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:
@@ -205,10 +182,10 @@ def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None
     """Both passes begin with what is left of the model beside its blocks."""
     forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
     backward = [forward[0], *reversed(forward[1:])]
-    for place in range(len(forward)):
-        following = slice(place + 1, place + 1 + ahead)
-        forward[place].set_modules_to_forward_prefetch(forward[following])
-        backward[place].set_modules_to_backward_prefetch(backward[following])
+    for number in range(len(forward)):
+        following = slice(number + 1, number + 1 + ahead)
+        forward[number].set_modules_to_forward_prefetch(forward[following])
+        backward[number].set_modules_to_backward_prefetch(backward[following])
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool) -> None:

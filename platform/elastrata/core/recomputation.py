@@ -39,7 +39,7 @@ _MATMULS = frozenset({"aten::mm", "aten::addmm"})
 
 
 def way_at_first(policy: Recomputation | Literal["auto"]) -> Recomputation:
-    """What blocks compute again until something is chosen."""
+    """The policy that blocks have until one is chosen."""
     return "none" if policy == "auto" else policy
 
 

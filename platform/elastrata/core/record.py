@@ -24,7 +24,7 @@ class StepRecord:
     """The workload's metrics on this batch: `mlm_accuracy`..."""
     lr: float
     gradient_norm: float
-    """Of the global batch, before clipping; after it where `clip.scope` is local."""
+    """2-norm of the global batch's before clipping; after it where `clip.scope` is local."""
     digest: str
     """Order-free digest of the batch's sample ids, 16 hex digits."""
     world_size: int
@@ -53,7 +53,7 @@ class StepRecord:
     micro_batch_tokens: int | None = None
     """Where the recipe leaves it open: what was chosen for this step."""
     activation_checkpointing: str | None = None
-    """The same."""
+    """Likewise chosen for this step."""
     skipped: bool = False
     """Loss or gradient were not finite, and the model stayed as it was."""
     bubble: float | None = None
@@ -63,7 +63,7 @@ class StepRecord:
     """With a pipeline, as `memory_bytes`, of the workers that rank 0 hands its micro-batches on to:
     itself first."""
     flops_of_zeros: int = 0
-    """Of `flops`, products with weights that `sparsity` holds at zero."""
+    """FLOPs, of all `flops`, that are products with weights which `sparsity` holds at zero."""
     layer_sparsity: Mapping[str, float] = field(default_factory=dict)
     """By layer the share of weights that are exactly zero after the step, counted; only where other
     weights are held at zero than before, and in a group's first step."""

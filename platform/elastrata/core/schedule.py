@@ -28,8 +28,8 @@ class ScheduleConfig(Config):
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps until the peak is reached; the step after them is the first at full rate."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The same as a share of all steps, in place of `warmup_steps`: for runs whose length the data
-    decides."""
+    """The warm-up as a share of all steps, in place of `warmup_steps`: for runs whose length the
+    data decides."""
     warmup_offset: Annotated[int, Field(ge=0, le=10**9)] = 0
     """So many of `warmup_steps` count as done before the run: it starts in mid warm-up."""
     decay_from: Literal["warmup_end", "first_step"] = "warmup_end"
@@ -78,7 +78,7 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
 
 
 def _left(config: ScheduleConfig, done: float) -> float:
-    """What is left of the way from the peak to the final rate, from 1 down to 0.
+    """The share that is left of the way from the peak to the final rate, from 1 down to 0.
 
     Args:
         config: its shape counts.

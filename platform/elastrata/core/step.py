@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.forward_backward import ForwardBackward
-from elastrata.core.sparsity.masks import Masks
-from elastrata.core.workload import Batch, Loss
+from elastrata.core.workload import Loss, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +28,55 @@ class StepLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did to the model, beside changing it."""
+    """The outcome of a step, beside the changed model."""
 
     loss: StepLoss
     gradient_norm: float
-    """See `Clip.after_backward`."""
+    """The norm that `Clip.after_backward` returns."""
     skipped: bool
     """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
     seconds_in_model: float
     seconds_in_optimizer: float
 
 
+class StepHooks:
+    """Additions to a step beside its passes, clipping and update: by default none. All methods are
+    collective."""
+
+    def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first forward pass.
+
+        Args:
+            step: the run's, counted from 1.
+            optimizer: over the model's parameters.
+        """
+
+    def before_clip(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """After the backward passes, once the loss is known.
+
+        Args:
+            optimizer: over the model's parameters.
+            finite: whether the step's loss is.
+        """
+
+    def after_update(self) -> None:
+        """After the optimizer has updated the parameters."""
+
+    def figures(self, tokens: int) -> Mapping[str, Any]:
+        """Fields of the `StepRecord` of a step of so many tokens."""
+        return {}
+
+
 def reduce_sums(
-    sums: Mapping[str, float], device: torch.device, *, counts: bool = True
+    sums: Mapping[str, float], device: torch.device, *, is_primary: bool = True
 ) -> dict[str, float]:
-    """Adds up named numbers over all ranks that count; float64, exact for whole numbers below 2^53.
+    """Adds up named numbers over all primary ranks; float64, exact for whole numbers below 2^53.
 
     All ranks must name the same keys, and all get the same sums.
     """
     names = sorted(sums)
     values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
-    if not counts:
+    if not is_primary:
         values.zero_()
     if dist.is_initialized():
         dist.all_reduce(values)
@@ -62,8 +91,8 @@ def train_step(
     weights: Mapping[str, float],
     clip: Clip,
     rounds: int = 1,
-    counts: bool = True,
-    masks: Masks | None = None,
+    is_primary: bool = True,
+    hooks: StepHooks | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -77,22 +106,21 @@ def train_step(
         weights: per loss term the weight of the *global* batch.
         clip: of the same model's gradient.
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
-        counts: whether this rank's sums count; see `DataRank`.
-        masks: of weights that are held at zero; None: of none.
+        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
+        hooks: what else is done; None: nothing.
     """
+    hooks = hooks or StepHooks()
     started = time.perf_counter()
     clip.before_backward(share_of(batches, weights))
     losses = forward_backward.train(batches, weights, rounds=rounds)
-    mean = mean_loss(losses, weights, counts=counts)
+    mean = mean_loss(losses, weights, is_primary=is_primary)
     in_optimizer = time.perf_counter()
-    if masks:
-        masks.after_backward(optimizer, finite=math.isfinite(mean.total))
+    hooks.before_clip(optimizer, finite=math.isfinite(mean.total))
     gradient_norm = float(clip.after_backward())
     finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
     if finite:
         optimizer.step()
-        if masks:
-            masks.after_update()
+        hooks.after_update()
     optimizer.zero_grad()
     return StepResult(
         loss=mean,
@@ -129,36 +157,25 @@ def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
 
 
 def mean_loss(
-    losses: Sequence[Loss], weights: Mapping[str, float], *, counts: bool = True
+    losses: Sequence[Loss], weights: Mapping[str, float], *, is_primary: bool = True
 ) -> StepLoss:
-    """The means over the global batch, from the sums of all ranks that count. Collective."""
-    device = next(iter(losses[0].terms.values())).device
-    totals: dict[str, torch.Tensor] = {}
-    per: dict[str, str] = {}
+    """The means over the global batch, from the sums of all primary ranks. Collective."""
+    totals: dict[tuple[str, str], torch.Tensor] = {}
+    per: dict[tuple[str, str], str] = {}
     for loss in losses:
-        for term, total in loss.terms.items():
-            totals[f"term/{term}"] = totals.get(f"term/{term}", 0) + total.double()
-            per[f"term/{term}"] = term
-        for name, metric in loss.metrics.items():
-            totals[f"metric/{name}"] = totals.get(f"metric/{name}", 0) + metric.total.double()
-            per[f"metric/{name}"] = metric.per
-    names = sorted(totals)
-    values = torch.stack([totals[name] for name in names]).to(device)
-    if not counts:
+        terms = {("term", term): Metric(total, per=term) for term, total in loss.terms.items()}
+        metrics = {("metric", name): metric for name, metric in loss.metrics.items()}
+        for key, metric in (terms | metrics).items():
+            totals[key] = totals.get(key, 0) + metric.total.double()
+            per[key] = metric.per
+    keys = sorted(totals)
+    device = next(iter(losses[0].terms.values())).device
+    values = torch.stack([totals[key] for key in keys]).to(device)
+    if not is_primary:
         values = torch.zeros_like(values)
     if dist.is_initialized():
         dist.all_reduce(values)
-    means = {
-        name: value / max(weights[per[name]], 1.0)
-        for name, value in zip(names, values.tolist(), strict=True)
-    }
-    terms = {name.removeprefix("term/"): means[name] for name in names if name.startswith("term/")}
-    return StepLoss(
-        total=sum(terms.values()),
-        terms=terms,
-        metrics={
-            name.removeprefix("metric/"): means[name]
-            for name in names
-            if name.startswith("metric/")
-        },
-    )
+    means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
+    for (kind, name), value in zip(keys, values.tolist(), strict=True):
+        means[kind][name] = value / max(weights[per[kind, name]], 1.0)
+    return StepLoss(total=sum(means["term"].values()), terms=means["term"], metrics=means["metric"])

@@ -1,7 +1,8 @@
 """The seam for workloads: what the engine needs of a model family, and nothing more.
 
 A workload is a part of the recipe (its hyperparameters) with the methods that give them meaning.
-It is found through the entry-point group `elastrata.workloads`.
+What only some layouts or the planner need is in classes of their own: `TensorParallel`,
+`PipelineParallel`, `Planned`. It is found through the entry-point group `elastrata.workloads`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from elastrata.config import Config
+from elastrata.core.batch import Batch
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.installed import installed_workloads
 from elastrata.core.model_spec import ModelSpec
@@ -27,27 +30,7 @@ from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 
 _SHORTEST = 8
-"""Tokens of the longest sample that a model is built for, to count its matrices."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One micro-batch, ready for the model. Workloads subclass it with their tensors."""
-
-    weights: Mapping[str, float]
-    """Per loss term the weight (number of predictions) of this micro-batch, known before the
-    forward pass so that the step can divide by the weight of the global batch."""
-    num_positions: int
-    """Token positions the model computes on, padding included."""
-
-    def to(self, device: torch.device) -> Self:
-        """The same batch with all its tensors on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return type(self)(**{**vars(self), **moved})
+"""Tokens of the longest sample where a model's matrices are counted, which do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +51,13 @@ class Loss:
     """For example `mlm_accuracy`: the number of correct predictions, per `mlm`. Detached."""
 
     def detached(self) -> Loss:
-        """The same numbers, without the way they came about."""
+        """A copy without the graph of its computation."""
         return Loss({term: total.detach() for term, total in self.terms.items()}, self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedAs:
-    """What transformers knows an exported model as."""
+    """The names by which transformers knows an exported model."""
 
     loader: str = "AutoModel"
     """The class whose `from_pretrained` loads all of it."""
@@ -99,7 +82,7 @@ class Workload(Config):
 
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as; by default a model without a head."""
+        """The names by which transformers knows its exports; by default a model without a head."""
         return ExportedAs()
 
     def problems(self, manifest: Manifest) -> list[str]:
@@ -121,74 +104,12 @@ class Workload(Config):
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
         """A plain, unsharded model on the current device, drawn from torch's current generator.
 
-        Its parameters may be dropped as modules get them (`partial_model`): what is then done to
-        one must not read it."""
+        Its parameters may be dropped as modules get them (`partial_model`): nothing that is then
+        done to one may read it."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks, in order: the units of sharding, checkpointing and compilation."""
-
-    def matrices(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that `sparsity` may hold at zero, by name: matrices of attention and
-        feed-forward, each applied once to every token. By default all matrices of the blocks.
-
-        Args:
-            model: plain or sharded, with its numbers or without.
-        """
-        inside = {id(p) for block in self.blocks(model) for p in block.parameters() if p.ndim == 2}
-        return {name: p for name, p in model.named_parameters() if id(p) in inside}
-
-    def tensor_problems(self, size: int) -> list[str]:
-        """One line per reason why `size` ranks cannot compute this model together; empty if they
-        can. By default a workload has no plan for it."""
-        return [f"parallel.tensor: {size}: expected 1: workload {self.name} cannot be divided"]
-
-    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-        """Divides a plain model over the ranks of a mesh of one axis, where `tensor_problems` finds
-        none: all parameters become DTensors on it.
-
-        With the same batch on all these ranks, `loss` returns the same sums on each.
-
-        Args:
-            model: as `build_model` returned it, with the same weights on every rank.
-            mesh: of one axis.
-            sequence: whether tokens are divided, too, between the matrices.
-        """
-        raise NotImplementedError(self.name)
-
-    def stage_problems(self, num_stages: int) -> list[str]:
-        """One line per reason why this model cannot be cut into so many stages of a pipeline; empty
-        if it can. By default a workload has no plan for it."""
-        return [f"parallel.pipeline: expected 1: workload {self.name} cannot be cut into stages"]
-
-    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """Cost of every block for a sample of `seq_len` tokens, in FLOPs of a forward pass; what
-        comes before the blocks is counted in the first one, what comes behind in the last."""
-        raise NotImplementedError(self.name)
-
-    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
-        """The part of a model with these of its blocks, and with what comes before the first and
-        behind the last one where these are among them: the same modules under the same names.
-
-        Where the blocks follow one another it is called with a batch and, but for the first part,
-        `hidden`: the output of the part before. It returns such an output, or, with the last
-        block, what the model returns. `blocks` and `loss` take it like a model.
-
-        Args:
-            model: as `build_model` returned it, maybe on the meta device, after `tensor_parallel`
-                where there is any.
-            blocks: numbers from 0.
-        """
-        raise NotImplementedError(self.name)
-
-    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
-        """The same micro-batches, all filled up to one number of positions, a multiple of
-        `multiple`: no sum and no gradient changes."""
-        raise NotImplementedError(self.name)
-
-    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what goes from stage to stage for a micro-batch; positions are dim 0."""
-        raise NotImplementedError(self.name)
 
     @abstractmethod
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> Batch:
@@ -217,17 +138,9 @@ class Workload(Config):
         `weights` are those of the batches.
 
         6 per matmul parameter and token it is applied to, plus attention, halved where it is
-        causal. Recomputation is not counted. By default as `work` has it by default.
+        causal. Recomputation is not counted. By default nothing is counted for attention.
         """
         return 6 * matmul_parameters(self, vocabulary) * sum(lengths)
-
-    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that `elastrata plan` computes memory and time from.
-
-        Raises:
-            UserError: the model is not made of equal blocks, or nobody has told how.
-        """
-        raise UserError(f"workload.name: {self.name}: such models cannot be planned")
 
     @abstractmethod
     def export(
@@ -239,6 +152,118 @@ class Workload(Config):
         path: Path,
     ) -> None:
         """Writes a folder that transformers' `from_pretrained` loads; `tokenizer` is copied in."""
+
+
+class TensorParallel(Workload):
+    """A workload whose models can be divided over ranks that compute every sample together."""
+
+    @abstractmethod
+    def tensor_problems(self, size: int) -> list[str]:
+        """One line per reason why `size` ranks cannot compute this model together; empty if they
+        can."""
+
+    @abstractmethod
+    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+        """Divides a plain model over the ranks of a mesh of one axis, where `tensor_problems` finds
+        none: all parameters become DTensors on it.
+
+        With one batch on all these ranks, `loss` returns the same sums on each.
+
+        Args:
+            model: as `build_model` returned it, with the same weights on every rank.
+            mesh: of one axis.
+            sequence: whether tokens are divided, too, between the matrices.
+        """
+
+
+class PipelineParallel(Workload):
+    """A workload whose models can be cut into the stages of a pipeline."""
+
+    @abstractmethod
+    def stage_problems(self, num_stages: int) -> list[str]:
+        """One line per reason why this model cannot be cut into so many stages; empty if it can."""
+
+    @abstractmethod
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """Cost of every block for a sample of `seq_len` tokens, in FLOPs of a forward pass; what
+        comes before the blocks is counted in the first one, what comes behind in the last."""
+
+    @abstractmethod
+    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+        """The part of a model with these of its blocks, and with what comes before the first and
+        behind the last one where these are among them: the same modules under the same names.
+
+        Where the blocks follow one another it is called with a batch and, but for the first part,
+        `hidden`: the output of the part before. It returns such an output, or, with the last
+        block, what the model returns. `blocks` and `loss` take it like a model.
+
+        Args:
+            model: as `build_model` returned it, maybe on the meta device, after `tensor_parallel`
+                where there is any.
+            blocks: numbers from 0.
+        """
+
+    @abstractmethod
+    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+        """These micro-batches, all filled up to one number of positions, a multiple of `multiple`:
+        no sum and no gradient changes."""
+
+    @abstractmethod
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of what goes from stage to stage for a micro-batch; positions are dim 0."""
+
+
+class Planned(Workload):
+    """A workload of transformers of equal blocks, whose memory and time can be planned. The deal,
+    the MFU and the stages of a pipeline then follow from the same numbers. Comes first among the
+    bases of a class."""
+
+    predicts: ClassVar[str]
+    """The loss term that the head gives logits for."""
+
+    @abstractmethod
+    def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
+        """The numbers that memory, time and FLOPs are computed from."""
+
+    @override
+    def work(self, vocabulary: Vocabulary) -> WorkModel:
+        return self.model_spec(vocabulary, _SHORTEST).work
+
+    @override
+    def flops(
+        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
+    ) -> int:
+        spec = self.model_spec(vocabulary, _SHORTEST)
+        return int(spec.training_flops(lengths, int(weights[self.predicts])))
+
+    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
+        """For `PipelineParallel`."""
+        return self.model_spec(vocabulary, seq_len).block_flops
+
+
+def tensor_problems(workload: Workload, size: int) -> list[str]:
+    """One line per reason why `size` ranks cannot compute a workload's model together."""
+    if isinstance(workload, TensorParallel):
+        return workload.tensor_problems(size)
+    return [f"parallel.tensor: {size}: expected 1: workload {workload.name} cannot be divided"]
+
+
+def stage_problems(workload: Workload, num_stages: int) -> list[str]:
+    """One line per reason why a workload's model cannot be cut into so many stages."""
+    if isinstance(workload, PipelineParallel):
+        return workload.stage_problems(num_stages)
+    return [f"parallel.pipeline: expected 1: workload {workload.name} cannot be cut into stages"]
+
+
+def model_spec(workload: Workload, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
+    """The numbers that `elastrata plan` computes memory and time from.
+
+    Raises:
+        UserError: the model is not made of equal blocks, or nobody has told how.
+    """
+    if not isinstance(workload, Planned):
+        raise UserError(f"workload.name: {workload.name}: such models cannot be planned")
+    return workload.model_spec(vocabulary, seq_len)
 
 
 @cache
@@ -262,11 +287,11 @@ def workload_class(name: str) -> type[Workload]:
     Raises:
         UserError: there is none.
     """
-    found = installed_workloads(name)
-    if name not in found:
+    installed = installed_workloads(name)
+    if name not in installed:
         raise UserError(
-            f"workload.name: '{name}': no such workload{nearest(name, found)}; "
-            f"installed: {', '.join(sorted(found)) or 'none'}"
+            f"workload.name: '{name}': no such workload{nearest(name, installed)}; "
+            f"installed: {', '.join(sorted(installed)) or 'none'}"
         )
-    loaded: type[Workload] = found[name].load()
+    loaded: type[Workload] = installed[name].load()
     return loaded

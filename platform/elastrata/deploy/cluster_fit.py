@@ -85,8 +85,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
 
 def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
     """What each worker claims; a GPU under `auto` where the cluster can have any."""
-    auto = 1.0 if cluster.amount("GPU") >= 1 else 0.0
-    gpus = auto if workers.gpus == "auto" else float(workers.gpus)
+    gpus = workers.gpus_each(cluster.amount("GPU"))
     return {"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})}
 
 

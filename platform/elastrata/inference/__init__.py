@@ -1,1 +1,1 @@
-"""What a trained language model makes of text."""
+"""Inference: text continued by a trained language model, its perplexity, and evaluation."""

@@ -20,12 +20,12 @@ class Sampling:
     top_k: int | None = None
     """Chooses among so many of the likeliest; None: among all."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Equal seeds give equal texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """What a model puts after a prompt."""
+    """A model's text after a prompt."""
 
     text: str
     tokens: int

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastrata.core.data_rank import data_rank
 from elastrata.core.device import current_device
 from elastrata.core.events import Evaluated
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.export import chosen_commit

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.planner.efficiency import Efficiency
-from elastrata.planner.hardware import Device
-from elastrata.planner.kernels import matmul_seconds, traffic_seconds
-from elastrata.planner.layout import Checkpointing
-from elastrata.planner.stack import Stack
+from elastrata.core.recomputation import Recomputation
+from elastrata.planner.hardware import Device, Efficiency
+from elastrata.planner.operations import matmul_seconds, traffic_seconds
+from elastrata.planner.stack import FP32_BYTES, Stack
 
-_FP32 = 4
 _FLASH_BACKWARD = 2.5
 """Matrix products of flash attention's backward pass over those of its forward pass: five, of which
 one computes the scores again, over two (arXiv 2307.08691, section 3)."""
@@ -31,7 +29,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels run on and how."""
+    """A device, and how a training system uses it."""
 
     device: Device
     efficiency: Efficiency
@@ -39,7 +37,7 @@ class Machine:
 
     @cached_property
     def messages(self) -> Efficiency:
-        """What the system reaches of the links."""
+        """Efficiency with the shares of the links that the system reaches."""
         link = self.efficiency.link * self.stack.link_factor
         network = self.efficiency.network * self.stack.network_factor
         return replace(self.efficiency, link=link, network=network)
@@ -49,7 +47,7 @@ class Machine:
 def block_passes(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """Of a block without its messages."""
+    """Seconds of a block without its messages."""
     linear = _linear(model, machine, samples, tensor)
     attention = _attention(model, machine, samples, tensor)
     elementwise = _elementwise(model, machine, samples, tensor, sequence)
@@ -64,9 +62,9 @@ def again_seconds(
     samples: int,
     tensor: int,
     sequence: bool,
-    checkpointing: Checkpointing,
+    checkpointing: Recomputation,
 ) -> float:
-    """Of what a backward pass computes again: the forward pass; `selective` keeps attention's
+    """Seconds of recomputation: of the forward pass; `selective` keeps attention's
     result and every second matrix product: key, output and, where the feed-forward has three, its
     second are left."""
     if checkpointing == "none":
@@ -81,14 +79,14 @@ def again_seconds(
 
 @lru_cache(maxsize=4096)
 def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
-    """Of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four times
-    and the logit itself twice."""
+    """Seconds of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four
+    times and the logit itself twice."""
     tokens = max(1, round(samples * model.seq_len * model.predicted))
     columns = -(-model.vocabulary // tensor)
     product = _product(machine, tokens, columns, model.hidden)
     element = machine.stack.element_bytes
     logits = tokens * (model.vocabulary if machine.stack.whole_logits else columns)
-    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * _FP32 + element))
+    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * FP32_BYTES + element))
     return Passes(product.forward + loss, product.backward + loss)
 
 
@@ -141,7 +139,7 @@ def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) ->
 def _elementwise(
     model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
 ) -> Passes:
-    """What is read and written between the matrix products, in bytes per token.
+    """Seconds of reading and writing between the matrix products, counted in bytes per token.
 
     Norms and residuals are computed by every tensor-parallel device for all tokens, unless these
     are divided, too.

@@ -1,4 +1,5 @@
-"""What `auto` stands for: all that may be chosen, what it needs and takes, and the best of it."""
+"""The choice that `auto` stands for: all that may be chosen, the best of it by the plan, and its
+correction by what steps measure."""
 
 from __future__ import annotations
 
@@ -8,17 +9,27 @@ from functools import cached_property
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.recomputation import Recomputation
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.layout import Checkpointing, Layout
+from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 
-MOST_SAMPLES = 64
-"""Longest samples in a micro-batch: devices are full long before."""
 _EQUALLY_FAST = 1.01
-"""Of what is nearly as fast as the fastest, the largest micro-batches are taken: the plan knows
+"""Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows
 nothing of what starting each of them costs."""
+MEASURED_STEPS = 4
+"""Steps of a phase, after which the choice stays."""
+USABLE = 0.9
+"""Share of a worker's memory; the rest is for what no step has shown yet."""
+_MARGIN = 1.1
+"""On how much more a larger choice needs than one that was measured."""
+_TELLING = 1.05
+"""Times the need of a step: another one that needs so much by the plan shows how the plan errs."""
+_FIRST_SHARE = 0.5
+"""Share of the room left after the first step that the second may take: by how much the
+plan errs about growth is not known before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +37,7 @@ class Choice:
     """Values of the recipe's keys of these names."""
 
     micro_batch_tokens: int
-    activation_checkpointing: Checkpointing
+    activation_checkpointing: Recomputation
 
 
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
@@ -45,18 +56,18 @@ def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What may be chosen for one phase of a recipe, on one group of workers."""
+    """All choices for one phase of a recipe, on one group of workers."""
 
     model: ModelSpec
     cluster: Cluster
     machine: Machine
     layout: Layout
-    """Of the group; its micro-batches and its checkpointing do not count."""
+    """The group's; its micro-batches and its checkpointing do not count."""
     batch_size: int
     budgets: tuple[int, ...]
     """Ascending."""
-    policies: tuple[Checkpointing, ...]
-    """Those that compute more again come later."""
+    policies: tuple[Recomputation, ...]
+    """Policies that compute more again come later."""
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
@@ -75,14 +86,14 @@ class Choices:
 
     @property
     def smallest(self) -> Choice:
-        """That needs least memory; of equals, that computes most again."""
-        return min(self.all, key=lambda one: (self.bytes(one), -self._place(one)))
+        """The choice that needs least memory; of equals, the one that computes most again."""
+        return min(self.all, key=lambda choice: (self.bytes(choice), -self._place(choice)))
 
     def _place(self, choice: Choice) -> int:
         return self.policies.index(choice.activation_checkpointing)
 
     def bytes(self, choice: Choice, tokens: int | None = None) -> float:
-        """What the worker that needs most needs.
+        """Memory of the worker that needs most.
 
         Args:
             choice: one of these.
@@ -90,17 +101,17 @@ class Choices:
         """
         size = choice.micro_batch_tokens if tokens is None else max(1, tokens)
         count = -(-self._each * self.model.seq_len // choice.micro_batch_tokens)
-        found = memory(
+        needed = memory(
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
             replace(self.layout, micro_batch=1, checkpointing=choice.activation_checkpointing),
             max(count, self.layout.pipeline) * self.layout.data,
         )
-        return found.total
+        return needed.total
 
     def seconds(self, choice: Choice) -> float:
-        """Of a step of full-length samples; a last micro-batch that is not full takes its share."""
+        """Seconds of a step of full-length samples; a last micro-batch takes what it is full."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
         policy = choice.activation_checkpointing
         layout = replace(self.layout, micro_batch=samples, checkpointing=policy)
@@ -117,3 +128,66 @@ class Choices:
         least = min(seconds.values())
         fast = [choice for choice in fitting if seconds[choice] <= _EQUALLY_FAST * least]
         return max(fast, key=lambda choice: (choice.micro_batch_tokens, -seconds[choice]))
+
+
+class Correction:
+    """Measurements of a group of workers, from which the choice for the next step follows.
+
+    The first step is taken with what needs least memory. From there on what is measured counts, and
+    the plan tells differences only: how much more than a measured step another choice needs. Where
+    steps have shown that it tells too little, its differences are taken for as much larger.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._has_grown = False
+        self._needed: float | None = None
+        """Bytes that the plan has for the step that the room was measured in."""
+        self._room = 0.0
+        """Bytes that were left then, of those that may be used."""
+        self._factor = 1.0
+
+    def begin_phase(self) -> None:
+        """The choices are others from now on; what was measured stays."""
+        self._steps = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough steps were measured."""
+        return self._steps >= MEASURED_STEPS
+
+    def measured(self, choices: Choices, choice: Choice, tokens: int, room: float) -> None:
+        """A step was taken.
+
+        Args:
+            choices: it was one of.
+            choice: that it was taken with.
+            tokens: of its largest micro-batch, on any rank.
+            room: bytes that were left at the peak since the group began, on the rank that had
+                least, of those that may be used; negative where there were more in use.
+        """
+        self._steps += 1
+        needed = choices.bytes(choice, tokens)
+        if self._needed is None:
+            self._needed, self._room = needed, room
+        elif needed >= _TELLING * self._needed:
+            self._has_grown = True
+            self._factor = max(1.0, (self._room - room) / (needed - self._needed))
+            self._needed, self._room = needed, room
+        elif needed > self._needed or room < self._room:
+            self._needed, self._room = needed, room
+
+    def more(self, choices: Choices, choice: Choice) -> float:
+        """Bytes that a choice needs beyond what was measured; negative where it needs less."""
+        assert self._needed is not None
+        growth = choices.bytes(choice) - self._needed
+        factor = _MARGIN * self._factor
+        return growth * factor if growth > 0 else growth / factor
+
+    def next(self, choices: Choices) -> Choice:
+        """The choice for the next step."""
+        if self._needed is None:
+            return choices.smallest
+        is_first = self._steps == 1 and not self._has_grown and self._room > 0
+        room = self._room * (_FIRST_SHARE if is_first else 1.0)
+        return choices.best(lambda choice: self.more(choices, choice) <= room)

@@ -1,4 +1,4 @@
-"""A cluster: devices in nodes, and how fast groups of them talk."""
+"""A cluster: devices in nodes, how fast groups of them talk, and the file that describes one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,87 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 
-from elastrata.planner.cluster_config import MOST_DEVICES, ClusterConfig
-from elastrata.planner.hardware import Device, device_named
+from elastrata.config import Config
+from elastrata.core.device import Peak
+from elastrata.planner.hardware import ALIASES, DEVICES, Device, device_named
+from elastrata.recipe.json_schema import DRAFT
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import parse_yaml, read_text
 from elastrata_pipelines.errors import UserError
 
+MOST_DEVICES = 1_000_000
+_GBIT = 1e9 / 8
+_NAMES = [*DEVICES, *ALIASES]
 _SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*(\S+)")
+
+
+def _in_any_case(names: list[str]) -> str:
+    """A pattern for these names, in upper or lower case: JSON Schema has no flag for it."""
+    letters = [[f"[{c}{c.lower()}]" if c.isalpha() else c for c in name] for name in names]
+    return f"^({'|'.join(''.join(name) for name in letters)})$"
+
+
+_DEVICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"enum": _NAMES}, {"type": "string", "pattern": _in_any_case(_NAMES)}]
+}
+DeviceName = Annotated[str, WithJsonSchema(_DEVICE_SCHEMA)]
+Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+Amount = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class ClusterConfig(Config):
+    """Equal devices in equal nodes, and what an hour of them costs."""
+
+    model_config = ConfigDict(strict=True)
+
+    device: DeviceName
+    """The kind of each, in upper or lower case."""
+    devices: Count
+    """How many there are in all."""
+    per_node: Count | None = None
+    """Devices in a node. Default: as machines with that device usually have."""
+    network_gbit: Amount | None = None
+    """Gbit/s of each device, each way, to other nodes. Default: as machines with that device
+    usually have."""
+    link_gb_per_second: Amount | None = None
+    """GB/s of each device, each way, inside its node. Default: the data sheet's."""
+    memory_gb: Amount | None = None
+    """GB of each device. Default: what PyTorch sees of the data sheet's."""
+    peak_tflops: Amount | None = None
+    """TFLOP/s of dense matrix products of each device. Default: the data sheet's."""
+    price: Amount | None = None
+    """A device for an hour, in whatever currency. Default: no cost is computed."""
+    spot_price: Amount | None = None
+    """Likewise, where it may be taken away."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        try:
+            return device_named(name).name
+        except UserError as error:
+            # the place and the value are told before it
+            raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
+
+    def as_described(self) -> Device:
+        """The device, with what the file says of it in the place of its data sheet."""
+        sheet = device_named(self.device)
+        return replace(
+            sheet,
+            memory_bytes=_times(self.memory_gb, 1e9, sheet.memory_bytes),
+            peak=Peak(_times(self.peak_tflops, 1e12, sheet.peak_flops), sheet.peak.dtype),
+            link=_times(self.link_gb_per_second, 1e9, sheet.link),
+            network=_times(self.network_gbit, _GBIT, sheet.network),
+        )
+
+
+def _times(amount: float | None, unit: float, default: float) -> float:
+    return default if amount is None else amount * unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +97,9 @@ class Cluster:
     devices: int
     per_node: int
     price: float | None = None
-    """Of a device for an hour, in whatever currency."""
+    """A device for an hour, in whatever currency."""
     spot_price: float | None = None
-    """The same where it may be taken away."""
+    """Likewise, where it may be taken away."""
 
     def bus(self, size: int, stride: int) -> float:
         """Bytes per second, each way, at which every member of a group can send while all do.
@@ -70,7 +140,7 @@ def read_cluster(text: str) -> Cluster:
 
 
 def device_named_in(where: str, name: str) -> Device:
-    """The same as `device_named`, with the place of a mistake.
+    """Looks up a device, and says where a mistake is.
 
     Raises:
         UserError: there is no such device.
@@ -101,3 +171,8 @@ def _cluster(devices: int, device: Device, per_node: int | None = None) -> Clust
     return Cluster(
         device=device, devices=devices, per_node=min(devices, per_node or device.per_node)
     )
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The schema of a cluster file as `elastrata plan` reads it."""
+    return {"$schema": DRAFT, **ClusterConfig.model_json_schema(), "title": "Elastrata cluster"}

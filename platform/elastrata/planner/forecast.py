@@ -1,4 +1,4 @@
-"""From a step to a run: its hours, what it costs, how much of the devices it uses."""
+"""A forecast of a layout: from a step to a run, its hours and cost, and why another is faster."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory
 from elastrata.planner.step_time import StepTime
 
+_WORDS = {
+    "matrices": "smaller or fewer matrices",
+    "recomputation": "activations computed again",
+    "head": "the head's stage",
+    "tensor_messages": "tensor-parallel messages",
+    "pipeline_messages": "messages between stages",
+    "bubble": "the pipeline's bubble",
+    "data_messages": "gradients and parameters on their way",
+    "update": "the optimizer's update",
+    "loading": "reading the data",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is expected of a layout."""
+    """The expectations of a layout."""
 
     layout: Layout
     memory: Memory
     time: StepTime
     tokens_per_second: float
-    """Of all devices."""
+    """All devices together."""
     mfu: float
     """FLOPs of the model (attention halved where causal, no recomputation) over the peak."""
     hours: float
@@ -35,6 +47,16 @@ class Forecast:
     def exposed(self) -> float:
         """Share of the step in which devices wait for messages."""
         return self.time.messages / self.time.total
+
+    def why_slower(self, best: Forecast) -> str:
+        """The term that costs this layout most, beside what it costs the best one; empty where
+        nothing does."""
+        lost = {name: vars(self.time)[name] - vars(best.time)[name] for name in _WORDS}
+        worst = max(lost, key=lambda name: lost[name])
+        total = self.time.total / best.time.total - 1
+        if lost[worst] <= 0 or total <= 0:
+            return ""
+        return f"{total:+.1%}: {_WORDS[worst]} {lost[worst]:+.3g} s"
 
 
 def forecast(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.parallelize import ParallelConfig
-from elastrata.planner.choice import Choices, budgets
+from elastrata.core.recomputation import Recomputation
+from elastrata.planner.choice import USABLE, Choices, budgets
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.correction import USABLE
 from elastrata.planner.hardware import device_like
-from elastrata.planner.layout import Checkpointing, Layout
+from elastrata.planner.layout import Layout
 from elastrata.planner.plan import machine_of
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
@@ -50,9 +50,9 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
     return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
 
 
-def _policies(recipe: Recipe) -> tuple[Checkpointing, ...]:
-    """What `activation_checkpointing: auto` may stand for; zero bubble divides the backward pass,
-    and what `selective` keeps is there for one."""
+def _policies(recipe: Recipe) -> tuple[Recomputation, ...]:
+    """The values that `activation_checkpointing: auto` may have; zero bubble divides the backward
+    pass, and what `selective` keeps is there for one."""
     if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
         return ("none", "full")
     return ("none", "selective", "full")
@@ -66,7 +66,7 @@ def phase_choices(
     layout: Layout,
     cluster: Cluster,
 ) -> Choices:
-    """What a group may choose for one phase; a single choice where the recipe leaves nothing open.
+    """The choices of a group for one phase; a single one where the recipe leaves nothing open.
 
     Args:
         recipe: that is trained.
@@ -89,9 +89,8 @@ def phase_choices(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What the plan has for `auto` on a cluster. The field names are keys of `elastrata plan
-    --json`."""
+class AutomaticPlan:
+    """The plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
 
     layout: str
     """How the recipe has the devices divide the model."""
@@ -102,8 +101,8 @@ class Planned:
     """Whether that is within what a group dares to use of its devices."""
 
 
-def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> Planned:
-    """What a group on all devices of a cluster would choose, if it measured what is planned.
+def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> AutomaticPlan:
+    """The choice of a group on all devices of a cluster, if it measured what is planned.
 
     Args:
         recipe: that leaves something open.
@@ -122,9 +121,9 @@ def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster)
         cluster,
     )
     usable = USABLE * cluster.device.memory_bytes
-    best = choices.best(lambda one: choices.bytes(one) <= usable)
+    best = choices.best(lambda choice: choices.bytes(choice) <= usable)
     needed = choices.bytes(best)
-    return Planned(
+    return AutomaticPlan(
         layout=layout.division,
         micro_batch_tokens=best.micro_batch_tokens,
         activation_checkpointing=best.activation_checkpointing,

@@ -1,9 +1,10 @@
-"""Devices and the links between them: what their data sheets say."""
+"""Devices and the links between them: what their data sheets say, and what of it is reached."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from elastrata.core.device import PEAKS, Peak
 from elastrata_pipelines.errors import UserError, nearest
 
 _GB = 1e9
@@ -15,12 +16,9 @@ class Device:
     """One GPU, or one CPU core."""
 
     name: str
-    peak_flops: float
-    """Dense matrix products per second in `dtype`."""
-    dtype: str
-    """The format the peak is of."""
+    peak: Peak
     memory_bytes: float
-    """That PyTorch sees: less than the data sheet says, by what the driver keeps."""
+    """Bytes that PyTorch sees: less than the data sheet says, by what the driver keeps."""
     memory_bandwidth: float
     """Bytes per second."""
     multiprocessors: int
@@ -36,8 +34,13 @@ class Device:
     per_node: int
     """Devices in such a machine."""
     reserved_bytes: float
-    """What the driver, its kernels and the communication library take."""
+    """For the driver, its kernels and the communication library."""
     source: str
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense matrix products per second."""
+        return self.peak.flops
 
 
 _TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
@@ -50,8 +53,7 @@ DEVICES = {
     for device in (
         Device(
             name="A100-80GB",
-            peak_flops=312e12,
-            dtype="bf16",
+            peak=PEAKS["A100"],
             memory_bytes=79.2 * _GIB,
             memory_bandwidth=2039 * _GB,
             multiprocessors=108,
@@ -65,8 +67,7 @@ DEVICES = {
         ),
         Device(
             name="A100-40GB",
-            peak_flops=312e12,
-            dtype="bf16",
+            peak=PEAKS["A100"],
             memory_bytes=39.4 * _GIB,
             memory_bandwidth=1555 * _GB,
             multiprocessors=108,
@@ -80,8 +81,7 @@ DEVICES = {
         ),
         Device(
             name="H100-80GB",
-            peak_flops=989e12,
-            dtype="bf16",
+            peak=PEAKS["H100"],
             memory_bytes=79.1 * _GIB,
             memory_bandwidth=3350 * _GB,
             multiprocessors=132,
@@ -95,8 +95,7 @@ DEVICES = {
         ),
         Device(
             name="H200",
-            peak_flops=989e12,
-            dtype="bf16",
+            peak=PEAKS["H200"],
             memory_bytes=139.8 * _GIB,
             memory_bandwidth=4800 * _GB,
             multiprocessors=132,
@@ -110,8 +109,7 @@ DEVICES = {
         ),
         Device(
             name="V100-32GB",
-            peak_flops=125e12,
-            dtype="fp16",
+            peak=PEAKS["V100"],
             memory_bytes=31.7 * _GIB,
             memory_bandwidth=900 * _GB,
             multiprocessors=80,
@@ -125,8 +123,7 @@ DEVICES = {
         ),
         Device(
             name="V100-16GB",
-            peak_flops=125e12,
-            dtype="fp16",
+            peak=PEAKS["V100"],
             memory_bytes=15.8 * _GIB,
             memory_bandwidth=900 * _GB,
             multiprocessors=80,
@@ -140,8 +137,7 @@ DEVICES = {
         ),
         Device(
             name="T4",
-            peak_flops=65e12,
-            dtype="fp16",
+            peak=PEAKS["T4"],
             memory_bytes=14.6 * _GIB,
             memory_bandwidth=320 * _GB,
             multiprocessors=40,
@@ -155,8 +151,7 @@ DEVICES = {
         ),
         Device(
             name="CPU",
-            peak_flops=80e9,
-            dtype="fp32",
+            peak=Peak(80e9, "fp32"),
             memory_bytes=4 * _GIB,
             memory_bandwidth=10 * _GB,
             multiprocessors=1,
@@ -170,7 +165,7 @@ DEVICES = {
         ),
     )
 }
-"""By name. A peak without bf16 is fp16's: these devices compute bf16 slower."""
+"""By name."""
 
 ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
 
@@ -182,11 +177,11 @@ def device_named(name: str) -> Device:
         UserError: there is none.
     """
     known = {key.lower(): key for key in DEVICES} | {k.lower(): v for k, v in ALIASES.items()}
-    found = known.get(name.lower())
-    if found is None:
+    known_name = known.get(name.lower())
+    if known_name is None:
         hint = nearest(name.upper(), [*DEVICES, *ALIASES])
         raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
-    return DEVICES[found]
+    return DEVICES[known_name]
 
 
 def device_like(name: str) -> Device:
@@ -196,6 +191,35 @@ def device_like(name: str) -> Device:
     Args:
         name: as PyTorch has it; `CPU` for any CPU.
     """
-    family = [one for key, one in DEVICES.items() if key.split("-")[0] in name.upper()]
-    sized = [one for one in family if one.name.split("-")[-1] in name.upper()]
+    family = [device for key, device in DEVICES.items() if key.split("-")[0] in name.upper()]
+    sized = [device for device in family if device.name.split("-")[-1] in name.upper()]
     return (sized or family or [DEVICES["A100-80GB"]])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of peak rates, and what every message costs whatever its size."""
+
+    matmul: float
+    """Share of the peak, by matrix products that fill the device. Fitted."""
+    memory: float
+    """Share of the memory's bandwidth, by element-wise kernels. Fitted."""
+    attention: float = 0.6
+    """Share of the peak, by flash attention (FlashAttention-2, arXiv 2307.08691: 50 to 73%)."""
+    link: float = 0.75
+    """Share of the link in a node, by collectives (eight A100 over NVLink, all-reduce: 232.5 GB/s
+    of 300; github.com/NVIDIA/nccl-tests, issue 175)."""
+    network: float = 0.8
+    """Share of the network, by collectives (nodes of eight A100 with four cards of 200 Gbit/s,
+    all-reduce: 85 to 91 GB/s of 100; github.com/NVIDIA/nccl-tests, issues 100, 119 and 175). Less
+    is counted on, as larger networks are shared."""
+    message_seconds: float = 20e-6
+    """Before a message's first byte: the launch of a kernel, and its way through a ring."""
+
+
+GPU_PRIOR = Efficiency(matmul=0.75, memory=0.75)
+"""Before any fit."""
+GPU = replace(GPU_PRIOR, matmul=0.741, memory=0.735)
+"""Fitted on four rows of Megatron-LM's table 1; tests/platform_/test_planner_published.py."""
+CPU = Efficiency(matmul=0.6, memory=0.6, attention=0.3, link=0.5, network=0.5, message_seconds=5e-4)
+"""Nothing fitted: of a core among others, as they come."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-Checkpointing = Literal["none", "selective", "full"]
-"""As the recipe's `activation_checkpointing`."""
+from elastrata.core.parallelize import Schedule
+from elastrata.core.recomputation import Recomputation
+
+MOST_SAMPLES = 64
+"""Longest samples in a micro-batch: devices are full long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,10 @@ class Layout:
     shards: int = 1
     """Devices that share one copy of parameters, gradients and optimizer states."""
     copies: int = 1
-    """Of the model; HSDP where there are several and each is sharded."""
+    """Copies of the model; HSDP where there are several and each is sharded."""
     micro_batch: int = 1
     """Samples that go through the model together."""
-    checkpointing: Checkpointing = "none"
+    checkpointing: Recomputation = "none"
     reshard: bool = True
     """Whether gathered parameters are dropped after each block's forward pass."""
 
@@ -43,11 +44,11 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     def micro_batches(self, batch_size: int) -> int:
-        """That each data-parallel rank runs through the model in a step."""
+        """Micro-batches that each data-parallel rank runs through the model in a step."""
         return -(-batch_size // (self.data * self.micro_batch))
 
     def layers_of_stage(self, layers: int) -> int:
-        """Of the device that has most of them."""
+        """Layers of the device that has most."""
         parts = self.pipeline * self.virtual_stages
         return self.virtual_stages * -(-layers // parts)
 

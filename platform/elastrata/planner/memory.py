@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.hardware import Device
 from elastrata.planner.layout import Layout
-from elastrata.planner.stack import Stack
-
-_FP32 = 4
+from elastrata.planner.stack import FP32_BYTES, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class Memory:
     gradients: float
     """Gradients: added up over micro-batches, reduced, and on their way."""
     activations: float
-    """What blocks keep for the backward pass, of all micro-batches in flight."""
+    """Kept by blocks for the backward pass, of all micro-batches in flight."""
     working: float
     """The block that is computed, where its activations are computed again; logits and loss."""
     reserved: float
@@ -44,7 +42,7 @@ class Memory:
 def memory(
     model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
-    """What a step needs at its peak: where a backward pass begins, with all activations, or where
+    """Memory of a step at its peak: where a backward pass begins, with all activations, or where
     it ends, with all gradients.
 
     Args:
@@ -55,8 +53,8 @@ def memory(
         batch_size: samples of a step, over all devices.
     """
     stages = [_first_stage, _last_stage] if layout.pipeline > 1 else [_only_stage]
-    found = [stage(model, device, stack, layout, batch_size) for stage in stages]
-    return max(found, key=lambda one: one.total)
+    needs = [stage(model, device, stack, layout, batch_size) for stage in stages]
+    return max(needs, key=lambda need: need.total)
 
 
 def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
@@ -74,7 +72,7 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     if model.position_rows == 0 and not stack.fused:
         own += e * (h + model.kv_width)  # query and key before they were turned
     if stack.flash:
-        own += _FP32 * model.heads
+        own += FP32_BYTES * model.heads
     else:
         own += model.heads * model.seq_len * (2 * e + (1 if stack.dropout else 0))
     parts = layout.tensor if layout.sequence else 1
@@ -118,7 +116,8 @@ def _last_stage(
     model: ModelSpec, device: Device, stack: Stack, layout: Layout, batch_size: int
 ) -> Memory:
     blocks = layout.layers_of_stage(model.layers) * model.block_parameters
-    numbers = float(blocks + model.vocabulary * model.hidden + model.head_extra)
+    extra = model.head_extra + model.sample_extra
+    numbers = float(blocks + model.vocabulary * model.hidden + extra)
     stage = layout.pipeline - 1
     return _stage(model, device, stack, layout, batch_size, numbers, stage, has_head=True)
 
@@ -134,7 +133,7 @@ def _stage(
     *,
     has_head: bool,
 ) -> Memory:
-    """Of a stage with so many parameters, before they are divided: where its backward pass begins,
+    """Memory of a stage with so many undivided parameters: where its backward pass begins,
     or where it ends, whichever needs more."""
     own = numbers / layout.tensor
     micro_batches = layout.micro_batches(batch_size)
@@ -164,8 +163,8 @@ def _stage(
 
 
 def _kept(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
-    """Of a block, for the backward pass: all of it, its input alone, or with that what `selective`
-    keeps (`core/recomputation.py`)."""
+    """Bytes of a block kept for the backward pass: all, its input alone, or with that what
+    `selective` keeps (`core/recomputation.py`)."""
     if layout.checkpointing == "none":
         return block
     tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1
@@ -180,14 +179,14 @@ def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     feed-forward's first and, where it has three, its last, which is whole on every tensor-parallel
     device; and there of the two sums over them."""
     e, h = stack.element_bytes, model.hidden
-    own = e * (2 * h + model.kv_width + model.feed_forward) + _FP32 * model.heads
+    own = e * (2 * h + model.kv_width + model.feed_forward) + FP32_BYTES * model.heads
     last = e * h if model.gated else 0
     sums = 2 * e * h / (layout.tensor if layout.sequence else 1) if layout.tensor > 1 else 0
     return own / layout.tensor + last + sums
 
 
 def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """Of one micro-batch, with what the loss makes of them."""
+    """Logits of one micro-batch, with what the loss makes of them."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
     columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
     return tokens * columns * stack.logit_bytes

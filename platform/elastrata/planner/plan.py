@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.workload import model_spec, tensor_problems
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.efficiency import CPU, GPU
-from elastrata.planner.hardware import DEVICES
+from elastrata.planner.hardware import CPU, DEVICES, GPU
 from elastrata.planner.layout import Layout
-from elastrata.planner.search import Found, search
+from elastrata.planner.search import SearchResult, search
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.length import full_part
@@ -36,7 +36,7 @@ class Plan:
     steps: int
     prepared: bool
     """Whether the data set is there; else vocabulary and length are those asked for."""
-    found: Found
+    result: SearchResult
 
 
 def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
@@ -53,13 +53,13 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
     """
     spec = data_spec(recipe)
     part = full_part(part, spec.seq_len)
-    model = recipe.workload.transformer(spec.vocabulary, spec.seq_len)
+    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
     machine = machine_of(recipe, cluster)
     if part.batch_size < 1:
         raise UserError("batch_size: 0: expected at least 1")
-    found = _search(recipe, part, model, cluster, machine)
-    if not found.forecasts:
-        raise UserError(*_misfit(recipe, part, model, cluster, machine, found))
+    result = _search(recipe, part, model, cluster, machine)
+    if not result.forecasts:
+        raise UserError(*_misfit(recipe, part, model, cluster, machine, result))
     return Plan(
         model=model,
         cluster=cluster,
@@ -67,7 +67,7 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
         batch_size=part.batch_size,
         steps=part.num_steps,
         prepared=spec.prepared,
-        found=found,
+        result=result,
     )
 
 
@@ -118,7 +118,7 @@ def problems_of(recipe: Recipe, layout: Layout, seq_len: int) -> list[str]:
     try:
         changed = Recipe.model_validate(values)
     except ValidationError as error:
-        return [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
     return [line for _, line in cross_field_problems(changed)]
 
 
@@ -130,8 +130,8 @@ def _value(values: object, path: str) -> object:
 
 def _search(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
-) -> Found:
-    sizes = [n for n in _TENSOR_SIZES if n == 1 or not recipe.workload.tensor_problems(n)]
+) -> SearchResult:
+    sizes = [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
     return search(
         model,
         cluster,
@@ -148,10 +148,10 @@ def _misfit(
     model: ModelSpec,
     cluster: Cluster,
     machine: Machine,
-    found: Found,
+    result: SearchResult,
 ) -> list[str]:
     """By how much the model does not fit, and what would make it fit."""
-    nearest, device = found.nearest, cluster.device
+    nearest, device = result.nearest, cluster.device
     if nearest is None:
         return [
             f"--cluster: {cluster.devices} devices: expected at most batch_size "
@@ -187,7 +187,7 @@ def _more_devices(
 def _larger_devices(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> list[str]:
-    for device in sorted(DEVICES.values(), key=lambda one: one.memory_bytes):
+    for device in sorted(DEVICES.values(), key=lambda device: device.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes and device.name != "CPU":
             other = replace(cluster, device=device)
             if _search(recipe, part, model, other, replace(machine, device=device)).forecasts:

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.parallelize import Schedule
+from elastrata.core.recomputation import Recomputation
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.forecast import Forecast, forecast
-from elastrata.planner.layout import Checkpointing, Layout, Schedule
+from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.step_time import step_time
 
-_MOST_SAMPLES = 64
-"""In a micro-batch: devices are full long before."""
 _MOST_PARTS = 8
-"""Of the model on one device of a pipeline."""
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+"""Most parts of the model on one device of a pipeline."""
+_CHECKPOINTING: tuple[Recomputation, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Misfit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search has found."""
+class SearchResult:
+    """The result of a search."""
 
     forecasts: tuple[Forecast, ...]
-    """Of the layouts that fit, the fastest first; maybe none."""
+    """Forecasts of the layouts that fit, the fastest first; maybe none."""
     too_large: int
     """Layouts that do not fit."""
     nearest: Misfit | None
@@ -47,13 +47,13 @@ class Found:
     def families(self) -> tuple[Forecast, ...]:
         """The best of all layouts that divide the model alike."""
         best: dict[tuple[int, ...], Forecast] = {}
-        for one in self.forecasts:
-            best.setdefault(family(one.layout), one)
+        for each in self.forecasts:
+            best.setdefault(family(each.layout), each)
         return tuple(best.values())
 
 
 def family(layout: Layout) -> tuple[int, ...]:
-    """What of a layout says how devices divide the model."""
+    """The sizes of a layout that say how devices divide the model."""
     return layout.tensor, layout.pipeline, layout.copies, layout.shards
 
 
@@ -66,7 +66,7 @@ def search(
     steps: int,
     tensor_sizes: Sequence[int],
     pipelines: bool = True,
-) -> Found:
+) -> SearchResult:
     """Looks at every layout that uses all devices.
 
     Args:
@@ -92,14 +92,14 @@ def search(
             fitting.append(
                 forecast(model, cluster, layout, needed, time, batch_size=batch_size, steps=steps)
             )
-    fitting.sort(key=lambda one: (one.time.total, one.memory.total))
-    return Found(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
+    fitting.sort(key=lambda each: (each.time.total, each.memory.total))
+    return SearchResult(forecasts=tuple(fitting), too_large=too_large, nearest=nearest)
 
 
 def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
     """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank."""
     samples = 1
-    while samples <= min(_MOST_SAMPLES, -(-batch_size // shape.data)):
+    while samples <= min(MOST_SAMPLES, -(-batch_size // shape.data)):
         yield Layout(**{**vars(shape), "micro_batch": samples})
         samples *= 2
 

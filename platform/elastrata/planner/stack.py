@@ -1,10 +1,13 @@
-"""What training systems do, as far as the memory and time of a step depend on it."""
+"""Training systems, as far as the memory and time of a step depend on them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from elastrata.core.parallelize import DTYPES, Precision
+
+FP32_BYTES = 4
 Sharding = Literal["none", "optimizer", "all"]
 
 
@@ -15,7 +18,7 @@ class Stack:
     name: str
     source: str
     sharding: Sharding
-    """What data-parallel devices divide among them: nothing, the optimizer's states (ZeRO-1), or
+    """Divided among data-parallel devices: nothing, the optimizer's states (ZeRO-1), or
     parameters and gradients as well (ZeRO-3, FSDP)."""
     flash: bool
     """Whether attention keeps no matrix of scores, and skips what causality masks."""
@@ -23,13 +26,13 @@ class Stack:
     """Whether neighbouring element-wise operations are one kernel."""
     dropout: bool
     element_bytes: int
-    """Of activations and of parameters as they are applied."""
+    """Activations, and parameters as they are applied."""
     gradient_bytes: int
-    """Of gradients as they are added up over micro-batches."""
+    """Gradients as they are added up over micro-batches."""
     reduced_bytes: int
-    """Of gradients as they travel."""
+    """Gradients as they travel."""
     state_bytes: int
-    """Of everything the optimizer keeps: fp32 parameters and moments."""
+    """Everything the optimizer keeps: fp32 parameters and moments."""
     overlap: float
     """Share of data-parallel messages that computation hides, as far as it takes as long."""
     accumulates: bool
@@ -37,24 +40,24 @@ class Stack:
     whole_logits: bool
     """Whether every tensor-parallel device has all logits."""
     logit_bytes: int
-    """Of a logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
+    """A logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
     the softmax, and its gradient twice."""
     link_factor: float = 1.0
-    """Of what collectives reach on the link inside a node, what this system does."""
+    """Share of the rate of collectives inside a node that this system reaches."""
     network_factor: float = 1.0
-    """The same for the network."""
+    """Likewise on the network."""
     attention_copies: int = 0
-    """Of attention's result that are kept beside it."""
+    """Copies of attention's result that are kept beside it."""
     extra_micro_batches: int = 0
-    """That a stage of a pipeline holds beyond those it must."""
+    """Micro-batches that a stage of a pipeline holds beyond those it must."""
     fragmentation: float = 0.04
-    """Of what is allocated: what the allocator cannot use for requests of other sizes. An
+    """Share of allocated memory that the allocator cannot use for requests of other sizes. An
     allowance, not a measurement."""
 
 
-def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16"]) -> Stack:
+def elastrata(precision: Precision, reduced: Precision) -> Stack:
     """This project's engine: FSDP2, states in fp32."""
-    element = 4 if precision == "fp32" else 2
+    element = DTYPES[precision].itemsize
     return Stack(
         name="elastrata",
         source="core/parallelize.py",
@@ -64,7 +67,7 @@ def elastrata(precision: Literal["fp32", "bf16"], reduced: Literal["fp32", "bf16
         dropout=False,
         element_bytes=element,
         gradient_bytes=4,
-        reduced_bytes=4 if reduced == "fp32" else 2,
+        reduced_bytes=DTYPES[reduced].itemsize,
         state_bytes=12,
         overlap=0.9,
         accumulates=True,

@@ -13,15 +13,19 @@ from elastrata.planner.block import (
     head_passes,
 )
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.kernels import traffic_seconds
 from elastrata.planner.layout import Layout
-from elastrata.planner.messages import gather_seconds, neighbour_seconds, sum_seconds
+from elastrata.planner.operations import (
+    gather_seconds,
+    neighbour_seconds,
+    sum_seconds,
+    traffic_seconds,
+)
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the
 parameter as it is applied; the norm reads the gradient once more, and it is set to zero."""
 _ZERO_BUBBLE = 1 / 3
-"""Of 1F1B's bubble, what ZB-H1 leaves where its three passes take equally long
+"""Share of 1F1B's bubble that ZB-H1 leaves where its three passes take equally long
 (arXiv 2401.10241, section 2)."""
 _TOKENS_PER_SECOND_LOADED = 100e6
 """By one consumer through Ray Data: benchmarks/results/data_loading.json has 241 M on two shared
@@ -46,7 +50,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """The whole step."""
         return self.busy + self.messages + self.bubble + self.loading
 
     @property
@@ -62,7 +66,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What every term depends on."""
+    """The setting that every term depends on."""
 
     model: ModelSpec
     cluster: Cluster
@@ -72,7 +76,7 @@ class _Setting:
 
     @property
     def hidden_bytes(self) -> float:
-        """Of a micro-batch's hidden states."""
+        """Bytes of a micro-batch's hidden states."""
         tokens = self.layout.micro_batch * self.model.seq_len
         return float(tokens * self.model.hidden * self.machine.stack.element_bytes)
 
@@ -88,7 +92,7 @@ class _Setting:
 def step_time(
     model: ModelSpec, cluster: Cluster, machine: Machine, layout: Layout, batch_size: int
 ) -> StepTime:
-    """What a step of `batch_size` samples takes.
+    """The time of a step of `batch_size` samples.
 
     Args:
         model: that is trained.
@@ -134,7 +138,7 @@ def bubble_passes(layout: Layout, micro_batches: int) -> float:
 
 
 def _head_excess(at: _Setting, block: Passes, again: float, layers: int) -> float:
-    """What logits and loss add to the slowest stage: all of it, unless the last stage has fewer
+    """Seconds that logits and loss add to the slowest stage: all, unless the last stage has fewer
     layers than the first."""
     passes = head_passes(at.model, at.machine, at.layout.micro_batch, at.layout.tensor)
     missing = layers * at.layout.pipeline - at.model.layers if at.layout.pipeline > 1 else 0
@@ -149,8 +153,8 @@ def _tensor_messages(at: _Setting) -> float:
     if at.layout.tensor == 1:
         return 0.0
     sums = 6 if at.layout.checkpointing == "full" else 4
-    one = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
-    return sums * one
+    once = sum_seconds(at.cluster, at.machine.messages, at.hidden_bytes, at.layout.tensor, 1)
+    return sums * once
 
 
 def _neighbour_messages(at: _Setting) -> float:

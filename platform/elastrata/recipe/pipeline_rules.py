@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastrata.core.workload import stage_problems
 from elastrata.recipe.recipe import Recipe
 
 Problem = tuple[tuple[str, ...], str]
@@ -38,7 +39,7 @@ def over_group(recipe: Recipe) -> str:
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.parallel
-    for line in recipe.workload.stage_problems(parallel.pipeline * parallel.virtual_stages):
+    for line in stage_problems(recipe.workload, parallel.pipeline * parallel.virtual_stages):
         yield ("parallel", "pipeline"), line
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual_stages > 1:
         yield (

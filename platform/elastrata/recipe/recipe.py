@@ -20,7 +20,7 @@ from elastrata.checkpoints.checkpoint import CheckpointConfig
 from elastrata.config import Config
 from elastrata.core.clip import ClipConfig
 from elastrata.core.evaluate import EvaluationConfig
-from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.parallelize import ParallelConfig, Precision, Workers
 from elastrata.core.recomputation import Recomputation
 from elastrata.core.schedule import learning_rate
 from elastrata.core.target import TargetConfig
@@ -41,9 +41,6 @@ def _read_workload(value: Any) -> Any:
             raise ValueError(str(error)) from error
         return found.model_validate(value)
     return value
-
-
-Workers = Annotated[int, Field(gt=0, le=100_000)]
 
 
 class WorkersConfig(Config):
@@ -85,6 +82,12 @@ class WorkersConfig(Config):
         """Most workers; where `max` is auto, as many as there are at least."""
         return self.min if self.max == "auto" else self.max
 
+    def gpus_each(self, gpus: float) -> float:
+        """GPUs that each worker claims of a cluster which has so many."""
+        if self.gpus == "auto":
+            return 1.0 if gpus >= 1 else 0.0
+        return self.gpus
+
 
 class Recipe(PhaseKeys):
     """One training run, from text to model: one phase, or several."""
@@ -107,7 +110,7 @@ class Recipe(PhaseKeys):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
     note it in the history, and go on."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
     activation_checkpointing: Recomputation | Literal["auto"] = "none"
     """full: every block keeps its input only, and computes everything again in the backward pass:

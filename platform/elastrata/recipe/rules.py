@@ -9,6 +9,7 @@ from elastrata.core.optimizers.adamw import AdamWConfig
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.problems import sparsity_problems
+from elastrata.core.workload import tensor_problems
 from elastrata.recipe.automatic_rules import automatic_problems
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
 from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
@@ -154,7 +155,7 @@ def _tensor(recipe: Recipe) -> Iterator[Problem]:
         )
     if tensor == 1:
         return
-    for line in recipe.workload.tensor_problems(tensor):
+    for line in tensor_problems(recipe.workload, tensor):
         yield ("parallel", "tensor"), line
 
 

@@ -14,9 +14,9 @@ import torch
 
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.core.control_signal import Action
-from elastrata.core.data_rank import data_rank
 from elastrata.core.device import current_device
 from elastrata.core.events import Evaluated, Started
+from elastrata.core.mesh import data_rank
 from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over

@@ -46,7 +46,7 @@ def slots(
         UserError: the cluster is too small for a single one, or for as many groups as are wanted.
     """
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    gpus_each = (1.0 if gpus >= 1 else 0.0) if workers.gpus == "auto" else workers.gpus
+    gpus_each = workers.gpus_each(gpus)
     of_one = {"CPU": workers.most * workers.cpus, "GPU": workers.most * gpus_each}
     if workers.most == 1 and not gpus_each:
         of_one["CPU"] = min(1.0, cpus)

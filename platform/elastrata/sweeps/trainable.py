@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.tune import Trainable
 
 from elastrata.core.device import current_device
-from elastrata.core.lone_group import lone_group
+from elastrata.core.mesh import lone_group
 from elastrata.sweeps.failure import failure
 from elastrata.sweeps.group_trial import GroupTrial
 from elastrata.sweeps.job import TrialJob

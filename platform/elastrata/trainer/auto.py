@@ -17,8 +17,8 @@ import torch.distributed as dist
 from elastrata.core.device import device_name, memory_of_worker, peak_memory_bytes
 from elastrata.core.events import Chosen
 from elastrata.core.recomputation import Recomputation, way_at_first
-from elastrata.planner.choice import Choice, Choices
-from elastrata.planner.correction import USABLE, Correction
+from elastrata.core.workload import model_spec
+from elastrata.planner.choice import USABLE, Choice, Choices, Correction
 from elastrata.planner.group import group_cluster, group_layout, phase_choices
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
@@ -230,7 +230,7 @@ def automatic(
                 choices=phase_choices(
                     recipe,
                     part,
-                    recipe.workload.transformer(found.manifest.vocabulary, found.manifest.seq_len),
+                    model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len),
                     (found.tokens_per_micro_batch, *found.larger_budgets),
                     layout,
                     cluster,

@@ -18,14 +18,17 @@ from elastrata.core.device import DeviceCapabilities, capabilities, current_devi
 from elastrata.core.fallbacks import substitutions
 from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
-from elastrata.core.parallelize import DTYPES, parallelize, rank_mesh
+from elastrata.core.mesh import rank_mesh
+from elastrata.core.norms import StageRanks
+from elastrata.core.parallelize import DTYPES, parallelize
 from elastrata.core.partial_model import partial_model
-from elastrata.core.pipeline.clip import build_stage_clip
 from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.kernels import has_kernels, use_kernels
-from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.layers import layer_shapes, sparse_matrices
 from elastrata.core.sparsity.masks import Masks, SparsePhase
+from elastrata.core.step import StepHooks
+from elastrata.core.workload import PipelineParallel, TensorParallel
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
 
@@ -74,17 +77,18 @@ def sharded_model(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> nn.Module:
     """`divided_model` of a recipe without a pipeline."""
+    workload = recipe.workload
     with device:
         model = _first_model(recipe, vocabulary, seq_len)
     return parallelize(
         model,
-        recipe.workload.blocks(model),
+        workload.blocks(model),
         rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
         precision=recipe.precision,
         activation_checkpointing=way_at_first(recipe.activation_checkpointing),
         compile=recipe.compile and capabilities(device).can_compile,
         parallel=recipe.parallel,
-        tensor_parallel=recipe.workload.tensor_parallel,
+        tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
     )
 
 
@@ -94,7 +98,7 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     if not any(phase.sparsity for phase in phases):
         return None
     sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]
-    matrices = recipe.workload.matrices(divided.model)
+    matrices = sparse_matrices(divided.model, divided.blocks)
     masks = Masks(
         matrices,
         layer_shapes(recipe.workload),
@@ -115,7 +119,7 @@ def training_loop(
     device: torch.device,
     world_size: int,
     *,
-    counts: bool = True,
+    is_primary: bool = True,
     masks: Masks | None = None,
 ) -> Loop:
     """The recipe's loop."""
@@ -128,8 +132,8 @@ def training_loop(
         on_nonfinite=recipe.on_nonfinite,
         device=device,
         world_size=world_size,
-        counts=counts,
-        masks=masks,
+        is_primary=is_primary,
+        hooks=masks or StepHooks(),
     )
 
 
@@ -156,6 +160,7 @@ def _pipelined(
     from elastrata.core.pipeline.stages import cut_in_stages, own_spans
 
     workload, parallel = recipe.workload, recipe.parallel
+    assert isinstance(workload, PipelineParallel)
     mesh = rank_mesh(
         device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
     )
@@ -187,7 +192,8 @@ def _pipelined(
     )
     group = mesh.get_group("pipeline")
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
-    clip = build_stage_clip(recipe.clip, stages.model, group, counted_elsewhere)
+    ranks = StageRanks(group, counted_elsewhere)
+    clip = build_clip(recipe.clip, stages.model, pipeline=ranks)
     return DividedModel(stages.model, forward_backward, clip, workload.blocks(stages.model), group)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastrata.core.data_rank import DataRank
 from elastrata.core.evaluate import EvaluationConfig, evaluation_due, held_out_step
+from elastrata.core.mesh import DataRank
 from elastrata.core.record import StepRecord
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.payload import RankStep

@@ -12,6 +12,7 @@ from elastrata.core.evaluate import EVALUATION_SEED
 from elastrata.core.sparsity.config import GivenConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.mask_file import read_masks
+from elastrata.core.workload import model_spec
 from elastrata.planner.choice import budgets
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
@@ -154,7 +155,7 @@ def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
 def _plan_problems(recipe: Recipe, manifest: Manifest) -> tuple[str, ...]:
     """Why nobody can plan what the recipe leaves open."""
     try:
-        recipe.workload.transformer(manifest.vocabulary, manifest.seq_len)
+        model_spec(recipe.workload, manifest.vocabulary, manifest.seq_len)
     except UserError as error:
         return error.problems
     return ()

@@ -39,7 +39,7 @@ class Trainer:
         device: of this rank.
         world_size: ranks of the process group.
         per_node: how many of them share this machine, and its memory.
-        counts: whether this rank's sums over samples count; see `DataRank`.
+        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Trainer:
         *,
         world_size: int,
         per_node: int,
-        counts: bool = True,
+        is_primary: bool = True,
     ) -> None:
         self._recipe, self._device = recipe, device
-        self._world_size, self._counts = world_size, counts
+        self._world_size, self._is_primary = world_size, is_primary
         self._vocabulary = phases[0].batches.manifest.vocabulary
         seq_len = max(phase.batches.manifest.seq_len for phase in phases)
         self._divided = divided_model(recipe, self._vocabulary, seq_len, device, world_size)
@@ -117,7 +117,7 @@ class Trainer:
             self._vocabulary,
             self._device,
             self._world_size,
-            counts=self._counts,
+            is_primary=self._is_primary,
             masks=self._masks,
         )
         parts = chooser.cut(stream, chose)
@@ -136,6 +136,6 @@ class Trainer:
             self._chooser.as_chosen(held_out).micro_batches,
             self._vocabulary,
             self._device,
-            counts=self._counts,
+            is_primary=self._is_primary,
         )
         return loss, time.perf_counter() - began

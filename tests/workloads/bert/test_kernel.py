@@ -10,8 +10,8 @@ from elastrata.core.device import DeviceCapabilities
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.kernel import has_varlen
-from elastrata_workloads.unpadded.segments import Segments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INSTEAD = "; dense instead, one call per run of samples of equal length"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
-from elastrata_workloads.unpadded.segments import Segments
+from elastrata_workloads.unpadded.batch import Segments
 
 LENGTHS = (6, 6, 1, 4)
 SEGMENTS = Segments(torch.tensor([0, 6, 12, 13, 17], dtype=torch.int32), LENGTHS, 8)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
 from elastrata_workloads.unpadded.logits import of_ids
-from elastrata_workloads.unpadded.segments import Segments
 
 
 class BertModel(nn.Module):
@@ -56,16 +56,16 @@ class BertModel(nn.Module):
 
 
 def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
-    """What a model, or its last stage, makes of its last hidden states: see `BertModel.forward`."""
+    """Logits, as of `BertModel.forward`, from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
-    found = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
-    found = of_ids(found, model.shape.num_ids, found.dtype)
+    rows = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
+    logits = of_ids(rows, model.shape.num_ids, rows.dtype)
     if model.bert.pooler is None or model.cls.seq_relationship is None:
-        return found, None
+        return logits, None
     if batch.sample_starts is None:
         raise ValueError("next-sentence prediction needs a batch of sentence pairs")
     pooled = model.bert.pooler(hidden.index_select(0, batch.sample_starts))
-    return found, model.cls.seq_relationship(pooled)
+    return logits, model.cls.seq_relationship(pooled)
 
 
 class Trunk(nn.Module):
@@ -217,7 +217,7 @@ class Pooler(nn.Module):
 
 
 class Heads(nn.Module):
-    """What turns hidden states into logits."""
+    """The heads, which turn hidden states into logits."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()

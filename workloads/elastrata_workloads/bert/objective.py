@@ -22,7 +22,7 @@ _DROPOUT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is asked of the model."""
+    """The objective: masked tokens, and next sentences where wanted."""
 
     masking: MaskingRule
     next_sentence: bool

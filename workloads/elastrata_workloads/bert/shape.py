@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.model_spec import ModelSpec
 from elastrata_workloads.unpadded.kernel import Kernel
+
+_TOKEN_TYPES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +29,26 @@ class BertShape:
     initializer_range: float
     next_sentence: bool
     attention: Kernel
+
+    def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
+        """The numbers that memory, time and FLOPs depend on."""
+        e = self.hidden_size
+        biases = 5 * e + self.intermediate_size
+        return ModelSpec(
+            layers=self.num_layers,
+            hidden=e,
+            heads=self.num_heads,
+            kv_heads=self.num_heads,
+            feed_forward=self.intermediate_size,
+            gated=False,
+            causal=False,
+            vocabulary=self.num_embeddings,
+            position_rows=self.max_positions + _TOKEN_TYPES,
+            embedding_additions=2,
+            tied=True,
+            block_vectors=biases + 4 * e,
+            head_extra=e * e,
+            sample_extra=e * (e + 2) if self.next_sentence else 0,
+            predicted=mask_probability,
+            seq_len=seq_len,
+        )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from elastrata.core.batch import Batch
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.workload import Batch, ExportedAs, Loss, Workload
-from elastrata_pipelines.deal import WorkModel
+from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.bert import cost
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
-from elastrata_workloads.bert.outline import transformer
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
@@ -41,11 +39,13 @@ if TYPE_CHECKING:
     from elastrata_workloads.bert.model import BertModel
 
 
-class Bert(Workload):
+class Bert(Planned, TensorParallel, PipelineParallel):
     """Bidirectional encoder with masked-language-model pre-training (Devlin et al. 2019).
 
     The defaults are BERT-base.
     """
+
+    predicts: ClassVar = "mlm"
 
     name: Literal["bert"] = "bert"
     """This workload."""
@@ -91,24 +91,24 @@ class Bert(Workload):
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why BERT cannot train on that data set; empty if it can."""
         vocabulary = manifest.vocabulary
-        found = []
+        lines = []
         if vocabulary.mask_id is None:
-            found.append(
+            lines.append(
                 "workload: bert needs a tokenizer with a mask token; this data set's has none"
             )
         if vocabulary.size <= len(set(vocabulary.special_ids)):
-            found.append("workload: bert needs tokens to mask; this data set has special ids only")
+            lines.append("workload: bert needs tokens to mask; this data set has special ids only")
         if manifest.seq_len > self.max_positions:
-            found.append(
+            lines.append(
                 f"workload.max_positions: {self.max_positions}, but this data set has samples "
                 f"of up to {manifest.seq_len} tokens"
             )
         if self.next_sentence and not manifest.pairs:
-            found.append(
+            lines.append(
                 "workload.next_sentence: true, but this data set has no sentence pairs; "
                 "prepare it with pairs or set next_sentence to false"
             )
-        return found
+        return lines
 
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
@@ -147,10 +147,6 @@ class Bert(Workload):
     def stage_problems(self, num_stages: int) -> list[str]:
         """A line where there are fewer blocks than stages."""
         return stage_problems(num_stages, self.num_layers)
-
-    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """FLOPs of a forward pass; embeddings and heads count in the first and the last block."""
-        return cost.block_costs(self.shape(vocabulary), seq_len, self.mask_probability)
 
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
         """The part of a model with these blocks. The heads bring the table of word embeddings
@@ -192,22 +188,9 @@ class Bert(Workload):
         next_sentence = ["nsp_loss", "nsp_accuracy"] if self.next_sentence else []
         return ["mlm_loss", "mlm_accuracy", *next_sentence]
 
-    def work(self, vocabulary: Vocabulary) -> WorkModel:
-        """Cost of a sample by its length: FLOPs of the forward pass."""
-        return cost.work(self.shape(vocabulary), self.mask_probability)
-
-    def flops(
-        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
-    ) -> int:
-        """FLOPs of forward and backward for samples of these lengths.
-
-        Documents packed into one sample attend to themselves only: give their lengths instead.
-        """
-        return cost.training_flops(self.shape(vocabulary), lengths, int(weights["mlm"]))
-
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as: with both heads, or with the one it has."""
+        """The names by which transformers knows its exports, with one head or both."""
         loader = "BertForPreTraining" if self.next_sentence else "AutoModelForMaskedLM"
         return ExportedAs(loader=loader, task="fill-mask")
 
@@ -225,9 +208,9 @@ class Bert(Workload):
 
         export(self.shape(vocabulary), state, tokenizer, path)
 
-    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that `elastrata plan` computes memory and time from."""
-        return transformer(self.shape(vocabulary), seq_len, self.mask_probability)
+    def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
+        """The numbers that memory, time and FLOPs are computed from."""
+        return self.shape(vocabulary).model_spec(seq_len, self.mask_probability)
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:
         """The model's shape with that vocabulary."""

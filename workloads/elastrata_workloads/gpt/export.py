@@ -64,11 +64,11 @@ def family_of(shape: GptShape) -> ModuleType:
     Raises:
         UserError: there is none.
     """
-    found = {family: family.differences(shape) for family in (gpt2, llama)}
-    for family, differences in found.items():
+    by_family = {family: family.differences(shape) for family in (gpt2, llama)}
+    for family, differences in by_family.items():
         if not differences:
             return family
     raise UserError(
-        f"workload: transformers has no such model: GPT-2 is without {', '.join(found[gpt2])}; "
-        f"Llama without {', '.join(found[llama])}"
+        f"workload: transformers has no such model: GPT-2 is without {', '.join(by_family[gpt2])}; "
+        f"Llama without {', '.join(by_family[llama])}"
     )

@@ -24,14 +24,14 @@ _BLOCK = {
 
 
 def differences(shape: GptShape) -> list[str]:
-    """What a shape has that GPT-2 cannot have, as recipe keys; empty: it is a GPT-2."""
-    found = {
+    """Recipe keys with values that GPT-2 cannot have; empty: the shape is a GPT-2."""
+    differs_in = {
         "positions: rotary": shape.positions != "learned",
         "activation: swiglu": shape.activation != "gelu",
         "norm: rms": shape.norm != "layer",
         "num_kv_heads": shape.num_kv_heads != shape.num_heads,
     }
-    return [key for key, differs in found.items() if differs]
+    return [key for key, differs in differs_in.items() if differs]
 
 
 def to_config(shape: GptShape) -> dict[str, Any]:
@@ -72,15 +72,15 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """What a GPT2Config asks for that our model does not have; empty: it has all."""
-    found = {
+    """Parts that a GPT2Config asks for and our model does not have; empty: it has all."""
+    lacks = {
         f"activation_function {config.activation_function}": config.activation_function
         not in ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights false": not config.scale_attn_weights,
         "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         "add_cross_attention": config.add_cross_attention,
     }
-    return [key for key, differs in found.items() if differs]
+    return [key for key, differs in lacks.items() if differs]
 
 
 def to_weights(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

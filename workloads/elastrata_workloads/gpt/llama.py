@@ -31,13 +31,13 @@ _BLOCK = {
 
 
 def differences(shape: GptShape) -> list[str]:
-    """What a shape has that Llama cannot have, as recipe keys; empty: it is a Llama."""
-    found = {
+    """Recipe keys with values that Llama cannot have; empty: the shape is a Llama."""
+    differs_in = {
         "positions: learned": shape.positions != "rotary",
         "activation: gelu": shape.activation != "swiglu",
         "norm: layer": shape.norm != "rms",
     }
-    return [key for key, differs in found.items() if differs]
+    return [key for key, differs in differs_in.items() if differs]
 
 
 def to_config(shape: GptShape) -> dict[str, Any]:
@@ -81,16 +81,16 @@ def from_config(config: Any) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """What a LlamaConfig asks for that our model does not have; empty: it has all."""
+    """Parts that a LlamaConfig asks for and our model does not have; empty: it has all."""
     rope_type = config.rope_parameters["rope_type"]
-    found = {
+    lacks = {
         f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         f"rope_type {rope_type}": rope_type != "default",
         f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
         != config.hidden_size,
         "attention_bias unlike mlp_bias": config.attention_bias != config.mlp_bias,
     }
-    return [key for key, differs in found.items() if differs]
+    return [key for key, differs in lacks.items() if differs]
 
 
 def to_weights(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

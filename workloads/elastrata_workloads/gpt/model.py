@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastrata_workloads.gpt.batch import GptBatch
-from elastrata_workloads.gpt.rotary import rotated
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
 from elastrata_workloads.unpadded.logits import of_ids
-from elastrata_workloads.unpadded.segments import Segments
 
 
 class GptModel(nn.Module):
@@ -73,7 +72,7 @@ class GptModel(nn.Module):
 
 
 def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
-    """What a model, or its last stage, makes of its last hidden states: see `GptModel.forward`."""
+    """Logits, as of `GptModel.forward`, from the last hidden states."""
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
     return of_ids(model.head(hidden, *table), model.shape.num_ids, torch.float32)
@@ -193,3 +192,24 @@ def norm(shape: GptShape) -> nn.LayerNorm | nn.RMSNorm:
     if shape.norm == "rms":
         return nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
     return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps, bias=shape.bias)
+
+
+def rotated(heads: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turns every head by angles that grow with the position.
+
+    Feature i of the first half of a head and feature i of the second half are turned as a pair, by
+    position * base^(-2 i / D): transformers' layout of Llama's weights. In fp32, as bf16 could not
+    tell neighbouring positions apart.
+
+    Args:
+        heads: shape [T, H, D], D even.
+        positions: shape [T], int64: place of each token in its segment.
+        base: the slowest pair takes about 2 pi * base positions to turn once.
+    """
+    size = heads.shape[-1]
+    exponents = torch.arange(0, size, 2, device=heads.device, dtype=torch.float32) / size
+    angles = (positions[:, None] * (1.0 / base**exponents))[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(heads.dtype)

@@ -32,14 +32,14 @@ def collate(rows: Rows, *, pad_id: int, seed: int, dropout: bool) -> GptBatch:
         return _filler(pad_id, dropout)
     starts, lengths = rows.segment_starts, rows.segment_lengths
     tokens = rows.tokens.astype(np.int64)
-    places = np.arange(len(tokens))
-    predicted = np.delete(places, starts + lengths - 1)
+    numbers = np.arange(len(tokens))
+    predicted = np.delete(numbers, starts + lengths - 1)
     keys = SampleRng(seed, rows).hashes(_DROPOUT).view(np.int64) if dropout else None
     return GptBatch(
         weights={"lm": float(len(predicted))},
         num_positions=len(tokens),
         input_ids=torch.from_numpy(tokens),
-        positions=torch.from_numpy(places - np.repeat(starts, lengths)),
+        positions=torch.from_numpy(numbers - np.repeat(starts, lengths)),
         offsets=torch.from_numpy(np.append(starts, len(tokens)).astype(np.int32)),
         segment_lengths=tuple(lengths.tolist()),
         predicted=torch.from_numpy(predicted),

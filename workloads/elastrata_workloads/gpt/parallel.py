@@ -1,11 +1,11 @@
-"""How a plain GPT is taken apart: the units of sharding, checkpointing and compilation, the plan of
-tensor parallelism, and the stages of a pipeline."""
+"""A plain GPT taken apart: the units of sharding, checkpointing and compilation, the plan of tensor
+parallelism, and the stages of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -15,9 +15,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from elastrata_workloads.gpt.model import GptModel
+from elastrata_workloads.gpt.batch import GptBatch
+from elastrata_workloads.gpt.model import GptModel, logits
 from elastrata_workloads.gpt.shape import GptShape
-from elastrata_workloads.gpt.stage import GptStage
+from elastrata_workloads.unpadded.dropout import layer_keys
 from elastrata_workloads.unpadded.tensor_parallel import (
     OwnKeys,
     Replicated,
@@ -29,6 +30,41 @@ from elastrata_workloads.unpadded.tensor_parallel import (
     norm_style,
     tied_head_style,
 )
+
+
+class GptStage(nn.Module):
+    """Some blocks of a model under the names they have there; with the embeddings where the first
+    is among them, with norm and head where the last one is.
+
+    A head that is the token embedding has that table with it.
+
+    Args:
+        model: whose modules it takes.
+        blocks: numbers from 0.
+    """
+
+    def __init__(self, model: GptModel, blocks: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = model.shape
+        self.is_first, self.is_last = 0 in blocks, len(model.blocks) - 1 in blocks
+        if self.is_first:
+            self.embeddings: nn.Module = model.embeddings
+        elif self.is_last and self.shape.tied_embeddings:
+            self.embeddings = nn.ModuleDict({"tokens": model.embeddings.tokens})
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in blocks})
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, batch: GptBatch, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states of shape [T, E] from those of the stage before, which the first stage does
+        without; logits as `GptModel` with the last block."""
+        if hidden is None:
+            hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
+        segments = batch.segments
+        for number, block in self.blocks.items():
+            keys = layer_keys(batch.dropout_keys, int(number))
+            hidden = block(hidden, segments, batch.positions, keys)
+        return logits(self, hidden, batch) if self.is_last else hidden
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -43,7 +79,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def stage(model: nn.Module, numbers: Sequence[int]) -> GptStage:
-    """The part of a model with these blocks; see `Workload.stage`.
+    """The part of a model with these blocks, as `PipelineParallel.stage` has it.
 
     Raises:
         TypeError: not a GPT.
@@ -52,8 +88,8 @@ def stage(model: nn.Module, numbers: Sequence[int]) -> GptStage:
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis; see
-    `Workload.tensor_parallel`.
+    """Divides heads, feed-forwards and the vocabulary over `mesh`, an axis, for
+    `TensorParallel.tensor_parallel`.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
     al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastrata.core.model_spec import ModelSpec
 from elastrata_workloads.unpadded.kernel import Kernel
 
 Positions = Literal["learned", "rotary"]
@@ -41,3 +42,24 @@ class GptShape:
     def head_size(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_heads
+
+    def model_spec(self, seq_len: int) -> ModelSpec:
+        """The numbers that memory, time and FLOPs depend on."""
+        gated = self.activation == "swiglu"
+        kv_width = self.num_kv_heads * self.head_size
+        biases = 3 * self.hidden_size + 2 * kv_width + (2 if gated else 1) * self.intermediate_size
+        norms = 2 * self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
+        return ModelSpec(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            feed_forward=self.intermediate_size,
+            gated=gated,
+            causal=True,
+            vocabulary=self.num_embeddings,
+            position_rows=self.max_positions if self.positions == "learned" else 0,
+            tied=self.tied_embeddings,
+            block_vectors=norms + (biases if self.bias else 0),
+            seq_len=seq_len,
+        )

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from elastrata.core.batch import Batch
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.workload import Batch, ExportedAs, Loss, Workload
-from elastrata_pipelines.deal import WorkModel
+from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.gpt import cost
 from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.gpt.objective import collate, loss
-from elastrata_workloads.gpt.outline import transformer
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.batch import equally_long
 from elastrata_workloads.unpadded.kernel import Kernel, substitution
@@ -46,13 +44,15 @@ _BERTS_FRAMING = 3
 """`[CLS]`, `[SEP]` and `[UNK]`; a tokenizer for running text has one token that does it all."""
 
 
-class Gpt(Workload):
+class Gpt(Planned, TensorParallel, PipelineParallel):
     """Decoder with next-token pre-training, in the style of GPT-2 (Radford et al. 2019), of Llama
     (Touvron et al. 2023), or between them.
 
     The defaults are GPT-2 of 124 million parameters. Llama's style is `positions: rotary`,
     `activation: swiglu`, `norm: rms`, `bias: false` and `tied_embeddings: false`.
     """
+
+    predicts: ClassVar = "lm"
 
     name: Literal["gpt"] = "gpt"
     """This workload."""
@@ -115,18 +115,18 @@ class Gpt(Workload):
 
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why GPT cannot train on that data set; empty if it can."""
-        found = []
+        lines = []
         if manifest.pairs:
-            found.append(
+            lines.append(
                 "workload: gpt predicts running text; this data set has sentence pairs, half of "
                 "them random: prepare it without pairs"
             )
         if manifest.seq_len > self.max_positions:
-            found.append(
+            lines.append(
                 f"workload.max_positions: {self.max_positions}, but this data set has samples "
                 f"of up to {manifest.seq_len} tokens"
             )
-        return found
+        return lines
 
     def advice(self, manifest: Manifest) -> list[str]:
         """A line where the tokenizer is made for BERT: beside padding and mask it has tokens that
@@ -179,10 +179,6 @@ class Gpt(Workload):
         """A line where there are fewer blocks than stages."""
         return stage_problems(num_stages, self.num_layers)
 
-    def block_costs(self, vocabulary: Vocabulary, seq_len: int) -> list[int]:
-        """FLOPs of a forward pass; embeddings and head count in the first and the last block."""
-        return cost.block_costs(self.shape(vocabulary.size), seq_len)
-
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
         """The part of a model with these blocks. A tied head brings the embeddings' table along,
         under the same name."""
@@ -212,22 +208,9 @@ class Gpt(Workload):
         """Loss and accuracy of the next tokens."""
         return ["lm_loss", "lm_accuracy"]
 
-    def work(self, vocabulary: Vocabulary) -> WorkModel:
-        """Cost of a sample by its length: FLOPs of the forward pass, attention causal-halved."""
-        return cost.work(self.shape(vocabulary.size))
-
-    def flops(
-        self, lengths: Sequence[int], weights: Mapping[str, float], vocabulary: Vocabulary
-    ) -> int:
-        """FLOPs of forward and backward for samples of these lengths, attention causal-halved.
-
-        Documents packed into one sample attend to themselves only: give their lengths instead.
-        """
-        return cost.training_flops(self.shape(vocabulary.size), lengths, int(weights["lm"]))
-
     @property
     def exported_as(self) -> ExportedAs:
-        """What transformers knows its exports as: a language model."""
+        """The names by which transformers knows its exports: a language model."""
         return ExportedAs(loader="AutoModelForCausalLM", task="text-generation")
 
     def export(
@@ -248,9 +231,9 @@ class Gpt(Workload):
 
         export(self.shape(vocabulary.size), state, tokenizer, path)
 
-    def transformer(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
-        """The numbers that `elastrata plan` computes memory and time from."""
-        return transformer(self.shape(vocabulary.size), seq_len)
+    def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
+        """The numbers that memory, time and FLOPs are computed from."""
+        return self.shape(vocabulary.size).model_spec(seq_len)
 
     def shape(self, num_ids: int) -> GptShape:
         """The model's shape with a vocabulary of so many ids."""

@@ -1,1 +1,1 @@
-"""What models share that run on samples laid end to end, without padding."""
+"""Parts that models share which run on samples laid end to end, without padding."""

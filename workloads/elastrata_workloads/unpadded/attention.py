@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.kernel import Kernel, has_varlen
-from elastrata_workloads.unpadded.segments import Segments
 
 
 def attention(

@@ -1,4 +1,5 @@
-"""A micro-batch without padding: samples end to end, and what is to be predicted."""
+"""A micro-batch without padding: samples end to end, where attention stops, and what is to be
+predicted."""
 
 from __future__ import annotations
 
@@ -9,12 +10,23 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata.core.workload import Batch
-from elastrata_workloads.unpadded.segments import Segments
+from elastrata.core.batch import Batch
 
 FILLER_TOKENS = 2
-"""Of the micro-batch without samples. Not 1: torch.compile would compile every block once more for
-a dimension of size 1."""
+"""Tokens of the micro-batch without samples. Not 1: torch.compile would compile every block once
+more for a dimension of size 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where attention stops: a segment is a sample, or one document of a packed sample."""
+
+    offsets: Tensor
+    """Shape [G + 1], int32, on the model's device: starts of the segments, then T."""
+    lengths: tuple[int, ...]
+    """G lengths, known to the host without asking the device."""
+    longest: int
+    """No segment is longer. Rounded up, so that compiled blocks see few different numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +53,12 @@ class UnpaddedBatch(Batch):
     """With dropout only, shape [T], int64: a hash of (seed, epoch, sample, token)."""
 
     def filled(self, multiple: int) -> Self:
-        """The same batch with tokens up to a multiple of that number: a segment of their own, with
+        """This batch with tokens up to a multiple of that number: a segment of their own, with
         nothing to predict, so that no sum and no gradient changes."""
         return self.filled_to(len(self.input_ids) + -len(self.input_ids) % multiple)
 
     def filled_to(self, num_tokens: int) -> Self:
-        """As `filled`, up to so many tokens."""
+        """This batch with so many tokens, filled up likewise."""
         missing = num_tokens - len(self.input_ids)
         if not missing:
             return self
@@ -70,13 +82,13 @@ class UnpaddedBatch(Batch):
 
     @property
     def segments(self) -> Segments:
-        """What attention needs to know."""
+        """The segments, as attention needs them."""
         longest = max(self.segment_lengths)
         return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())
 
 
 def equally_long(batches: Sequence[Batch], multiple: int) -> list[Batch]:
-    """The same micro-batches, all with as many tokens as the longest one, up to a multiple of
+    """These micro-batches, all with as many tokens as the longest one, up to a multiple of
     `multiple`.
 
     Raises:

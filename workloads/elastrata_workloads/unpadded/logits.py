@@ -47,10 +47,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(logits, DTensor):
         rank, part = logits.device_mesh.get_local_rank(), logits.to_local()
-        found: tuple[Tensor, Tensor] = _Divided.apply(  # type: ignore[no-untyped-call]
+        sums: tuple[Tensor, Tensor] = _Divided.apply(  # type: ignore[no-untyped-call]
             part, targets - rank * part.shape[1], logits.device_mesh.get_group()
         )
-        return found
+        return sums
     right = (logits.detach().argmax(dim=-1) == targets).sum().float()
     return F.cross_entropy(logits, targets, reduction="sum"), right
 
@@ -62,7 +62,7 @@ class _Divided(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        """Of this rank's columns.
+        """The sums over all columns, from this rank's.
 
         Args:
             ctx: torch's.
@@ -73,9 +73,9 @@ class _Divided(torch.autograd.Function):
         is_here = (targets >= 0) & (targets < logits.shape[1])
         column = targets.clamp(0, logits.shape[1] - 1)[:, None]
         of_target = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
-        largest, place = logits.max(dim=1)
+        largest, where = logits.max(dim=1)
         # Whether the largest one is the target's own, and not another one of the same value.
-        is_right = (is_here & (place == targets)).to(logits.dtype)
+        is_right = (is_here & (where == targets)).to(logits.dtype)
         told = torch.stack([logits.logsumexp(1), of_target, largest, is_right])
         heard = told.new_empty(group.size(), *told.shape)
         dist.all_gather(list(heard.unbind()), told, group=group)
@@ -91,9 +91,9 @@ class _Divided(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Softmax less 1 at the target, times the gradient of the sum."""
         logits, total, column, is_here = ctx.saved_tensors
-        found = (logits - total[:, None]).exp_()
-        found.scatter_add_(1, column, -is_here[:, None].to(found.dtype))
-        return found.mul_(gradients[0]), None, None
+        gradient = (logits - total[:, None]).exp_()
+        gradient.scatter_add_(1, column, -is_here[:, None].to(gradient.dtype))
+        return gradient.mul_(gradients[0]), None, None
 
 
 def _without_others(logits: DTensor, num_ids: int) -> DTensor:

@@ -13,9 +13,9 @@ Layers = Annotated[int, Field(gt=0, le=10_000)]
 Width = Annotated[int, Field(gt=0, le=2**24)]
 """Numbers for each token."""
 Heads = Annotated[int, Field(gt=0, le=2**16)]
-"""Of a block."""
+"""Heads of a block."""
 Small = Annotated[float, Field(gt=0, le=1e3)]
-"""What is added to variances, and the deviation of first weights."""
+"""A small number, such as one added to variances, or the deviation of first weights."""
 _MOST_WEIGHTS = 10**15
 
 

@@ -59,27 +59,27 @@ def hidden_layout(sequence: bool) -> Placement:
 
 
 def norm_style(sequence: bool) -> ParallelStyle:
-    """Of a norm inside a block."""
+    """The style of a norm inside a block."""
     if sequence:
         return SequenceParallel(sequence_dim=_TOKENS, use_local_output=True)
     return Replicated()
 
 
 def embedding_style(num_rows: int, size: int) -> ParallelStyle:
-    """Of the table of the vocabulary: divided where `size` ranks get equally many rows, else whole
-    on each of them."""
+    """The style of the table of the vocabulary: divided where `size` ranks get equally many rows,
+    else whole on each of them."""
     if num_rows % size:
         return Replicated()
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
 
 
 def tied_head_style(num_rows: int, size: int) -> ParallelStyle:
-    """Of a head that gets the table of the vocabulary: divided as that is."""
+    """The style of a head that gets the table of the vocabulary: divided as that is."""
     return Replicated() if num_rows % size else LogitsInParts()
 
 
 def head_style(num_rows: int, size: int) -> ParallelStyle:
-    """Of a head with a table of its own, a matrix of that many rows."""
+    """The style of a head with a table of its own, a matrix of that many rows."""
     if num_rows % size:
         return Replicated()
     return ColwiseParallel(output_layouts=Shard(_VOCABULARY), use_local_output=False)
@@ -104,7 +104,7 @@ class Replicated(ParallelStyle):
 
 
 class LogitsInParts(Replicated):
-    """Like it, but with a table of the vocabulary that is divided: so stays the output, logits of
+    """A head with a table of the vocabulary that is divided: so stays the output, logits of
     shape [P, V], each rank's for its part of V. See `logits.py`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -118,11 +118,11 @@ class OwnKeys(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HiddenDropout):
             raise TypeError(f"expected a HiddenDropout, got {type(module).__name__}")
-        place, size = device_mesh.get_local_rank(), device_mesh.size()
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
 
         def own(_: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
             hidden, keys = inputs
-            return hidden, None if keys is None else keys.chunk(size)[place]
+            return hidden, None if keys is None else keys.chunk(size)[rank]
 
         module.register_forward_pre_hook(own)
         return module
@@ -136,7 +136,7 @@ def _filled(inputs: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
 
 
 class _Handed(torch.autograd.Function):
-    """The same values, uncopied, as a tensor that is no view."""
+    """Its input, uncopied, as a tensor that is no view."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

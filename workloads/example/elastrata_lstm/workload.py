@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from elastrata.core.padded import padded
-from elastrata.core.workload import Batch, Loss, Metric, Workload
+from elastrata.core.batch import Batch, padded
+from elastrata.core.workload import Loss, Metric, Workload
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 
 
 def adam_directions(

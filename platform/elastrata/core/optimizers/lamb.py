@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastrata.core.optimizers.adam_moments import adam_directions
-from elastrata.core.optimizers.global_norms import global_norms
-from elastrata.core.optimizers.groups import ParameterGroup, decaying_or_not, trainable
-from elastrata.core.optimizers.keys import NotNegative, OptimizerKeys
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.optimizers.keys import (
+    NotNegative,
+    OptimizerKeys,
+    ParameterGroup,
+    decaying_or_not,
+    trainable,
+)
+from elastrata.core.sharding import MeshAxis, local, sharding_axes
 
 
 class LambConfig(OptimizerKeys):
@@ -106,7 +111,7 @@ class Lamb(Optimizer):
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         if group["has_trust"]:
-            ratios = trust_ratios(*global_norms(parameters, weights, updates), *group["trust"])
+            ratios = trust_ratios(*_global_norms(parameters, weights, updates), *group["trust"])
             for update, ratio in zip(updates, ratios.to(updates[0].dtype), strict=True):
                 update.mul_(ratio)
         torch._foreach_add_(weights, updates, alpha=-group["lr"])
@@ -116,3 +121,30 @@ def trust_ratios(weights: Tensor, updates: Tensor, smallest: float, largest: flo
     """The trust ratios from the norms of weights and updates, all of shape [tensors]."""
     ratios = (weights / updates).clamp(smallest, largest)
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
+
+
+def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of tensors that are sharded as `parameters` are.
+
+    Collective over the axes that shard them: one all-reduce per axis, however many tensors there
+    are, so one under FSDP and, inside each replica, one under HSDP; one more with tensor
+    parallelism, of the tensors that it divides.
+
+    Args:
+        parameters: say how the tensors are sharded; their values do not matter.
+        shards: this rank's part of one tensor per parameter, maybe empty; one or more such lists.
+
+    Returns:
+        Shape [number of lists, number of parameters], float64.
+    """
+    norms = [torch.stack(torch._foreach_norm(list(shard))) for shard in shards]
+    squares = torch.stack(norms).double().square()
+    columns: dict[MeshAxis, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        for axis in sharding_axes(parameter):
+            columns.setdefault(axis, []).append(number)
+    for axis, numbers in columns.items():
+        summed = squares[:, numbers]
+        dist.all_reduce(summed, group=axis.group)
+        squares[:, numbers] = summed
+    return squares.sqrt()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.core.optimizers.sharding import MeshAxis, sharding_axes
+from elastrata.core.sharding import MeshAxis, sharding_axes
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class _Part:
     whole: torch.Size
     """Shape of the matrix, [m, n]."""
     axes: tuple[MeshAxis, ...]
-    """That divide it, outermost first; the innermost one has divided it first."""
+    """The axes that divide it, outermost first; the innermost one has divided it first."""
     values: Tensor
 
     def shape_on(self, rank: int) -> torch.Size:
-        """Of the part on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
+        """The shape on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
         may have less than others, or nothing."""
         sizes, outermost = list(self.whole), self.axes[0]
         for axis in reversed(self.axes):
@@ -70,7 +70,7 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
     axes = [part.axes[0] for part in parts if part.axes]
     if not axes:
         return [function(part.values) for part in parts]
-    axis = min(axes, key=lambda axis: axis.place)
+    axis = min(axes, key=lambda axis: axis.number)
     divided = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
     others = [i for i in range(len(parts)) if i not in divided]
     owners = share_out([_cost(parts[i].whole) for i in divided], axis.size)
@@ -87,7 +87,7 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
     ]
     results = _on_parts([*joined, *(parts[i] for i in others)], function)
 
-    found = dict(zip(others, results[len(mine) :], strict=True))
+    by_part = dict(zip(others, results[len(mine) :], strict=True))
     columns = zip(*shapes, strict=True)
     pieces = [
         torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)
@@ -98,17 +98,17 @@ def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> l
         back, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
     )
     for theirs, values in zip(owned, returned, strict=True):
-        found |= dict(zip(theirs, values, strict=True))
-    return [found[i] for i in range(len(parts))]
+        by_part |= dict(zip(theirs, values, strict=True))
+    return [by_part[i] for i in range(len(parts))]
 
 
 def share_out(costs: Sequence[float], size: int) -> list[int]:
     """The rank for each of some pieces of work: the costliest first, each to the least busy rank
     (Graham's LPT rule)."""
     busy, owners = [0.0] * size, [0] * len(costs)
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        owners[place] = min(range(size), key=lambda rank: busy[rank])
-        busy[owners[place]] += costs[place]
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+        owners[piece] = min(range(size), key=lambda rank: busy[rank])
+        busy[owners[piece]] += costs[piece]
     return owners
 
 

@@ -57,7 +57,7 @@ def bubble(
 def one_stage_order(
     num_ranks: int, num_micro_batches: int, *, interleaves: bool
 ) -> dict[int, list[Action]]:
-    """What each rank does that has one stage: GPipe, or 1F1B, in which rank r has at most
+    """The order of ranks with one stage each: GPipe, or 1F1B, in which rank r has at most
     `num_ranks` - r micro-batches under way.
 
     torch's own plan of 1F1B (`Schedule1F1B.pipeline_order` of torch 2.13) counts the micro-batches
@@ -76,7 +76,7 @@ def one_stage_order(
 
 
 def _needed(action: Action, num_stages: int) -> set[Action]:
-    """What must have ended before."""
+    """The actions that must have ended before."""
     stage, kind, batch = action
     if kind == "F":
         return {(stage - 1, "F", batch)} if stage else set()

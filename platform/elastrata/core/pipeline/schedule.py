@@ -24,14 +24,17 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from typing_extensions import override
 
+from elastrata.core.batch import Batch
 from elastrata.core.device import peak_memory_bytes
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
 from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
 from elastrata.core.pipeline.stages import Stages
-from elastrata.core.workload import Batch, Loss, Metric, Workload
+from elastrata.core.sharding import local
+from elastrata.core.workload import Loss, Metric, PipelineParallel
 
 SCHEDULES: Mapping[Name, type[Any]] = {
     "gpipe": ScheduleGPipe,
@@ -49,15 +52,15 @@ the hidden states of each of them."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What is made anew for another number or length of micro-batches."""
+    """A schedule for one number and length of micro-batches."""
 
     schedule: Any
     stages: list[PipelineStage]
     bubble: float
 
 
-class Pipeline:
-    """This rank's part of a pipeline: `ForwardBackward`.
+class Pipeline(ForwardBackward):
+    """This rank's part of a pipeline.
 
     Args:
         stages: those of this rank.
@@ -72,7 +75,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Stages,
-        workload: Workload,
+        workload: PipelineParallel,
         mesh: DeviceMesh,
         parallel: ParallelConfig,
         *,
@@ -83,28 +86,31 @@ class Pipeline:
         self._stages, self._workload, self._parallel = stages, workload, parallel
         self._dtype, self._device, self._recomputed = dtype, device, recomputed
         self._group = mesh.get_group("pipeline")
-        self._place = mesh.get_local_rank("pipeline")
+        self._stage_rank = mesh.get_local_rank("pipeline")
         self._runs: dict[bool, tuple[tuple[int, ...], _Run]] = {}
         self._memory: tuple[int, ...] = ()
         self._bubble = 0.0
 
+    @override
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        """See `ForwardBackward`. Fills them up to one length."""
+        """Fills micro-batches up to one length."""
         multiple = math.lcm(FILLED_TO, self._parallel.tensor)
         return self._workload.equally_long(batches, multiple)
 
+    @override
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
-        """See `ForwardBackward`. All ranks of a pipeline return the same; `rounds` must be 1."""
+        """All ranks of a pipeline return the same; `rounds` must be 1."""
         assert rounds == 1
-        found = self._through(batches, weights, trains=True)
+        loss = self._through(batches, weights, trains=True)
         self._add_up_shared()
-        return [found]
+        return [loss]
 
+    @override
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """See `ForwardBackward`. All ranks of a pipeline return the same."""
+        """All ranks of a pipeline return the same."""
         at_once = EVALUATED_AT_ONCE * self._parallel.micro_batch_multiple
         weights = dict.fromkeys(batches[0].weights, 1.0)
         self._stages.model.eval()
@@ -116,13 +122,14 @@ class Pipeline:
         self._runs.pop(False)
         return losses
 
+    @override
     def recomputes(self, share: float) -> None:
-        """See `ForwardBackward`. Figures only: it is the stages' blocks that do."""
+        """Changes the figures only: it is the stages' blocks that recompute."""
         self._recomputed = share
         self._runs.clear()
 
+    @override
     def figures(self) -> Mapping[str, Any]:
-        """See `ForwardBackward`."""
         return {"bubble": self._bubble, "memory_by_stage": self._memory}
 
     def _through(
@@ -209,9 +216,9 @@ class Pipeline:
         """Adds to the gradients of parameters that the first and the last stage both have those of
         the other one. Both then have the same, to the bit, and so do the parameters ever after."""
         ends = (0, self._group.size() - 1)
-        if self._place not in ends:
+        if self._stage_rank not in ends:
             return
-        other = ends[self._place == 0]
+        other = ends[self._stage_rank == 0]
         for name in self._stages.shared:
             gradient = self._stages.model.get_parameter(name).grad
             assert gradient is not None
@@ -249,7 +256,7 @@ def _summed(losses: Sequence[Loss]) -> Loss:
 
 
 def _actions(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
-    """What every rank computes, of torch's plan: without messages and waits."""
+    """The computations of every rank in torch's plan, without messages and waits."""
     return {
         rank: [
             (action.stage_index, action.computation_type.value, action.microbatch_index)

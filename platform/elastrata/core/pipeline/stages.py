@@ -1,20 +1,22 @@
-"""A model cut into the stages of a pipeline, and parallelized stage by stage."""
+"""A model cut into stages of about equal costs, and parallelized stage by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastrata.core.batch import Batch
 from elastrata.core.forward_backward import weighted
-from elastrata.core.parallelize import ParallelConfig, Precision, data_axes, parallelize
-from elastrata.core.pipeline.spans import stage_spans
+from elastrata.core.mesh import data_axes
+from elastrata.core.parallelize import ParallelConfig, Precision, parallelize
 from elastrata.core.recomputation import Recomputation
-from elastrata.core.workload import Batch, Loss, Workload
+from elastrata.core.workload import Loss, PipelineParallel, TensorParallel, Workload
 
 
 class Stage(nn.Module):
@@ -30,14 +32,14 @@ class Stage(nn.Module):
         super().__init__()
         self.part = part
         self.losses: list[Loss] = []
-        """Of the micro-batches that have passed the last stage, detached."""
+        """Detached losses of the micro-batches that have passed the last stage."""
         self.weights: dict[str, float] = {}
         """Per loss term the weight of the global batch; to be set before a micro-batch comes."""
         self._workload = workload
         self._is_last = is_last
 
     def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
-        """What goes on to the next stage; from the last one, the micro-batch's share in the loss.
+        """The input of the next stage; from the last one, the micro-batch's share in the loss.
 
         Args:
             hidden: what came from the stage before.
@@ -53,7 +55,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a rank has of a model that is cut into stages."""
+    """A rank's part of a model that is cut into stages."""
 
     model: nn.Module
     """All its blocks, under their names in the whole model: what is optimized and saved. It is
@@ -61,7 +63,7 @@ class Stages:
     stages: dict[int, Stage]
     """The stages it runs, by number."""
     costs: tuple[float, ...]
-    """Of all stages, for a forward pass."""
+    """The cost of a forward pass through each of all stages."""
     shared: tuple[str, ...]
     """Names of the parameters that the first and the last stage both have: a tied embedding."""
 
@@ -82,7 +84,7 @@ def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) 
 
 def cut_in_stages(
     model: nn.Module,
-    workload: Workload,
+    workload: PipelineParallel,
     costs: Sequence[int],
     mesh: DeviceMesh,
     *,
@@ -99,7 +101,7 @@ def cut_in_stages(
         model: plain; blocks that are not of `own_spans` may be on the meta device, and so may what
             comes before and behind them. The rest has the same weights on every rank.
         workload: its workload.
-        costs: of its blocks; see `Workload.block_costs`.
+        costs: of its blocks, as `PipelineParallel.block_costs` has them.
         mesh: as `rank_mesh` returned it, with an axis `pipeline`.
         precision: see `parallelize`.
         activation_checkpointing: see `parallelize`.
@@ -107,6 +109,7 @@ def cut_in_stages(
         parallel: the recipe's.
     """
     if parallel.tensor > 1:
+        assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
     spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
     own = own_spans(costs, mesh, parallel)
@@ -131,3 +134,51 @@ def cut_in_stages(
         costs=tuple(float(sum(costs[block] for block in span)) for span in spans),
         shared=tuple(sorted(first.keys() & last.keys())),
     )
+
+
+def stage_spans(costs: Sequence[int], num_stages: int) -> list[range]:
+    """The blocks of each stage, in order; every stage gets at least one.
+
+    The dearest stage, which sets the pace of a pipeline, is as cheap as it can be; of all such
+    divisions it is one with the least sum of squares.
+
+    Args:
+        costs: of every block.
+        num_stages: how many stages.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    if len(costs) < num_stages:
+        raise ValueError(f"{len(costs)} blocks for {num_stages} stages")
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def dearest(blocks: int, stages: int) -> int:
+        """The least possible cost of the dearest of so many stages with the first blocks."""
+        if stages == 1:
+            return sums[blocks]
+        return min(
+            max(dearest(cut, stages - 1), sums[blocks] - sums[cut])
+            for cut in range(stages - 1, blocks)
+        )
+
+    limit = dearest(len(costs), num_stages)
+
+    @cache
+    def squares(blocks: int, stages: int) -> tuple[float, int]:
+        """The least sum of squares within `limit`, and the first block of the last stage."""
+        best = (float("inf"), 0)
+        for cut in range(stages - 1, blocks) if stages > 1 else [0]:
+            cost = sums[blocks] - sums[cut]
+            if cost <= limit:
+                before = squares(cut, stages - 1)[0] if stages > 1 else 0.0
+                best = min(best, (before + float(cost) ** 2, cut))
+        return best
+
+    spans, end = [], len(costs)
+    for stages in range(num_stages, 0, -1):
+        begin = squares(end, stages)[1]
+        spans.append(range(begin, end))
+        end = begin
+    return spans[::-1]

@@ -17,7 +17,7 @@ for anything."""
 
 
 class SparsityKeys(Config):
-    """What all methods have."""
+    """Keys that all methods have."""
 
     method: str
     """Which method; each has further keys of its own."""
@@ -27,11 +27,11 @@ class SparsityKeys(Config):
 
 
 class DrawnKeys(SparsityKeys):
-    """Of methods whose masks are drawn at random, at least at first."""
+    """Keys of methods whose masks are drawn at random, at least at first."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Of the masks. Default: the run's. With one seed, a lower level leaves the zeros of a higher
-    one zero, or frees them; it never takes other weights."""
+    """Seed of the masks. Default: the run's. With one seed, a lower level leaves the zeros of a
+    higher one zero, or frees them; it never takes other weights."""
 
 
 class LayerLevel(Config):
@@ -44,7 +44,7 @@ class LayerLevel(Config):
 
 
 class LevelKeys(DrawnKeys):
-    """Of methods that may have any level."""
+    """Keys of methods that may have any level."""
 
     level: Level
     """Share of the weights of all sparse layers that is held at zero."""

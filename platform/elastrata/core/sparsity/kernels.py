@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.sparse import to_sparse_semi_structured
 
 MULTIPLE = 64
-"""Of rows and columns: what all kernels of 16-bit numbers take."""
+"""Rows and columns are a multiple of it, as all kernels of 16-bit numbers need."""
 _AMPERE = (8, 0)
 _TRIED = 256
 """Rows, columns and tokens of the product that is tried."""
 _RELATIVE = 0.02
-"""Of the largest value: sums of bf16 products in another order."""
+"""Allowed error relative to the largest value: sums of bf16 products in another order."""
 
 
 class SemiStructured(torch.autograd.Function):
@@ -36,7 +36,7 @@ class SemiStructured(torch.autograd.Function):
         bias: Tensor | None,
         compress: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """See the class."""
+        """Multiplies by the compressed weight."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         ctx.save_for_backward(flat, weight)
         ctx.shape = inputs.shape
@@ -52,10 +52,10 @@ class SemiStructured(torch.autograd.Function):
 
 
 def compressed(weight: Tensor) -> Tensor:
-    """What the kernels multiply. At most two of every four neighbours in a row may be other than
-    zero."""
-    found: Tensor = to_sparse_semi_structured(weight)
-    return found
+    """A weight in the format of the kernels. At most two of every four neighbours in a row may be
+    other than zero."""
+    packed: Tensor = to_sparse_semi_structured(weight)
+    return packed
 
 
 def use_kernels(
@@ -91,11 +91,11 @@ def has_kernels(device: torch.device) -> bool:
     weight, inputs = (torch.randn(_TRIED, _TRIED, generator=generator, **like) for _ in range(2))
     weight[:, 0::4] = weight[:, 3::4] = 0
     try:
-        found = F.linear(inputs, compressed(weight))
+        product = F.linear(inputs, compressed(weight))
     except (RuntimeError, NotImplementedError, ValueError):
         return False
-    right = F.linear(inputs.float(), weight.float())
-    return bool((found.float() - right).abs().max() <= _RELATIVE * right.abs().max())
+    expected = F.linear(inputs.float(), weight.float())
+    return bool((product.float() - expected).abs().max() <= _RELATIVE * expected.abs().max())
 
 
 def _forward(

@@ -21,7 +21,7 @@ from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
-"""What `elastrata export` calls it."""
+"""The name that `elastrata export` gives it."""
 _WITHOUT_CHECKSUM, _FORMAT = "elastrata masks 1", "elastrata masks 2"
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**36
@@ -55,13 +55,13 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """
     data = _read(path)
     try:
-        packed, found = _content(data)
+        packed, given = _content(data)
     except Exception:  # Torch, safetensors and JSON have their own for what may be wrong with bytes
         raise UserError(
             f"sparsity.masks: {path}: no file of masks, or a damaged one: expected one that "
             f"`elastrata export` wrote as {MASKS_FILE}"
         ) from None
-    for layer, shape in found.items():
+    for layer, shape in given.items():
         if layer not in shapes:
             raise UserError(
                 f"sparsity.masks: {path}: of another model: it has a mask for {printable(layer)}, "
@@ -72,7 +72,7 @@ def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
                 f"sparsity.masks: {path}: of another model: its {layer} has the shape "
                 f"{list(shape)}, expected {list(shapes[layer])}"
             )
-    return {name: _unpacked(packed[name], shape) for name, shape in found.items()}
+    return {name: _unpacked(packed[name], shape) for name, shape in given.items()}
 
 
 def _read(path: str) -> bytes:

@@ -11,19 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.config import AnySparsity, GivenConfig, RiglConfig, TwoFourConfig
 from elastrata.core.sparsity.draw import drawn, zeros_of
-from elastrata.core.sparsity.flops import flops_of_zeros
-from elastrata.core.sparsity.layers import layer_of
-from elastrata.core.sparsity.levels import Shapes, layer_levels
+from elastrata.core.sparsity.layers import Shapes, layer_levels, layer_of
 from elastrata.core.sparsity.mask_file import read_masks
-from elastrata.core.sparsity.of_all_stages import of_all_stages
-from elastrata.core.sparsity.places import rows_and_columns
-from elastrata.core.sparsity.shard_sums import sums_over_shards
-from elastrata.core.sparsity.smallest import in_portions
+from elastrata.core.sparsity.plan import flops_of_zeros
+from elastrata.core.sparsity.shards import (
+    all_finite,
+    counts_over_shards,
+    in_portions,
+    of_all_stages,
+    rows_and_columns,
+)
+from elastrata.core.step import StepHooks
 from elastrata_pipelines.hashing import key, text_hash
 
 MASKS = "masks"
@@ -32,13 +36,13 @@ MASKS = "masks"
 
 @dataclass(frozen=True)
 class SparsePhase:
-    """What masks must know of a phase."""
+    """A phase, as far as masks depend on it."""
 
     steps: int
     sparsity: AnySparsity | None
 
 
-class Masks:
+class Masks(StepHooks):
     """The masks of a model that trains; every rank has those of its shards.
 
     After every step the weights that are held at zero are exactly zero, and so are their gradients
@@ -66,13 +70,9 @@ class Masks:
         pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         self._matrices = dict(matrices)
-        self._sharded = list(sharded)
-        self._pipeline = pipeline
-        self._shapes = dict(shapes)
-        self._phases = list(phases)
-        self._seed = seed
-        self._number = -1
-        self._step_of_phase = 0
+        self._sharded, self._pipeline = list(sharded), pipeline
+        self._shapes, self._phases, self._seed = dict(shapes), list(phases), seed
+        self._number, self._step_of_phase = -1, 0
         self._masks: dict[str, Tensor] = {}
         self._zeros: dict[str, int] = {}
         self._zeros_in_all = 0
@@ -84,6 +84,7 @@ class Masks:
         They lie where the next change is made."""
         return {name: local(mask) for name, mask in self._masks.items()}
 
+    @override
     def before_step(self, step: int, optimizer: Optimizer) -> None:
         """Takes up the masks of the phase that begins with that step, if one does. Collective.
 
@@ -101,8 +102,9 @@ class Masks:
                 module.reshard()  # an evaluation may have left it with the weights before
             self._replace(self._masks_of(self._sparsity, before), optimizer)
 
+    @override
     @torch.no_grad()
-    def after_backward(self, optimizer: Optimizer, *, finite: bool) -> None:
+    def before_clip(self, optimizer: Optimizer, *, finite: bool) -> None:
         """Updates the masks where that is due, and zeroes the gradients of weights at zero, so that
         they count in no norm. Collective.
 
@@ -110,18 +112,23 @@ class Masks:
             optimizer: over the matrices.
             finite: whether the step's loss is; else masks stay.
         """
-        if self.is_update and finite and self._gradients_are_finite():
+        if self.is_update and finite and all_finite(self._gradients):
             self._update(optimizer)
         for name, mask in self._masks.items():
             gradient = self._matrices[name].grad
             if gradient is not None:
                 local(gradient).masked_fill_(local(mask), 0.0)
 
+    @override
     @torch.no_grad()
     def after_update(self) -> None:
         """Zeroes what the optimizer has made of weights at zero: Muon's matrices are whole."""
         for name, mask in self._masks.items():
             local(self._matrices[name]).masked_fill_(local(mask), 0.0)
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [m.grad for m in self._matrices.values() if m.grad is not None]
 
     @property
     def is_update(self) -> bool:
@@ -134,12 +141,13 @@ class Masks:
         config = self._sparsity
         return isinstance(config, TwoFourConfig) and config.kernels and name in self._masks
 
-    def flops_of_zeros(self, tokens: int) -> int:
-        """FLOPs of the step, forward and backward over so many tokens, that are products with
-        zeros; see `flops`."""
-        return flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
+    @override
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """The FLOPs of the step that were products with zeros, and what has changed. Collective."""
+        zeros = flops_of_zeros(self._zeros_in_all, tokens, dense_gradient=self.is_update)
+        return {"flops_of_zeros": zeros, "layer_sparsity": self._news()}
 
-    def news(self) -> dict[str, float]:
+    def _news(self) -> dict[str, float]:
         """By layer the share of weights that are exactly zero, counted; empty where masks have not
         changed since the last call. Collective."""
         if not self._is_news:
@@ -147,14 +155,14 @@ class Masks:
         self._is_news = False
         names = list(self._masks)
         matrices = [self._matrices[name] for name in names]
-        zeros = _counted([local(matrix) == 0 for matrix in matrices], matrices)
+        zeros = counts_over_shards([local(matrix) == 0 for matrix in matrices], matrices)
         shares = [count / matrix.numel() for count, matrix in zip(zeros, matrices, strict=True)]
         here = dict(zip(map(layer_of, names), shares, strict=True))
-        found = of_all_stages(here, self._pipeline)
-        return {layer: found[layer] for layer in self._shapes if layer in found}
+        by_layer = of_all_stages(here, self._pipeline)
+        return {layer: by_layer[layer] for layer in self._shapes if layer in by_layer}
 
     def state(self) -> dict[str, Any]:
-        """What of the masks belongs into a checkpoint: nothing where they follow from the seed."""
+        """The part of a checkpoint with the masks; nothing where they follow from the seed."""
         return {MASKS: dict(self._masks)} if _is_stored(self._sparsity) else {}
 
     def restore(self, step: int, load: Callable[[dict[str, Any]], None]) -> None:
@@ -223,12 +231,12 @@ class Masks:
 
     def _from_file(self, path: str, sparse: Iterable[str]) -> dict[str, Tensor]:
         whole = read_masks(path, self._shapes)
-        found = {name: _no_mask(self._matrices[name]) for name in sparse}
-        for name in found:
+        shards = {name: _no_mask(self._matrices[name]) for name in sparse}
+        for name in shards:
             if layer_of(name) in whole:
                 rows, columns = rows_and_columns(self._matrices[name])
-                found[name] = whole[layer_of(name)].to(rows.device)[rows][:, columns]
-        return found
+                shards[name] = whole[layer_of(name)].to(rows.device)[rows][:, columns]
+        return shards
 
     def _update(self, optimizer: Optimizer) -> None:
         names = [name for name, zeros in self._zeros.items() if zeros]
@@ -244,17 +252,6 @@ class Masks:
             new = rigl.updated(some, gradients, [masks[name] for name in names[portion]], counts)
             masks.update(zip(names[portion], new, strict=True))
         self._replace(masks, optimizer)
-
-    def _gradients_are_finite(self) -> bool:
-        """The same on every rank. Collective over all of them."""
-        gradients = [m.grad for m in self._matrices.values() if m.grad is not None]
-        device = local(gradients[0]).device
-        bad = torch.zeros((), dtype=torch.int32, device=device)
-        for gradient in gradients:
-            bad |= (~torch.isfinite(local(gradient)).all()).int()
-        if dist.is_initialized():
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return not bad.item()
 
     @torch.no_grad()
     def _replace(self, masks: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -280,7 +277,7 @@ class Masks:
 
     def _count(self) -> None:
         here = self.shards
-        zeros = _counted(list(here.values()), [self._matrices[name] for name in here])
+        zeros = counts_over_shards(list(here.values()), [self._matrices[name] for name in here])
         self._zeros = dict(zip(here, zeros, strict=True))
         self._zeros_in_all = sum(of_all_stages(self._zeros, self._pipeline).values())
         self._is_news = True
@@ -298,11 +295,3 @@ def _is_stored(config: AnySparsity | None) -> bool:
 
 def _no_mask(matrix: Tensor) -> Tensor:
     return torch.zeros_like(local(matrix), dtype=torch.bool)
-
-
-def _counted(found: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[int]:
-    """How many elements of each whole matrix were found. Collective over what shards them."""
-    if not found:
-        return []
-    counts = torch.stack([torch.count_nonzero(one) for one in found])[:, None]
-    return [int(count) for count in sums_over_shards(matrices, counts)[:, 0].tolist()]

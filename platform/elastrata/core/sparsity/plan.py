@@ -1,5 +1,12 @@
 """The plan of a phase's sparsity: how many weights of which layer are zero, and what that saves.
-Names and numbers in, numbers out."""
+Names and numbers in, numbers out.
+
+A weight is multiplied once per token in the forward pass and twice in the backward pass, for the
+gradient of the input and for its own; a multiplication with its addition counts as two. With a
+weight at zero none of the three is needed: 6 FLOPs per zero and token. An update of RigL needs the
+gradients of all weights, so in its step only two of the three can be left out: 4 FLOPs. What is not
+the matrix of a sparse layer (embeddings, head, attention's own products) costs what it costs.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +20,35 @@ from elastrata.core.sparsity.config import (
     RiglConfig,
     TwoFourConfig,
 )
-from elastrata.core.sparsity.flops import flops_of_zeros
-from elastrata.core.sparsity.levels import Shapes, layer_levels
+from elastrata.core.sparsity.layers import Shapes, layer_levels
 from elastrata.core.sparsity.mask_file import read_masks
 from elastrata.core.sparsity.rigl import drop_fraction
 from elastrata_pipelines.deal import WorkModel
 
+_ALL, _WITHOUT_GRADIENT = 6, 4
 _FORWARD_AND_BACKWARD = 3
 """Times the FLOPs of the forward pass."""
 
 
+def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> int:
+    """The FLOPs of forward and backward that a device which skips zeros saves.
+
+    Args:
+        zeros: weights held at zero, each applied once to every token.
+        tokens: of the global batch.
+        dense_gradient: whether the gradients of all weights are needed.
+    """
+    return (_WITHOUT_GRADIENT if dense_gradient else _ALL) * zeros * tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class SparsityPlan:
-    """What a phase holds at zero."""
+    """A phase's sparsity, layer by layer."""
 
     method: str
     """`dense` where it holds nothing."""
     shapes: Shapes
-    """Of the sparse layers."""
+    """Rows and columns of the sparse layers."""
     zeros: Mapping[str, int]
     """Weights at zero, by layer."""
     seq_len: int
@@ -56,7 +74,7 @@ class SparsityPlan:
 def sparsity_plan(
     config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
 ) -> SparsityPlan:
-    """That of a phase.
+    """The plan of a phase.
 
     Args:
         config: the phase's; None: dense.
@@ -90,16 +108,16 @@ def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
     if isinstance(config, GivenConfig):
         masks = read_masks(config.masks, shapes)
         return {name: int(masks[name].sum()) if name in masks else 0 for name in levels}
-    found = {}
+    zeros = {}
     for name, level in levels.items():
         weights = shapes[name][0] * shapes[name][1]
         if isinstance(config, TwoFourConfig):
-            found[name] = weights // 2
+            zeros[name] = weights // 2
         elif isinstance(config, BlockConfig):
-            found[name] = round(level * (weights // config.block**2)) * config.block**2
+            zeros[name] = round(level * (weights // config.block**2)) * config.block**2
         else:
-            found[name] = round(level * weights)
-    return found
+            zeros[name] = round(level * weights)
+    return zeros
 
 
 def _updates(config: AnySparsity | None, steps: int) -> int:

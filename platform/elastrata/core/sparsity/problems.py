@@ -1,4 +1,4 @@
-"""What is impossible in the sparsity of a recipe: told before anything starts."""
+"""Problems of the sparsity of a recipe, told before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastrata.core.sparsity.config import (
     TwoFourConfig,
 )
 from elastrata.core.sparsity.kernels import MULTIPLE
-from elastrata.core.sparsity.levels import Shapes, layers_named
+from elastrata.core.sparsity.layers import Shapes, layers_named
 
 Problem = tuple[tuple[str, ...], str]
 """The key to change, and the line about it."""

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elastrata.core.optimizers.sharding import local
+from elastrata.core.sharding import local
 from elastrata.core.sparsity.config import RiglConfig
-from elastrata.core.sparsity.hashes import element_hashes
-from elastrata.core.sparsity.places import elements
-from elastrata.core.sparsity.smallest import smallest
+from elastrata.core.sparsity.draw import element_hashes
+from elastrata.core.sparsity.shards import elements, smallest
 
 _PLACE_BITS = 32
 _LARGEST = 0x7FFFFFFF

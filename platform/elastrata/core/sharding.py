@@ -1,4 +1,4 @@
-"""What of a tensor lies where: its local shard, and the mesh axes that divide it."""
+"""The sharding of a tensor: its local shard, and the mesh axes that divide it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from elastrata.core.fsdp_internals import StridedShard
 
 
 @dataclass(frozen=True)
@@ -17,24 +18,25 @@ class MeshAxis:
     the same axis, whichever of their dims it divides."""
 
     mesh: DeviceMesh
-    place: int
+    number: int
+    """Its number in the mesh."""
     dim: int = field(compare=False)
-    """Of the tensor; what axes further in have left of it is divided."""
+    """The dim of the tensor that is divided, after the axes further in have divided it."""
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks along the axis, this one among them."""
-        return self.mesh.get_group(self.place)
+        return self.mesh.get_group(self.number)
 
     @property
     def size(self) -> int:
         """How many they are."""
-        return self.mesh.size(self.place)
+        return self.mesh.size(self.number)
 
     @property
     def rank(self) -> int:
         """This rank's place among them."""
-        return self.mesh.get_local_rank(self.place)
+        return self.mesh.get_local_rank(self.number)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
         return ()
     mesh = tensor.device_mesh
     return tuple(
-        MeshAxis(mesh, place, placement.dim)
-        for place, placement in enumerate(tensor.placements)
-        if isinstance(placement, Shard | _StridedShard) and mesh.size(place) > 1
+        MeshAxis(mesh, number, placement.dim)
+        for number, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard | StridedShard) and mesh.size(number) > 1
     )

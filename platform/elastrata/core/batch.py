@@ -1,14 +1,36 @@
-"""A padded batch: for models that take samples side by side, each filled up to the longest."""
+"""A micro-batch, ready for a model: whatever a workload's model takes, or samples side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from elastrata_pipelines.rows import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch, ready for the model. Workloads subclass it with their tensors."""
+
+    weights: Mapping[str, float]
+    """Per loss term the weight (number of predictions) of this micro-batch, known before the
+    forward pass so that the step can divide by the weight of the global batch."""
+    num_positions: int
+    """Token positions the model computes on, padding included."""
+
+    def to(self, device: torch.device) -> Self:
+        """A copy with all its tensors on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return type(self)(**{**vars(self), **moved})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""The mesh of all ranks, the place of each in it, and the group of a process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def rank_mesh(
+    device_type: str,
+    world_size: int,
+    replicate: int | Literal["all"],
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> DeviceMesh:
+    """The mesh of all ranks: [shard], or [replicate, shard] for HSDP; [..., tensor] where matrices
+    are divided, so that neighbours share their samples; [pipeline, ...] where blocks are, so that
+    the ranks of a stage are neighbours.
+
+    Where `replicate` does not divide what is left of the world size, as it may be for a while after
+    a shrink, the model is sharded over all of it.
+
+    Raises:
+        ValueError: `tensor` times `pipeline` does not divide the world size.
+    """
+    dp_size = _data_ranks(world_size, tensor * pipeline)
+    copies = dp_size if replicate == "all" else replicate
+    axes = {"pipeline": pipeline} if pipeline > 1 else {}
+    if copies > 1 and dp_size % copies == 0:
+        axes |= {"replicate": copies, "shard": dp_size // copies}
+    else:
+        axes["shard"] = dp_size
+    if tensor > 1:
+        axes["tensor"] = tensor
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh whose ranks have different samples: all axes but `pipeline` and
+    `tensor`."""
+    names = mesh.mesh_dim_names or ()
+    data = tuple(name for name in names if name not in ("pipeline", "tensor"))
+    return mesh if data == names else mesh[data]
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Ranks that compute the same samples together, by tensor or pipeline parallelism, are one data
+    rank."""
+
+    rank: int
+    """Number of the data rank, 0 to `dp_size` - 1."""
+    dp_size: int
+    """Among so many data ranks every global batch is dealt."""
+    is_primary: bool
+    """Whether this is the first rank of its data rank. Sums over samples are added up over these
+    alone, so that they have every sample once."""
+
+
+def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> DataRank:
+    """The place of a rank in a mesh of `rank_mesh`: `tensor` neighbours share their samples, and so
+    do the ranks at the same place of each of `pipeline` equal parts of all ranks.
+
+    Raises:
+        ValueError: `tensor` times `pipeline` does not divide the world size.
+    """
+    dp_size = _data_ranks(world_size, tensor * pipeline)
+    group = rank // tensor
+    return DataRank(group % dp_size, dp_size, is_primary=group < dp_size and rank % tensor == 0)
+
+
+def _data_ranks(world_size: int, group_size: int) -> int:
+    if world_size % group_size:
+        raise ValueError(f"{world_size} ranks in groups of {group_size}")
+    return world_size // group_size
+
+
+@contextmanager
+def lone_group(device: torch.device) -> Iterator[None]:
+    """Runs its block in a group of one rank: NCCL for a GPU, else gloo."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
