@@ -24,7 +24,7 @@ from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a stream begins: the state of the run it continues."""
+    """Where a stream begins: how far the run is."""
 
     step: int = 0
     """Steps done."""
@@ -32,10 +32,6 @@ class Start:
     """Samples seen: the position of the next one."""
     tokens: int = 0
     """Real tokens seen."""
-    commit: str | None = None
-    """Name of the checkpoint that holds this state; None: a new run."""
-    tier: str = "new"
-    """Where that checkpoint is: `durable` storage, or `hot`, in the memory of other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

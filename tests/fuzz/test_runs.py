@@ -102,11 +102,12 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     with own_run(run, lost=pytest.fail, warn=said.append, beat_seconds=0.05):
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        start = newest_state(run, None, said.append)
+        newest = newest_state(run, None, said.append)
         finished = is_finished(run, steps=STEPS, target=None)
         entries = history.read(run.sub("history"))
         catch_up(SilentTracker(), entries, [])
-    meaning = {"start": replace(start, commit=_place(start.commit)), "finished": finished, "steps": history.effective_steps(entries)}
+    place = replace(newest, commit=_place(newest.commit))
+    meaning = {"newest": place, "finished": finished, "steps": history.effective_steps(entries)}
     return meaning, said
 
 

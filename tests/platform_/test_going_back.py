@@ -83,8 +83,8 @@ def old_run(folder: Path) -> Storage:
 
 
 def place(run: Storage) -> tuple[str | None, int]:
-    start = newest_state(run, None, pytest.fail)
-    return start.commit, start.step
+    newest = newest_state(run, None, pytest.fail)
+    return newest.commit, newest.start.step
 
 
 def test_a_stray_part_is_named_and_set_aside(run: Storage) -> None:

@@ -21,7 +21,6 @@ from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
 from elastrata.cluster.sentry import Sentry
-from elastrata.cluster.source import Source
 from elastrata.cluster.teardown import undisturbed
 from elastrata.cluster.watchdog import Watchdog
 from elastrata.core.control_signal import Action, ControlSignal
@@ -160,7 +159,6 @@ class RunDriver:
             try:
                 fit(
                     self._job(hot),
-                    self._source(hot),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
                     max_failures=failures.left,
@@ -220,14 +218,6 @@ class RunDriver:
             self.tracker.log_artifact("report.json", told.encode())
         except Exception as error:  # it does not undo a run
             self._warn(f"no report of the run: {error}")
-
-    def _source(self, hot: Replicas | None) -> Source:
-        return Source(
-            run=self.run,
-            phases=self.data.phases,
-            channel=self.channel,
-            hot=hot,
-        )
 
     def _warn(self, line: str) -> None:
         self.show(Warned(text=line))

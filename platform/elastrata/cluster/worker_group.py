@@ -61,14 +61,11 @@ _DEATHS = (RayActorError, OutOfMemoryError)
 worker; the second one, which Ray's own memory monitor causes, makes it give up."""
 
 
-def fit(
-    job: Job, source: Source, *, gpus_per_worker: float, launch: str, max_failures: int
-) -> None:
+def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> None:
     """Runs a job to its last step.
 
     Args:
         job: what the workers are told.
-        source: gives every new group of workers its stream.
         gpus_per_worker: 0 trains on CPUs.
         launch: a name that no earlier call for the same run had. Ray's own notes about a launch
             are bound to its version, so a launch never reads those of another.
@@ -82,6 +79,7 @@ def fit(
     os.environ.update(CONTROLLER_SETTINGS)
     workers, parallel = job.recipe.workers, job.recipe.parallel
     scaling = _scaling(workers, gpus_per_worker)
+    source = Source(job.run, job.phases, channel=job.channel, hot=job.hot)
     trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},
@@ -94,7 +92,7 @@ def fit(
             **_place(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=prestarted.runtime_env(_worker_modules(job.recipe.workload)),
-            callbacks=_callbacks(job),
+            callbacks=_callbacks(job, source),
         ),
         datasets={STREAM: source},
         dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
@@ -125,9 +123,9 @@ def _place(folder: Storage) -> dict[str, Any]:
     return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
 
 
-def _callbacks(job: Job) -> list[Any]:
-    faults = _Faults(job.channel)
-    return [faults, _Spares()] if job.recipe.workers.spares else [faults]
+def _callbacks(job: Job, source: Source) -> list[Any]:
+    spares = [_Spares()] if job.recipe.workers.spares else []
+    return [_Faults(job.channel), source, *spares]
 
 
 def _worker_modules(workload: Workload) -> tuple[str, ...]:
