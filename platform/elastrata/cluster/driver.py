@@ -12,7 +12,6 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.cluster.attendant import Attendant
 from elastrata.cluster.control_channel import raylet_of
 from elastrata.cluster.event_receiver import Receiver
 from elastrata.cluster.failures import Failures
@@ -20,9 +19,9 @@ from elastrata.cluster.gauges import Gauges
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
-from elastrata.cluster.sentry import Sentry
+from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.teardown import undisturbed
-from elastrata.cluster.watchdog import Watchdog
+from elastrata.cluster.watchdog import HelperWatchdog, Watchdog
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.ends import ControllerLostError, TrainingError
 from elastrata.core.events import Event, Lost, Warned
@@ -136,14 +135,14 @@ class RunDriver:
         helpers = {"control channel": self.channel}
         if hot:
             helpers["registry of the hot copies"] = hot.registry
-        attendant = Attendant(helpers, seconds, warn)
+        watchdog = HelperWatchdog(helpers, seconds, warn)
         job: str = ray.get_runtime_context().get_job_id()
-        sentry = Sentry(lambda: raylet_of(self.channel), job, seconds, warn)
+        reaper = Reaper(lambda: raylet_of(self.channel), job, seconds, warn)
         try:
             yield
         finally:
-            attendant.close()
-            sentry.close()
+            watchdog.close()
+            reaper.close()
 
     def _controlled(
         self,

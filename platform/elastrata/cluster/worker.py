@@ -16,7 +16,7 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.cluster.event_sender import Sender
 from elastrata.cluster.job import Job
 from elastrata.cluster.prestarted import Spares
-from elastrata.cluster.sentry import Sentry
+from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
@@ -61,7 +61,7 @@ def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, context, recipe = Stopwatch(), ray.train.get_context(), job.recipe
     if context.get_local_rank() == 0:
-        _post_sentry(recipe.workers.hang_seconds, sender)
+        _start_reaper(recipe.workers.hang_seconds, sender)
     rank, world_size = context.get_world_rank(), context.get_world_size()
     per_node = context.get_local_world_size()
     data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
@@ -133,10 +133,10 @@ def _train(job: Job, sender: Sender) -> None:
     ray.train.report({})
 
 
-def _post_sentry(seconds: float, sender: Sender) -> None:
+def _start_reaper(seconds: float, sender: Sender) -> None:
     """Watches this node's processes, while this one lives."""
     job: str = ray.get_runtime_context().get_job_id()
-    Sentry(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
+    Reaper(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
 
 
 def _storage(job: Job, resumed: ResumePoint) -> CommitStorage:

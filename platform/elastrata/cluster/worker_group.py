@@ -29,7 +29,7 @@ from elastrata.cluster.ray_train_internals import (
     ScalingConfig,
     WorkerGroupCallback,
 )
-from elastrata.cluster.scaling_policy import ResizePolicy
+from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
@@ -46,8 +46,8 @@ CONTROLLER_SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 """How often Ray Train's controller looks at the workers, how long it waits for a group to start
-before it asks for another size, and that `ResizePolicy` looks after nodes that are about to go. Ray
-takes them from the driver's environment only."""
+before it asks for another size, and that `GracefulScalingPolicy` looks after nodes that are about
+to go. Ray takes them from the driver's environment only."""
 
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
@@ -97,7 +97,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         datasets={STREAM: source},
         dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
     )
-    trainer.policy = ResizePolicy(
+    trainer.policy = GracefulScalingPolicy(
         scaling,
         job.channel,
         run=job.run.uri(),
@@ -157,7 +157,7 @@ class _Trainer(ray.train.torch.TorchTrainer):
     has one, that does not know the controller, and the cleaner takes the workers' resources away.
     """
 
-    policy: ResizePolicy
+    policy: GracefulScalingPolicy
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
