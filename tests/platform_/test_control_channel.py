@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastrata.cluster.control_channel import open_channel, raylet_of
-from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.control_channel import Receiver, open_channel, raylet_of
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.processes import children, title
 from elastrata.cluster.watchdog import HelperWatchdog

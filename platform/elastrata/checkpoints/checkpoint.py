@@ -262,7 +262,7 @@ class DurableSaver:
 def replica_saver(
     storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]
 ) -> DurableSaver:
-    """A saver for the hot tier: it keeps the newest commit alone, and saves it cheaply.
+    """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply.
 
     Args:
         storage: a `Replicas`.

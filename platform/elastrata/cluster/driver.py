@@ -1,4 +1,4 @@
-"""The drive: one driver's part in a run, from the newest state to the end, whatever comes."""
+"""The run driver: one process's part in a run, from the newest state to the end, whatever comes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.cluster.control_channel import raylet_of
-from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.control_channel import Receiver, raylet_of
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.gauges import Gauges
 from elastrata.cluster.interrupt import Interrupt
@@ -94,7 +93,8 @@ class RunDriver:
 
     def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
         recipe = self.recipe
-        hot = open_replicas(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        checkpoint = recipe.checkpoint
+        replicas = open_replicas(checkpoint.hot_bytes) if checkpoint.hot_steps else None
         watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
 
         def handle(events: Sequence[Event]) -> None:
@@ -103,11 +103,11 @@ class RunDriver:
 
         receiver = Receiver(self.channel, handle)
         try:
-            with self._guarded(hot, lambda line: observer([Warned(text=line)])):
+            with self._guarded(replicas, lambda line: observer([Warned(text=line)])):
                 try:
                     self.interrupt.run(
-                        lambda: self._controlled(handle, failures, number, hot),
-                        recipe.checkpoint.grace_seconds,
+                        lambda: self._controlled(handle, failures, number, replicas),
+                        checkpoint.grace_seconds,
                         lambda name: ask_to_stop(self.channel, name),
                     )
                 finally:
@@ -120,8 +120,8 @@ class RunDriver:
             raise
         finally:
             watchdog.close()
-            if hot:
-                close_replicas(hot)
+            if replicas:
+                close_replicas(replicas)
         if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
             raise TrainingError(
                 "the last checkpoint could not be saved; the same command redoes the steps after "
@@ -129,12 +129,12 @@ class RunDriver:
             )
 
     @contextmanager
-    def _guarded(self, hot: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
+    def _guarded(self, replicas: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
         """Replaces helpers that do not answer, or are stopped, while its block runs."""
         seconds = self.recipe.workers.hang_seconds
         helpers = {"control channel": self.channel}
-        if hot:
-            helpers["registry of the hot copies"] = hot.registry
+        if replicas:
+            helpers["registry of the hot copies"] = replicas.registry
         watchdog = HelperWatchdog(helpers, seconds, warn)
         job: str = ray.get_runtime_context().get_job_id()
         reaper = Reaper(lambda: raylet_of(self.channel), job, seconds, warn)
@@ -149,7 +149,7 @@ class RunDriver:
         handle: Callable[[Sequence[Event]], None],
         failures: Failures,
         number: int,
-        hot: Replicas | None,
+        replicas: Replicas | None,
     ) -> None:
         """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
         from elastrata.cluster.worker_group import fit
@@ -157,7 +157,7 @@ class RunDriver:
         for controller in count():
             try:
                 fit(
-                    self._job(hot),
+                    self._job(replicas),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
                     max_failures=failures.left,
@@ -197,14 +197,14 @@ class RunDriver:
                 [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
             )
 
-    def _job(self, hot: Replicas | None) -> Job:
+    def _job(self, replicas: Replicas | None) -> Job:
         return Job(
             recipe=self.recipe,
             run=self.run,
             phases=self.data.phases,
             held_out=self.data.held_out,
             channel=self.channel,
-            hot=hot,
+            replicas=replicas,
         )
 
     def _report(self, status: Status) -> None:

@@ -33,20 +33,22 @@ class Source(WorkerGroupCallback):
         run: the run's folder.
         phases: of the run.
         channel: to the driver.
-        hot: where the copies in memory are; None: nowhere.
+        replicas: where the copies in memory are; None: nowhere.
     """
 
     def __init__(
-        self, run: Storage, phases: Sequence[Phase], *, channel: Any, hot: Replicas | None
+        self, run: Storage, phases: Sequence[Phase], *, channel: Any, replicas: Replicas | None
     ) -> None:
-        self._run, self._phases, self._channel, self._hot = run, phases, channel, hot
+        self._run, self._phases, self._channel, self._replicas = run, phases, channel, replicas
         self._newest = ResumePoint()
 
     def __call__(self) -> Dataset:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
         step. Ray Train calls it before `after_worker_group_start`."""
         self._newest = patiently(
-            lambda: newest_state(self._run, self._hot, self._warn), "the newest state", self._warn
+            lambda: newest_state(self._run, self._replicas, self._warn),
+            "the newest state",
+            self._warn,
         )
         return descriptors(self._phases, self._newest.start)
 

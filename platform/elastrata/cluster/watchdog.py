@@ -41,12 +41,12 @@ class Watchdog:
 
     Args:
         seconds: the longest time from one event to the next.
-        bark: called with what was found, after the workers' processes were killed.
+        report: called with what was found, after the workers' processes were killed.
     """
 
-    def __init__(self, seconds: float, bark: Callable[[Lost], None]) -> None:
+    def __init__(self, seconds: float, report: Callable[[Lost], None]) -> None:
         self._liveness = WorkerLiveness(seconds)
-        self._bark = bark
+        self._report = report
         self._lock = Lock()
         self._closed = Flag()
         self._thread = Thread(target=self._watch, name="elastrata-watchdog", daemon=True)
@@ -74,7 +74,7 @@ class Watchdog:
                 case Kill():
                     self._feed(Killed(instruction, kill(instruction.pids)))
                 case Report():
-                    self._bark(instruction.lost)
+                    self._report(instruction.lost)
 
 
 def kill(pids: Mapping[int, tuple[str, int]]) -> dict[int, str]:

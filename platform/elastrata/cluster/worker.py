@@ -91,7 +91,7 @@ def _train(job: Job, sender: Sender) -> None:
     stopwatch.passed("held_out")
     manager = CheckpointManager(
         job.run,
-        job.hot,
+        job.replicas,
         attempt=number,
         rank=rank,
         config=recipe.checkpoint,
@@ -140,7 +140,7 @@ def _start_reaper(seconds: float, sender: Sender) -> None:
 
 
 def _storage(job: Job, resumed: ResumePoint) -> CommitStorage:
-    return job.hot if resumed.tier == "hot" and job.hot else job.run.sub("checkpoints")
+    return job.replicas if resumed.tier == "hot" and job.replicas else job.run.sub("checkpoints")
 
 
 def _commit(job: Job, resumed: ResumePoint) -> Commit | None:

@@ -79,7 +79,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
     os.environ.update(CONTROLLER_SETTINGS)
     workers, parallel = job.recipe.workers, job.recipe.parallel
     scaling = _scaling(workers, gpus_per_worker)
-    source = Source(job.run, job.phases, channel=job.channel, hot=job.hot)
+    source = Source(job.run, job.phases, channel=job.channel, replicas=job.replicas)
     trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},

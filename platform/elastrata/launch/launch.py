@@ -122,9 +122,9 @@ def train(
             tracker = _open_record(recipe, name, run, identity, data, record)
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
-            drive = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
+            driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
-                status = drive.to_end(finished)
+                status = driver.to_end(finished)
     return _result(run, recipe.target, tracker.run_id, status)
 
 

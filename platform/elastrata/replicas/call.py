@@ -1,4 +1,4 @@
-"""The answer to a call of an actor of the hot tier: within seconds, or an OSError."""
+"""The answer to a call of a store or of their registry: within seconds, or an OSError."""
 
 from __future__ import annotations
 

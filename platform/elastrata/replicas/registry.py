@@ -1,4 +1,4 @@
-"""The registry of the hot tier: which nodes have stores, who gives his files to which."""
+"""The registry of replicas: which nodes have stores, which writers give their files to which."""
 
 from __future__ import annotations
 

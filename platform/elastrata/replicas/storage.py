@@ -1,7 +1,7 @@
-"""The hot tier: the newest state of a run, in the memory of other processes than its workers'.
+"""In-memory replicas: a run's newest state, in the memory of other processes than its workers'.
 
 `Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
-durable checkpoints saves and loads hot ones. `docs/checkpoints.md` says what it promises. Free of
+durable checkpoints saves and loads replicas. `docs/checkpoints.md` says what it promises. Free of
 torch, as drivers and controllers look for commits.
 """
 
@@ -154,7 +154,7 @@ class Replicas:
 
 
 def open_replicas(limit_bytes: int) -> Replicas:
-    """A new hot tier; it lasts as long as the process that calls this.
+    """New, empty replicas; they last as long as the process that calls this.
 
     Args:
         limit_bytes: most that is held on any one node. Two states of the run, the newest and the
@@ -176,7 +176,7 @@ def newest_replica(
     It answers within some seconds and never raises.
 
     Args:
-        storage: the tier.
+        storage: the replicas.
         counts: whether a commit of that attempt and step counts; the others are passed over.
     """
     with suppress(Exception):

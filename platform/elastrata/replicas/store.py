@@ -1,4 +1,4 @@
-"""The store of the hot tier on one node: a process that holds files in its own memory."""
+"""The store of replicas on one node: a process that holds files in its own memory."""
 
 from __future__ import annotations
 

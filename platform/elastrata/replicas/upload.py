@@ -1,4 +1,4 @@
-"""The upload of one file to the stores of the hot tier, while it is being written."""
+"""The upload of one file to the stores of replicas, while it is being written."""
 
 from __future__ import annotations
 

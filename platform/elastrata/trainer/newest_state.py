@@ -39,13 +39,13 @@ def start_after(commit: Commit | None) -> Start:
 
 
 def newest_state(
-    run: Storage, hot: CommitStorage | None, warn: Callable[[str], None]
+    run: Storage, replicas: CommitStorage | None, warn: Callable[[str], None]
 ) -> ResumePoint:
     """The state that the next group of workers begins from.
 
     Args:
         run: the run's folder.
-        hot: where copies in memory are; None: nowhere.
+        replicas: where copies in memory are; None: nowhere.
         warn: called with one line for every checkpoint that had to be passed over.
 
     Raises:
@@ -57,7 +57,7 @@ def newest_state(
     lineage = history.read_lineage(run.sub("history"))
     saved = commits(checkpoints)
     counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
-    copy = newest_replica(hot, lineage.counts) if hot else None
+    copy = newest_replica(replicas, lineage.counts) if replicas else None
     if copy and copy.place >= max(counting, default=(0, 0)):
         return _at(copy, "hot")
     if saved and not counting:
