@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastrata.cluster.autoscaler import launches_nodes
+from elastrata.cluster.nodes import launches_nodes
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.trainer.preflight import cluster_problems

@@ -15,11 +15,10 @@ from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.cluster.control_channel import Receiver, raylet_of
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.gauges import Gauges
-from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
 from elastrata.cluster.reaper import Reaper
-from elastrata.cluster.teardown import undisturbed
 from elastrata.cluster.watchdog import HelperWatchdog, Watchdog
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.ends import ControllerLostError, TrainingError

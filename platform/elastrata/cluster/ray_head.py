@@ -21,8 +21,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import ray
 
+from elastrata.cluster.interrupt import undisturbed
 from elastrata.cluster.ray_internals import check_alive, own_node
-from elastrata.cluster.teardown import undisturbed
 
 _USERS_CHOICE = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
 _STORE_BYTES = 64 * 2**20

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from elastrata.cluster.ray_guardian import guarded
-from elastrata.cluster.ray_processes import MARK, NICENESS, Session, new_session
-from elastrata.cluster.teardown import undisturbed
+from elastrata.cluster.interrupt import undisturbed
+from elastrata.cluster.ray_processes import MARK, NICENESS, Session, guarded, new_session
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0

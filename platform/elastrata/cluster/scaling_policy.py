@@ -15,9 +15,8 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.autoscaler import launches_nodes, refuses
 from elastrata.cluster.leaked_placement_groups import note_controller
-from elastrata.cluster.nodes import draining, elsewhere, nodes, unreachable
+from elastrata.cluster.nodes import draining, elsewhere, launches_nodes, nodes, refuses, unreachable
 from elastrata.cluster.ray_internals import free_resources
 from elastrata.cluster.ray_train_internals import (
     ElasticScalingPolicy,

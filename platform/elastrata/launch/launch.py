@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.cluster.autoscaler import launches_nodes
 from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
 from elastrata.cluster.control_channel import open_channel
 from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.nodes import launches_nodes
 from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
