@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastrata.checkpoints.commit import MARKER, commits, problems
-from elastrata.checkpoints.dcp_metadata import read_metadata
+from elastrata.checkpoints.dcp_reader import read_metadata
 from elastrata.cluster.driver import is_finished
 from elastrata.cluster.observer import catch_up
 from elastrata.core.lone_group import lone_group
@@ -28,7 +28,7 @@ from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import own_run
 from elastrata.run.status import status
-from elastrata.run.unwritten import restore_history
+from elastrata.run.succession import restore_history
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.tracking.silent import SilentTracker
 from elastrata.trainer.newest_state import newest_state

@@ -27,7 +27,7 @@ from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
-from elastrata.run.flops import flops_by_phase
+from elastrata.run.facts import flops_by_phase
 from elastrata.run.history import HistoryWriter
 from elastrata.run.pictures import publish_pictures
 from elastrata.run.status import status as status_of

@@ -224,8 +224,7 @@ def _write_and_read(storage: Storage) -> str:
 
 
 def _reach(uri: str) -> str:
-    from elastrata.tracking.client import check_store
-    from elastrata.tracking.uri import shown, tracking_uri
+    from elastrata.tracking.store import check_store, shown, tracking_uri
 
     absolute = tracking_uri(uri, Storage("."))
     check_store(absolute)

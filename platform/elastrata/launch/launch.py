@@ -45,8 +45,8 @@ from elastrata.run.folder import (
 from elastrata.run.going_back import find_commit, go_back
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
+from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
-from elastrata.run.unwritten import restore_history
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.trainer.preflight import (
     TrainingData,

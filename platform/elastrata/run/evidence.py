@@ -10,7 +10,7 @@ from elastrata.run import history
 from elastrata.run.history import History
 from elastrata.run.lineage import Lineage
 from elastrata.run.parts import part_names
-from elastrata.run.unwritten import head
+from elastrata.run.succession import head
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

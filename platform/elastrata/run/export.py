@@ -23,8 +23,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.evidence import contradictions
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
 from elastrata.run.history import read_lineage
-from elastrata.tracking.mlmodel import write_mlmodel
-from elastrata.tracking.models import LoadableModel
+from elastrata.tracking.models import LoadableModel, write_mlmodel
 from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest

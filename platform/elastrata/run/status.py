@@ -10,11 +10,10 @@ from typing import Any
 
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
-from elastrata.run.attempts import attempts
+from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
 from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
-from elastrata.run.recoveries import Recovery, idle_seconds, recoveries
 from elastrata.run.state import (
     Driver,
     State,

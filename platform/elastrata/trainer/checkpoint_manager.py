@@ -30,7 +30,7 @@ from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.replicas.storage import Replicas
 from elastrata.run.history import HistoryWriter
-from elastrata.run.unwritten import unwritten
+from elastrata.run.succession import unwritten
 from elastrata.trainer.channel import Channel
 from elastrata_pipelines.storage import Storage
 
