@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from elastrata_pipelines.stripes import Stripes
 from report import write_result
 
 from elastrata.recipe.file import load_recipe
@@ -38,7 +39,6 @@ from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.stream import CONCURRENT_READERS, MAX_GROUP_TOKENS
-from elastrata_pipelines.stripes import Stripes
 
 RANKS = (1, 64, 1024)
 SAMPLES_EACH = 16

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastrata_pipelines.format.manifest import Manifest
-    from elastrata_pipelines.format.vocabulary import Vocabulary
+    from elastrata_pipelines.format.manifest import Manifest, Vocabulary
 
 _UINT16_IDS = 2**16
 
