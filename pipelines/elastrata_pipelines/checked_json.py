@@ -177,7 +177,7 @@ def read_record(kind: type[Kind], storage: Storage, *parts: str, advice: str = "
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
-    """What to raise for a file or folder that storage does not give."""
+    """The error to raise for a file or folder that storage does not give."""
     is_final = isinstance(error, OSError) and error.errno in (*_REASONS, errno.ENOENT)
     return (UserError if is_final else UnreadableError)(
         f"{where}: cannot be read ({reason(error)})"

@@ -1,4 +1,4 @@
-"""What a user's mistake looks like: one line per problem, all problems at once."""
+"""A user's mistake: one line per problem, all problems at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 
 _MOST_CHARACTERS = 4000
-"""Of a line: a name may be as long as somebody wants it."""
+"""Most characters of a line: a name may be as long as somebody wants it."""
 _MOST_COMPARED = 100
 _BREAKING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What would end a line, move the cursor, turn text around, or cannot be written at all."""
+"""Characters that would end a line, move the cursor, turn text around, or cannot be written at
+all."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""What in a manifest contradicts the rest of it, told in a line each."""
+"""Contradictions: values of a manifest that do not go with others, told in a line each."""
 
 from __future__ import annotations
 

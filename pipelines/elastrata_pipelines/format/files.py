@@ -60,7 +60,7 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileEntry:
 
 
 def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a data set, by their sizes alone."""
+    """The problems of a data set's files, by their sizes alone."""
     look = partial(file_problem, storage)
     if storage.is_local:
         problems = [look(entry) for entry in manifest.files]
@@ -71,7 +71,7 @@ def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
 
 
 def file_problem(storage: Storage, entry: FileEntry) -> str | None:
-    """What is wrong with a file of a data set, by its size alone, in one line; None: nothing."""
+    """The problem of a data set's file, by its size alone, in one line; None: there is none."""
     where = storage.uri(entry.path)
     try:
         size = file_size(storage, entry.path)

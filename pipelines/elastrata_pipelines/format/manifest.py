@@ -134,7 +134,7 @@ class Manifest(Record):
 
     @override
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """What fits a line: histogram and ids may be tens of thousands."""
+        """The fields that fit a line: histogram and ids may be tens of thousands."""
         for name in ("samples", "tokens", "seq_len", "stripes", "packing", "pairs"):
             yield name, getattr(self, name)
         yield "sources", [source.name for source in self.sources]

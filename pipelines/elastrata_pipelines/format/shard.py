@@ -197,7 +197,7 @@ def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first:
 
 
 def stripe_problem(table: pa.Table, manifest: Manifest) -> str | None:
-    """What is wrong with the rows of a stripe, in one line; None: nothing.
+    """The problem of a stripe's rows, in one line; None: there is none.
 
     Args:
         table: with the columns of a shard, a chunk each.

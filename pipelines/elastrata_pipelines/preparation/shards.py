@@ -20,7 +20,8 @@ MAX_STRATA = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one shard holds and where it lies in the runs; arrays have one entry per sample."""
+    """The samples of one shard, and where they lie in the runs; arrays have one entry per
+    sample."""
 
     path: str
     run_paths: tuple[str, ...]

@@ -112,7 +112,7 @@ _ALLOWED = {
 
 
 def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
-    """What a commit holds: names, shapes, and where the bytes lie.
+    """The contents of a commit: names, shapes, and where the bytes lie.
 
     Raises:
         UserError: there is no such file, it is not the one that the marker says, or it asks for

@@ -62,7 +62,8 @@ class RememberingPlanner(DefaultSavePlanner):
         return plans, Metadata({})
 
     def pickled_metadata(self, places: dict[MetadataIndex, _StorageInfo]) -> bytes:
-        """What the planned save holds, and where; on rank 0, after the global plan."""
+        """The contents of the planned save, and where they lie; on rank 0, after the global
+        plan."""
         if self._pickled:
             planned, whole, data = self._pickled
             if planned is self.metadata and whole.storage_data == places:
@@ -91,7 +92,7 @@ def _layout(name: str, value: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """What a rank tells the coordinator of one tensor that it wrote."""
+    """A rank's word to the coordinator about one tensor that it wrote."""
 
     file: FileRecord
     """The file that the tensor lies in, with others."""

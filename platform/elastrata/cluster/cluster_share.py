@@ -11,8 +11,8 @@ from elastrata.trainer.preflight import cluster_problems
 from elastrata_pipelines.errors import UserError
 
 CPUS_OF_A_WORKER = 2
-"""Of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the other
-one reads data and runs Ray."""
+"""CPUs of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the
+other one reads data and runs Ray."""
 
 
 def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:

@@ -23,7 +23,7 @@ _running: list[str] = []
 
 
 class Interrupt:
-    """What has come between a run and its end."""
+    """A signal, or the loss of ownership, that comes between a run and its end."""
 
     def __init__(self) -> None:
         self.signal: str | None = None

@@ -75,7 +75,7 @@ def draining_nodes() -> Iterable[str]:
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """What nobody has claimed, by node and resource."""
+    """Resources that nobody has claimed, by node."""
     found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return found
 
@@ -147,7 +147,7 @@ def has_dashboard() -> bool:
 
 
 def replace_printer(printer: Callable[..., None]) -> Callable[..., None]:
-    """What prints the lines of other processes in this one; returns what did so before."""
+    """Has a function print the lines of other processes in this one; returns the one before."""
     before: Callable[..., None] = worker.print_to_stdstream
     worker.print_to_stdstream = printer
     return before

@@ -121,7 +121,7 @@ def read_mark(text: str) -> Session | None:
 
 
 def dead_sessions() -> dict[Session, list[int]]:
-    """Of this user's sessions on this machine those whose driver is gone, with their processes.
+    """This user's sessions on this machine whose driver is gone, with their processes.
 
     Sessions of other hosts and containers are none of them: their drivers cannot be seen.
     """

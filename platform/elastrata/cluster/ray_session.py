@@ -117,8 +117,8 @@ def _own_node(session: Session, num_cpus: int | None, log_to_driver: bool) -> It
 
 @contextmanager
 def _environment(session: Session) -> Iterator[None]:
-    """What Ray's processes inherit: the session's mark, and a priority like that of all others,
-    without which reading data waits for whatever else runs on the machine."""
+    """The environment that Ray's processes inherit: the session's mark, and a priority like that of
+    all others, without which reading data waits for whatever else runs on the machine."""
     before = dict(os.environ)
     os.environ.setdefault(NICENESS, "0")
     os.environ[MARK] = session.mark

@@ -130,7 +130,7 @@ class Pause:
 
 
 Seen = NodesSeen | SizeProposed | RoomSeen | HaltSeen | DemandSeen
-"""What answers a look."""
+"""The events that answer a look."""
 ScalingEvent = ControllerStarted | NoGroup | GroupRuns | Seen
 Instruction = Look | Signal | Withdraw | Demand | Resize | StartGroup | Pause
 
@@ -254,7 +254,7 @@ class ScalingMachine:
 
 
 class _Demands:
-    """What one run asks the autoscaler for; never less than it has.
+    """The workers that one run asks the autoscaler for; never less than it has.
 
     Ray's autoscaler launches nothing at all for a request beyond what its cluster may ever have,
     nor for the requests of several runs that are so together. So a run that is refused asks for

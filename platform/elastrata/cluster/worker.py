@@ -185,7 +185,7 @@ def _pids(world_size: int) -> dict[int, tuple[str, int]]:
 
 
 def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int) -> list[str]:
-    """What any rank uses instead of what the recipe asks for: each line once."""
+    """Things that any rank uses instead of those the recipe asks for: each line once."""
     own = missing_here(recipe, here)
     return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
 

@@ -51,13 +51,13 @@ to go. Ray takes them from the driver's environment only."""
 
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
-"""What the processes of a new group import before they are of use, beside the workload."""
+"""Modules that the processes of a new group import before they are of use, beside the workload."""
 CONTROLLER_SPARES = 5
 """For a new group's barrier, data sets and their splits; and two for idle readers, which look like
 spares."""
 
 _DEATHS = (RayActorError, OutOfMemoryError)
-"""What Ray raises for processes that are gone. Its controller survives the first kind in any
+"""Ray's errors for processes that are gone. Its controller survives the first kind in any
 worker; the second one, which Ray's own memory monitor causes, makes it give up."""
 
 
@@ -143,7 +143,7 @@ def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
 
 
 def _last_line(error: Exception) -> str:
-    """What went wrong first, without the way it came through Ray's processes."""
+    """The first cause of an error, without the way it came through Ray's processes."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
@@ -215,7 +215,7 @@ class _Faults(UserCallback):
 
 
 def _cause(error: Exception) -> Exception:
-    """What a worker failed of; Ray Train wraps what it finds when it looks at its workers."""
+    """The error of a worker; Ray Train wraps those that it finds when it looks at its workers."""
     cause: Exception = getattr(error, "health_check_failure", error)
     return cause
 

@@ -22,7 +22,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_cluster(name_or_path: str) -> ClusterSpec:
-    """What the cluster of a file can ever provide.
+    """The nodes that the cluster of a file can ever have.
 
     Args:
         name_or_path: a file for Ray's cluster launcher or for KubeRay, or the name of one that

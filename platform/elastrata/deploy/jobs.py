@@ -83,7 +83,7 @@ def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
 
 
 def _names(job: str, run: str) -> Sequence[str]:
-    """What people may call a job."""
+    """The names that people may use for a job."""
     return [job, run, run.rsplit("/", 1)[-1]] if run else [job]
 
 
@@ -110,7 +110,7 @@ def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -
 
 
 class _Output:
-    """What has been shown of a job's output."""
+    """The output of a job, as far as it has been shown."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.shown = 0

@@ -33,7 +33,7 @@ class Finding:
     status: Literal["ok", "warning", "problem"]
     found: str
     advice: str = ""
-    """What to do about it; empty where it is fine."""
+    """The remedy; empty where it is fine."""
 
 
 def examine(
@@ -148,7 +148,8 @@ def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
 
 
 def _leftovers(clean: bool) -> Iterator[Finding]:
-    """What dead drivers of this user have left on this machine: processes, and Ray's logs."""
+    """Things that dead drivers of this user have left on this machine: processes, and Ray's
+    logs."""
     dead = dead_sessions()
     for session, pids in dead.items():
         if pids and session.driver:

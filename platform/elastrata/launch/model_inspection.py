@@ -29,7 +29,7 @@ class ModelInspection:
     groups: tuple[ParameterGroup, ...]
     """Those that have parameters; together all that are trained."""
     sparsity: tuple[SparsityPlan, ...]
-    """Of every phase; empty where no phase has weights at zero."""
+    """The plan of every phase; empty where no phase has weights at zero."""
 
 
 def inspect_model(recipe: Recipe) -> ModelInspection:

@@ -23,7 +23,7 @@ _REPLACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Listing:
-    """What the stores that answer hold."""
+    """The files in the stores that answer."""
 
     sizes: dict[str, int]
     """Bytes of every file, by path."""
@@ -81,7 +81,7 @@ class ReplicaRegistry:
         return stores
 
     async def listing(self) -> Listing:
-        """What there is, by the stores that answer at once."""
+        """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
         found = await asyncio.gather(*map(_files, stores.values()))
         sizes: dict[str, int] = {}
@@ -166,7 +166,7 @@ def start_registry(limit_bytes: int) -> Any:
 
 
 def group_of(folder: str) -> str:
-    """What all commits of a group of workers have in common."""
+    """The part of a folder's name that all commits of a group of workers have in common."""
     name = FolderName.parse(folder)
     return f"{name.attempt}-{name.token}" if name else folder
 

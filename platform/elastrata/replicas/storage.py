@@ -48,11 +48,11 @@ class Replicas:
 
     @property
     def url(self) -> str:
-        """What messages call the root."""
+        """The name of the root in messages."""
         return "hot:"
 
     def uri(self, *parts: str) -> str:
-        """What messages call a path."""
+        """The name of a path in messages."""
         return self.url + "/".join(parts)
 
     def names(self, *parts: str) -> list[str]:

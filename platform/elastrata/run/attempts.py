@@ -21,13 +21,14 @@ class Attempt:
     attempt: int
     world_size: int
     state: str
-    """What it continued from: `new`, `hot` (the memory of other processes) or `durable`."""
+    """The tier of the state that it continued from: `new`, `hot` (the memory of other processes) or
+    `durable`."""
     step: int
     """Steps done in that state."""
     started: float
     """Unix time at which it was ready for its first step."""
     seconds_starting: float
-    """What that took since its processes were there; 0 where the history does not say."""
+    """Seconds that this took since its processes were there; 0 where the history does not say."""
     steps: tuple[Entry, ...]
     """Its steps, in the order it did them."""
     rolled_back: int
@@ -112,10 +113,10 @@ class Recovery:
     steps_rolled_back: int
     """As the driver knows it, which hears of steps before they are in the history."""
     seconds_rolled_back: float
-    """What those of them had taken that are in the history."""
+    """Seconds of those of them that are in the history."""
     world_size: int
     state: str
-    """What it continued from: `new`, `hot` or `durable`."""
+    """The tier of the state that it continued from: `new`, `hot` or `durable`."""
 
 
 def recoveries(entries: Sequence[Entry]) -> list[Recovery]:

@@ -19,7 +19,7 @@ FROM = "elastrata train ... --from"
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What there is of a run, as far as a look at names, sizes and checksums of lines tells."""
+    """The files of a run, as far as a look at names, sizes and checksums of lines tells."""
 
     run: Storage
     history: History

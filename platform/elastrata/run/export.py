@@ -42,9 +42,9 @@ class ExportedModel:
     step: int
     """Optimizer steps done in it."""
     metrics: Mapping[str, float]
-    """Of the evaluation after that step; empty where there was none."""
+    """The metrics of the evaluation after that step; empty where there was none."""
     recipe: Recipe
-    """Of the run."""
+    """The run's name."""
     mlflow_run_id: str | None
 
 

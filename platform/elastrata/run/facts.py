@@ -60,7 +60,8 @@ def start_tags(
 
 
 def hardware(resources: Mapping[str, float]) -> dict[str, str]:
-    """What a cluster has, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`, `machine`.
+    """The hardware of a cluster, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`,
+    `machine`.
 
     Args:
         resources: as Ray tells them.

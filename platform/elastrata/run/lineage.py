@@ -28,7 +28,7 @@ class Event:
 
 
 class Lineage:
-    """What counts, event by event in the order of the history."""
+    """The states that count, event by event in the order of the history."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -43,7 +43,7 @@ class Lineage:
         return event
 
     def left(self, event: Event, found: Sequence[Entry], seen: Sequence[Entry]) -> list[Entry]:
-        """What counts after the newest event.
+        """The entries that count after the newest event.
 
         Args:
             event: that one.

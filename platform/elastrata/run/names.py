@@ -64,7 +64,7 @@ class ListedRun:
     loss: float | None
     """Training loss of the last step."""
     workers: int
-    """Of its newest group."""
+    """Size of its newest group."""
     seen: float | None
     """Unix time of its last sign of life."""
     text: str

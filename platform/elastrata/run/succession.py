@@ -37,7 +37,7 @@ def take_over(run: Storage, commit: Commit | None) -> int:
 
 
 def unwritten(writer: HistoryWriter) -> dict[str, Any]:
-    """What goes into a commit's `extra`: the lines, and the part before them."""
+    """The unwritten lines and the part before them, for a commit's `extra`."""
     head = writer.head
     part, lines = writer.unwritten()
     return {_PART: part, _LINES: lines.decode(), _HEAD: head.model_dump() if head else None}

@@ -253,7 +253,7 @@ def _copy_tokenizer(exported: Path, folder: Path) -> bool:
 
 
 def _write_environment(folder: Path) -> None:
-    """What the model needs to be loaded elsewhere, as MLflow's own files say it."""
+    """Writes the packages that the model needs elsewhere, as MLflow's own files name them."""
     lines = [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *_PACKAGES)]
     (folder / "requirements.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = f"python: {platform.python_version()}\nbuild_dependencies: []\n"

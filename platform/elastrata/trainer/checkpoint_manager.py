@@ -42,7 +42,7 @@ _SECONDS_FOR_A_COPY = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What goes into a commit beside the state."""
+    """The progress, and more values, that a commit keeps beside the state."""
 
     step: int
     samples: int
@@ -105,7 +105,7 @@ class CheckpointManager:
         )
 
     def asked(self) -> Action:
-        """What all ranks are to do after the step that is about to begin; on rank 0."""
+        """The action of all ranks after the step that is about to begin; on rank 0."""
         if self._history is None:
             return Action.GO_ON
         request = self._channel.look()

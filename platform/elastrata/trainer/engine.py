@@ -39,9 +39,9 @@ class DividedModel:
     forward_backward: ForwardBackward
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
-    """Of its gradient; may have hooks on the model."""
+    """Clips its gradient; may have hooks on the model."""
     blocks: Sequence[nn.Module]
-    """Of it."""
+    """The model's blocks."""
     pipeline: dist.ProcessGroup | None = None
     """The ranks that have the model's stages between them, where there are any."""
 

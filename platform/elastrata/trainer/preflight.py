@@ -43,7 +43,7 @@ class TrainingData:
 
     @property
     def train(self) -> Batches:
-        """What the first phase trains on."""
+        """The data set of the first phase."""
         return self.phases[0].batches
 
     @property
@@ -60,7 +60,7 @@ class TrainingData:
 
     @property
     def data_sets(self) -> tuple[DataSet, ...]:
-        """What every phase trains on."""
+        """The data sets of the phases, in order."""
         return tuple(
             DataSet(url=phase.batches.url, fingerprint=phase.batches.manifest.fingerprint)
             for phase in self.phases
@@ -68,7 +68,7 @@ class TrainingData:
 
     @property
     def inputs(self) -> tuple[DataInput, ...]:
-        """What is read, for the record."""
+        """The data sets that are read, for the record."""
         held_out = (batches for batches in self.held_out if batches)
         return (
             *(_input(phase.batches, "training") for phase in self.phases),
@@ -119,7 +119,7 @@ def training_data(recipe: Recipe) -> TrainingData:
 
 
 def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
-    """What a phase trains on, and what is held out of it."""
+    """The data set of a phase, and the one held out of it."""
     storage = Storage(part.data.path)
     manifest = Manifest.read(storage)
     problems = [
