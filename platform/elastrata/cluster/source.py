@@ -40,7 +40,7 @@ class Source(WorkerGroupCallback):
         self, run: Storage, phases: Sequence[Phase], *, channel: Any, replicas: Replicas | None
     ) -> None:
         self._run, self._phases, self._channel, self._replicas = run, phases, channel, replicas
-        self._newest = ResumePoint()
+        self._newest: ResumePoint | None = None
 
     def __call__(self) -> Dataset:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
@@ -54,6 +54,7 @@ class Source(WorkerGroupCallback):
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Tells every worker, before it trains."""
+        assert self._newest is not None, "no stream was opened for this group"
         worker_group.execute(_begin_from, self._newest)
 
     def _warn(self, line: str) -> None:
