@@ -47,8 +47,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
     if len(name) > _MOST_COMPARED:
         return ""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{found[0]}'?)" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
 def _one_line(text: str) -> str:

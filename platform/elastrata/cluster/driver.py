@@ -247,7 +247,7 @@ def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> boo
         return is_over(commit.step, commit.evaluation, steps=steps, target=target)
 
     checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
-    if not any(ends(one) for one in commits(checkpoints) if lineage.counts(*one.place)):
+    if not any(ends(commit) for commit in commits(checkpoints) if lineage.counts(*commit.place)):
         return False
     # What is passed over is told when training begins.
     newest = newest_verified(checkpoints, lambda _: None, lineage.counts)

@@ -45,8 +45,8 @@ def unreachable() -> frozenset[str]:
 
 def nodes() -> list[Mapping[str, Any]]:
     """All that Ray says of every node, dead ones too."""
-    found: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return found
+    described: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return described
 
 
 def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:

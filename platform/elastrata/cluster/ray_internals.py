@@ -43,13 +43,13 @@ def head_client(address: str | None) -> Any:
     Raises:
         ConnectionError: no Ray runs here, or the cluster does not answer.
     """
-    found = canonicalize_bootstrap_address(address or "auto")
-    if found is None:
+    known = canonicalize_bootstrap_address(address or "auto")
+    if known is None:
         raise ConnectionError("no Ray runs here")
     try:
-        return GcsClient(address=found)
+        return GcsClient(address=known)
     except Exception as error:  # Ray's own kinds, which differ by version
-        raise ConnectionError(f"{found}: no Ray cluster answers ({error})") from error
+        raise ConnectionError(f"{known}: no Ray cluster answers ({error})") from error
 
 
 def own_node() -> Any:
@@ -76,8 +76,8 @@ def draining_nodes() -> Iterable[str]:
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Resources that nobody has claimed, by node."""
-    found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return found
+    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
 
 
 def is_infeasible(seconds: float) -> bool:

@@ -125,12 +125,12 @@ def dead_sessions() -> dict[Session, list[int]]:
 
     Sessions of other hosts and containers are none of them: their drivers cannot be seen.
     """
-    found: dict[Session, list[int]] = {session: [] for session in _noted()}
+    sessions: dict[Session, list[int]] = {session: [] for session in _noted()}
     for pid, session in _marked():
-        found.setdefault(session, []).append(pid)
+        sessions.setdefault(session, []).append(pid)
     return {
         session: pids
-        for session, pids in found.items()
+        for session, pids in sessions.items()
         if session.driver and session.driver.lives() is False
     }
 

@@ -192,9 +192,9 @@ def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int
 
 def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
     """Every rank's value, by rank."""
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _fair_threads(local_world_size: int) -> int:

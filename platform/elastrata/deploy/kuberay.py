@@ -48,11 +48,11 @@ class _Group(BaseModel):
         container = self.template.spec.containers[0].resources
         amounts = {**container.requests, **container.limits}
         gpus = [amount for name, amount in amounts.items() if name.endswith(_GPU)]
-        found = {
+        claims = {
             "CPU": self.rayStartParams.get("num-cpus", amounts.get("cpu")),
             "GPU": self.rayStartParams.get("num-gpus", gpus[0] if gpus else None),
         }
-        return {name: _rounded_up(text, name, file) for name, text in found.items() if text}
+        return {name: _rounded_up(text, name, file) for name, text in claims.items() if text}
 
 
 class _WorkerGroup(_Group):

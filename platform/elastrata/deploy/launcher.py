@@ -114,5 +114,5 @@ def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
 def _resources_of(commands: Sequence[str]) -> dict[str, float]:
     """The CPUs and GPUs that a `ray start` among the commands is told of."""
     text = " ".join(commands)
-    found = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
-    return {name: float(match.group(1)) for name, match in found.items() if match}
+    flags = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
+    return {name: float(match.group(1)) for name, match in flags.items() if match}

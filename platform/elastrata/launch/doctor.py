@@ -153,12 +153,12 @@ def _leftovers(clean: bool) -> Iterator[Finding]:
     dead = dead_sessions()
     for session, pids in dead.items():
         if pids and session.driver:
-            found = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
-            found += f": {', '.join(map(str, pids))}"
+            left = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
+            left += f": {', '.join(map(str, pids))}"
             yield Finding(
                 name="leftovers",
                 status="ok" if clean else "warning",
-                found=f"{session.end()} ended of {found}" if clean else found,
+                found=f"{session.end()} ended of {left}" if clean else left,
                 advice="" if clean else "elastrata doctor --clean ends them",
             )
     if dead:

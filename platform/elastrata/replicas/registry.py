@@ -83,10 +83,10 @@ class ReplicaRegistry:
     async def listing(self) -> Listing:
         """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
-        found = await asyncio.gather(*map(_files, stores.values()))
+        listed = await asyncio.gather(*map(_files, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
-        for node, files in zip(stores, found, strict=True):
+        for node, files in zip(stores, listed, strict=True):
             sizes |= files
             for path in files:
                 holders.setdefault(path, []).append(node)
@@ -104,8 +104,8 @@ class ReplicaRegistry:
     async def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a store which answers."""
         stores = dict(self._stores)
-        found = await asyncio.gather(*map(_files, stores.values()))
-        return {node: sum(files.values()) for node, files in zip(stores, found, strict=True)}
+        listed = await asyncio.gather(*map(_files, stores.values()))
+        return {node: sum(files.values()) for node, files in zip(stores, listed, strict=True)}
 
     async def _drop_unfinished(self) -> None:
         """Frees what a group before left half written: it would take the room for ever."""

@@ -160,10 +160,10 @@ class Automatic:
     def _known_choice(self) -> Choice | None:
         """The choice that a group of this layout has settled on, where it fits these workers,
         too."""
-        found = self._known.get(self._key)
-        if found is None or found["bytes"] > self._least_memory:
+        known = self._known.get(self._key)
+        if known is None or known["bytes"] > self._least_memory:
             return None
-        values = {key: value for key, value in found.items() if key != "bytes"}
+        values = {key: value for key, value in known.items() if key != "bytes"}
         return next((one for one in self._choices.all if asdict(one) == values), None)
 
     def _refuse(self, choices: Choices) -> None:
@@ -191,8 +191,8 @@ class Automatic:
         told = torch.tensor(values, dtype=torch.float64, device=self._device)
         if self._phases and dist.is_initialized():
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        found: list[float] = told.tolist()
-        return found
+        largest: list[float] = told.tolist()
+        return largest
 
 
 def _words(choice: Choice) -> str:

@@ -144,8 +144,8 @@ def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
 
 def _skips_zeros(recipe: Recipe) -> bool:
     """Whether 2:4 kernels are to multiply in any of its phases."""
-    found = [part.sparsity for part in recipe.parts]
-    return any(isinstance(one, TwoFourConfig) and one.kernels for one in found)
+    sparsities = [part.sparsity for part in recipe.parts]
+    return any(isinstance(sparsity, TwoFourConfig) and sparsity.kernels for sparsity in sparsities)
 
 
 def _pipelined(

@@ -250,8 +250,8 @@ def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storag
     if recipe.evaluation.path:
         storage = Storage(recipe.evaluation.path)
         return storage, Manifest.read(storage)
-    found = read_held_out(data, manifest)
-    return (data.sub(HELD_OUT), found) if found else None
+    held_out = read_held_out(data, manifest)
+    return (data.sub(HELD_OUT), held_out) if held_out else None
 
 
 def _held_out_batches(
