@@ -28,12 +28,11 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-from elastrata_pipelines.stripes import Stripes
 from report import write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.balance import drawn_batches
-from elastrata_pipelines.batches import Batches, Group
+from elastrata_pipelines.batches import Batches, Group, Stripes
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
 from elastrata_pipelines.hashing import mix

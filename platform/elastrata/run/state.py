@@ -72,8 +72,8 @@ def run_state(
         return state, f"{state}: {reason}" if reason and state != "finished" else state
     seen = last_sign(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
-    patience = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
-    lately = seen is not None and now - seen <= patience
+    limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
+    lately = seen is not None and now - seen <= limit
     if driver.alive or (driver.alive is None and lately and not done):
         return "running", "running"
     if done:
