@@ -38,7 +38,7 @@ from training_text import ARTICLE, prepare, sources
 from wikitext import command
 
 from elastrata.run import history
-from elastrata.run.flops import flops_by_phase
+from elastrata.run.facts import flops_by_phase
 from elastrata_pipelines.storage import Storage
 
 DENSE, CONTROL = "dense", "dense, two phases"

@@ -20,20 +20,20 @@ class Balance:
     steps: int
     imbalance_max_over_mean: float
     imbalance_worst: float
-    """Of the worst step."""
+    """Imbalance of the worst step."""
     imbalance_least: float
     """No deal of whole rows can do better than this: of the k W + 1 longest rows, some rank of W
     gets k + 1."""
     imbalance_random: float
     """Where every rank gets consecutive rows of the batch, as many as the others."""
     micro_batches: float
-    """Of one rank in a step."""
+    """Micro-batches of one rank in a step."""
     padding_fraction: float
     """Share of padding, were every micro-batch padded to its longest row."""
     padding_random: float
-    """The same for micro-batches of as many rows each, in the order of the batch."""
+    """Padding of micro-batches of as many rows each, in the order of the batch."""
     padding_to_longest: float
-    """The same, were every row padded to the longest sample seen."""
+    """Padding, were every row padded to the longest sample seen."""
 
 
 def measure_balance(

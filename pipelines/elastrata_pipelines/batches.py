@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,17 +14,17 @@ from elastrata_pipelines.batch_size_warmup import (
     steps_of_equal_size,
 )
 from elastrata_pipelines.deal import Deal, WorkModel, num_micro_batches
-from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.order import Ints, Order, Places
 from elastrata_pipelines.payload import StepLayout, encode
+from elastrata_pipelines.retry import with_retries
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stripes import Stripes
 from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a stream begins: the state of the run it continues."""
+    """Where a stream begins: how far the run is."""
 
     step: int = 0
     """Steps done."""
@@ -32,10 +32,6 @@ class Start:
     """Samples seen: the position of the next one."""
     tokens: int = 0
     """Real tokens seen."""
-    commit: str | None = None
-    """Name of the checkpoint that holds this state; None: a new run."""
-    tier: str = "new"
-    """Where that checkpoint is: `durable` storage, or `hot`, in the memory of other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,3 +157,32 @@ def _read(stripes: Stripes, places: Places) -> tuple[pa.Table, Ints]:
     tables = stripes.read(numbers.tolist())
     starts = np.cumsum([0] + [table.num_rows for table in tables])
     return pa.concat_tables(tables).combine_chunks(), starts[which] + places.rows
+
+
+class Stripes:
+    """Reads stripes, and keeps those of the last call.
+
+    A group of steps mostly ends inside a window of the order, whose stripes the next one begins
+    with: without this they would be read twice.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._kept: dict[int, pa.Table] = {}
+
+    def read(self, stripes: Sequence[int]) -> list[pa.Table]:
+        """The stripes of these numbers, one table each. A remote storage that does not answer for a
+        while is waited for.
+
+        Raises:
+            UserError: a shard is missing or damaged.
+        """
+        missing = [stripe for stripe in stripes if stripe not in self._kept]
+        tables = with_retries(
+            lambda: read_stripes(self._storage, self._manifest, missing),
+            is_local=self._storage.is_local,
+        )
+        known = self._kept | dict(zip(missing, tables, strict=True))
+        self._kept = {stripe: known[stripe] for stripe in stripes}
+        return list(self._kept.values())

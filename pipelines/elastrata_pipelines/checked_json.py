@@ -105,15 +105,15 @@ def file_size(storage: Storage, *parts: str) -> int:
         if not storage.is_local:
             storage.fs.invalidate_cache()  # it may know of the folder what is no longer so
             return storage.size(*parts)
-        found = Path(storage.path(*parts)).stat()
+        status = Path(storage.path(*parts)).stat()
     except FileNotFoundError:
         raise
     except Exception as error:  # each kind of store has its own
         raise UserError(f"{where}: cannot be read ({reason(error)})") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "folder" if stat.S_ISDIR(status.st_mode) else "device, pipe or socket"
         raise UserError(f"{where}: a {kind}, expected a file")
-    return found.st_size
+    return status.st_size
 
 
 def reason(error: Exception) -> str:
@@ -177,7 +177,7 @@ def read_record(kind: type[Kind], storage: Storage, *parts: str, advice: str = "
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
-    """What to raise for a file or folder that storage does not give."""
+    """The error to raise for a file or folder that storage does not give."""
     is_final = isinstance(error, OSError) and error.errno in (*_REASONS, errno.ENOENT)
     return (UserError if is_final else UnreadableError)(
         f"{where}: cannot be read ({reason(error)})"

@@ -14,15 +14,16 @@ from elastrata_pipelines.deal import Ints, WorkModel, cut_hands, deal
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeBalance:
-    """What one scheme makes of some steps. Imbalance is a rank's largest work over the mean."""
+    """The balance of some steps under one scheme. Imbalance is a rank's largest work over the
+    mean."""
 
     scheme: str
     imbalance_max_over_mean: float
     """Mean over the steps."""
     imbalance_worst: float
-    """Of the worst step."""
+    """Imbalance of the worst step."""
     micro_batches: float
-    """Of one rank in a step, mean over the steps."""
+    """Micro-batches of one rank in a step, mean over the steps."""
     padding_fraction: float
     """Share of padding, were every micro-batch padded to its longest row."""
 
@@ -34,9 +35,9 @@ class _Shared:
     loads: Ints
     """Work of each rank."""
     micro_batches: int
-    """Of each rank."""
+    """Micro-batches of each rank."""
     padded_tokens: int
-    """Of all ranks."""
+    """Tokens of all ranks, with padding."""
 
 
 Scheme = Callable[[Ints], Sequence[Ints]]

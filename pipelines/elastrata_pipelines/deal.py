@@ -33,7 +33,7 @@ class WorkModel:
 
 @dataclass(frozen=True)
 class Hand:
-    """What one rank was dealt: its rows of the batch, longest first, cut into micro-batches."""
+    """One rank's part of a deal: its rows of the batch, longest first, cut into micro-batches."""
 
     rows: Ints
     """Indices into the global batch."""

@@ -1,4 +1,4 @@
-"""What a user's mistake looks like: one line per problem, all problems at once."""
+"""A user's mistake: one line per problem, all problems at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 
 _MOST_CHARACTERS = 4000
-"""Of a line: a name may be as long as somebody wants it."""
+"""Most characters of a line: a name may be as long as somebody wants it."""
 _MOST_COMPARED = 100
 _BREAKING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What would end a line, move the cursor, turn text around, or cannot be written at all."""
+"""Characters that would end a line, move the cursor, turn text around, or cannot be written at
+all."""
 
 
 class UserError(Exception):
@@ -46,8 +47,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name closest to `name`, for the end of a message; maybe empty."""
     if len(name) > _MOST_COMPARED:
         return ""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{found[0]}'?)" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
 def _one_line(text: str) -> str:

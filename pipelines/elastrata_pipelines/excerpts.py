@@ -27,9 +27,9 @@ class Excerpt:
     parts: list[str]
     """The documents in it, or the two halves of a pair."""
     is_next: bool | None
-    """Of a pair: whether the second follows the first."""
+    """Whether the second text of a pair follows the first."""
     seen: str | None = None
-    """What a model is shown of it in the first epoch; None where nobody has asked."""
+    """The text that a model is shown of it in the first epoch; None where nobody has asked."""
 
 
 def some_rows(storage: Storage, manifest: Manifest, count: int) -> Rows:

@@ -51,7 +51,7 @@ def mix(values: npt.ArrayLike) -> U64:
 
 
 def mix_one(value: int) -> int:
-    """The same of one integer below 2^64: NumPy takes ten times as long to begin."""
+    """`mix` of one integer below 2^64: NumPy takes ten times as long to begin."""
     z = (value + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _M1) & _MASK
     z = ((z ^ (z >> 27)) * _M2) & _MASK
@@ -72,7 +72,7 @@ def combine(keys: npt.ArrayLike, values: npt.ArrayLike) -> U64:
 
 
 def combine_one(key: int, value: int) -> int:
-    """The same of one pair of integers below 2^64."""
+    """`combine` of one pair of integers below 2^64."""
     return mix_one(mix_one(key) ^ value)
 
 
@@ -82,7 +82,7 @@ def uniform(hashes: U64) -> npt.NDArray[np.float64]:
 
 
 def uniform_one(hashed: int) -> float:
-    """The same of one integer below 2^64."""
+    """`uniform` of one integer below 2^64."""
     return (hashed >> 11) * 2.0**-53
 
 

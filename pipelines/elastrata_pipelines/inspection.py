@@ -211,7 +211,7 @@ def verify(storage: Storage) -> list[str]:
 
 
 def _content_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a data set."""
+    """The problems of a data set's files."""
     problems, index_problems = [], list[str]()
     lengths: npt.NDArray[np.int32] | None = None
     try:
@@ -234,7 +234,7 @@ def _damage(
     entry: FileEntry,
     lengths: npt.NDArray[np.int32] | None,
 ) -> str | None:
-    """What is wrong with the bytes of a file, or the samples in it, in one line."""
+    """The problem of a file's bytes, or of the samples in it, in one line."""
     where = storage.uri(entry.path)
     try:
         data = read_bytes(storage, entry.path, most=entry.bytes)

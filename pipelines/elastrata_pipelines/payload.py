@@ -47,7 +47,7 @@ class RankStep:
     """By larger budgets of tokens: the micro-batches that every rank would have."""
 
     def cut_for(self, budget: int) -> Self:
-        """The same rows in the same order, in micro-batches of up to `budget` tokens, as they would
+        """The rows in their order, in micro-batches of up to `budget` tokens, as they would
         have been dealt: equally many on every rank. As it is where `counts` has no such budget."""
         if budget not in self.counts:
             return self

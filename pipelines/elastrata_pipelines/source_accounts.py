@@ -15,7 +15,7 @@ _REASON_NOT_KEPT = "reason not kept"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAccount:
-    """What one source gave."""
+    """The share of one source."""
 
     name: str
     weight: float
@@ -28,9 +28,10 @@ class SourceAccount:
     samples: int
     tokens: int
     share: float
-    """Of the data set's tokens."""
+    """Share of the data set's tokens."""
     unknown_share: float | None
-    """Of the source's tokens; None where the tokenizer knows all text, or nobody has counted."""
+    """Share of the source's tokens; None where the tokenizer knows all text, or nobody has
+    counted."""
 
 
 def source_accounts(storage: Storage, manifest: Manifest) -> list[SourceAccount]:

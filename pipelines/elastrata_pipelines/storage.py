@@ -128,7 +128,7 @@ class Storage:
         return self.fs.open(self.path(*parts), "rb")
 
     def open_scattered(self, *parts: str) -> Any:
-        """The same, to read pieces that lie far apart: no more is fetched than is asked for."""
+        """Opens a file to read pieces that lie far apart: no more is fetched than is asked for."""
         own = {} if self.is_local else {"cache_type": "none"}
         return self.fs.open(self.path(*parts), "rb", **own)
 

@@ -43,17 +43,15 @@ def descriptors(phases: Sequence[Phase], start: Start) -> Dataset:
     """
     left = [phase.groups(start, max_tokens=MAX_GROUP_TOKENS) for phase in phases]
     share = max(1, -(-sum(map(len, left)) // MAX_DESCRIPTORS))
-    begin = json.dumps(asdict(start))
     rows = [
         {
-            "start": begin,
             "phase": number,
             "groups": json.dumps([asdict(group) for group in groups[i : i + share]]),
         }
         for number, groups in enumerate(left)
         for i in range(0, len(groups), share)
     ]
-    rows = rows or [{"start": begin, "phase": 0, "groups": "[]"}]
+    rows = rows or [{"phase": 0, "groups": "[]"}]
     return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 
@@ -146,11 +144,11 @@ class Reader:
     """So many times over."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
-        """Tables of one row: where the run stands, and a payload."""
+        """Tables of one row, a payload."""
         for row in descriptor.to_pylist():
             groups = [Group(**group) for group in json.loads(row["groups"])]
             for payload in self._payloads(self.batches[row["phase"]], groups):
-                table = pa.table({"start": [row["start"]], "payload": _one_value(payload)})
+                table = pa.table({"payload": _one_value(payload)})
                 yield from [table] * self.copies
 
     def _payloads(self, batches: Batches, groups: list[Group]) -> Iterator[pa.Buffer]:
@@ -158,7 +156,7 @@ class Reader:
         for group in groups:
             payloads = batches.payloads(group, self.num_ranks, stripes)
             yield from payloads if self.repeats == 1 else list(payloads) * self.repeats
-        if not groups:  # no step is left, but where the run stands is told all the same
+        if not groups:  # no step is left: Ray Data splits no empty data set
             yield from [pa.py_buffer(b"")] * self.num_ranks * self.repeats
 
 
@@ -186,11 +184,6 @@ class RankStream:
         )
         self._token_dtype = token_dtype
         self._first: pa.Table = next(self._tables)
-
-    @property
-    def start(self) -> Start:
-        """The state this stream continues from, also where no step is left."""
-        return Start(**json.loads(self._first["start"][0].as_py()))
 
     def __iter__(self) -> Iterator[RankStep]:
         table: pa.Table

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from elastrata_pipelines.plain_text import refuse_unprintable
-from elastrata_pipelines.secrets import refuse_secrets
+from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
 
 
 class Config(BaseModel):

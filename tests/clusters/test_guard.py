@@ -13,8 +13,7 @@ from threading import Event, Thread
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.deploy.drain import Nodes
-from elastrata.deploy.guard import wait_for_notice
+from elastrata.deploy.guard import Nodes, wait_for_notice
 from elastrata.deploy.notices import aws, azure, gcp
 from support.command import start, wait_until
 from support.metadata import Metadata, metadata_server

@@ -18,10 +18,10 @@ from elastrata.checkpoints.commit import (
     FolderName,
     newest_verified,
 )
-from elastrata_pipelines import patience
+from elastrata_pipelines import retry
+from elastrata_pipelines.batches import Stripes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stripes import Stripes
 from support.command import run
 from support.faulty_s3 import FaultyS3, faulty_s3
 from support.synthetic import tiny_recipe, write_data_set
@@ -97,7 +97,7 @@ def test_reading_waits_for_a_store_that_is_away(
     manifest = write_data_set(f"{bucket}/data", samples=100)
     data = Storage(f"{bucket}/data")
     (expected,) = Stripes(data, manifest).read([1])
-    monkeypatch.setattr(patience, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "FIRST_SECONDS", 0.01)
     faults.fail(40, 500, "InternalError")  # more often than s3fs itself tries
     assert Stripes(data, manifest).read([1]) == [expected]
     assert faults.refused == 40

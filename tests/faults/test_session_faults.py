@@ -15,7 +15,7 @@ from support.command import wait_until
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
-GUARDIAN = "elastrata.cluster.ray_guardian"
+GUARDIAN = "elastrata.cluster.ray_processes"
 
 
 def _session(driver: int) -> dict[int, str]:

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from elastrata.checkpoints.checkpoint import DurableSaver, load_full_model_state, training_state
 from elastrata.checkpoints.commit import MARKER, commits, newest_verified
-from elastrata.checkpoints.dcp_metadata import METADATA
+from elastrata.checkpoints.dcp_reader import METADATA
 from elastrata_pipelines.storage import Storage
 
 WIDTH = 128

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastrata.checkpoints.commit import MARKER, commits, problems
-from elastrata.checkpoints.dcp_metadata import read_metadata
+from elastrata.checkpoints.dcp_reader import read_metadata
 from elastrata.cluster.driver import is_finished
 from elastrata.cluster.observer import catch_up
 from elastrata.core.mesh import lone_group
@@ -28,7 +28,7 @@ from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import own_run
 from elastrata.run.status import status
-from elastrata.run.unwritten import restore_history
+from elastrata.run.succession import restore_history
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.tracking.silent import SilentTracker
 from elastrata.trainer.newest_state import newest_state
@@ -102,15 +102,12 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     with own_run(run, lost=pytest.fail, warn=said.append, beat_seconds=0.05):
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        start = newest_state(run, None, said.append)
+        newest = newest_state(run, None, said.append)
         finished = is_finished(run, steps=STEPS, target=None)
         entries = history.read(run.sub("history"))
         catch_up(SilentTracker(), entries, [])
-    meaning = {
-        "start": replace(start, commit=_place(start.commit)),
-        "finished": finished,
-        "steps": history.effective_steps(entries),
-    }
+    place = replace(newest, commit=_place(newest.commit))
+    meaning = {"newest": place, "finished": finished, "steps": history.effective_steps(entries)}
     return meaning, said
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata_pipelines.hashing import mix
-from elastrata_pipelines.preparation.stratify import MAX_STRATA, stored_order, strata
+from elastrata_pipelines.preparation.shards import MAX_STRATA, stored_order, strata
 
 lengths_of_data_sets = st.one_of(
     st.lists(st.integers(1, 40), min_size=1, max_size=400),

@@ -81,7 +81,7 @@ def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
     [(2, 0), (3, 5), *(pytest.param(*case, marks=SLOW) for case in ((1, 0), (5, 22), (12, 21)))],
 )
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
-    begin = Start(step=start, samples=start * BATCH, tokens=0, commit="x" if start else None)
+    begin = Start(step=start, samples=start * BATCH)
     phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
     iterators = dealt(descriptors(phases, begin), phases, world_size)
     with ThreadPoolExecutor(world_size) as pool:
@@ -115,7 +115,7 @@ def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path
     sizes = [10] * 4 + [7] * 3 + [20] * 4
     places = [(batches, 10 * k) for k in range(4)] + [(other, 7 * k) for k in range(3)]
     places += [(batches, 40 + 20 * k) for k in range(4)]
-    begin = Start(step=start, samples=sum(sizes[:start]), commit="x" if start else None)
+    begin = Start(step=start, samples=sum(sizes[:start]))
     (iterator,) = dealt(descriptors(phases, begin), phases, 1)
     steps = list(RankStream(iterator, "uint16"))
     assert [step.step for step in steps] == list(range(start + 1, 12))
@@ -129,20 +129,11 @@ def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path
         assert step.rows.sample_ids.tolist() == expected.rows.sample_ids.tolist()
 
 
-def test_the_stream_says_where_it_starts(ray_local, batches) -> None:
-    begin = Start(step=3, samples=87, tokens=1234, commit="000000003-0001-abcdef")
-    phases = [Phase(batches=batches, steps=5, batch_size=BATCH)]
-    (iterator,) = dealt(descriptors(phases, begin), phases, 1)
-    assert RankStream(iterator, "uint16").start == begin
-
-
 def test_nothing_is_left_after_the_last_step(ray_local, batches) -> None:
-    done = Start(step=5, samples=145, tokens=0, commit="x")
+    done = Start(step=5, samples=145)
     phases = [Phase(batches=batches, steps=5, batch_size=BATCH)]
     (iterator,) = dealt(descriptors(phases, done), phases, 1)
-    stream = RankStream(iterator, "uint16")
-    assert stream.start == done
-    assert list(stream) == []
+    assert list(RankStream(iterator, "uint16")) == []
 
 
 def test_digests_add_up_over_ranks(batches) -> None:

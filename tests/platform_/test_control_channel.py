@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import ray
 
-from elastrata.cluster.attendant import Attendant
-from elastrata.cluster.control_channel import open_channel, raylet_of
-from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.control_channel import Receiver, open_channel, raylet_of
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.processes import children, title
+from elastrata.cluster.watchdog import HelperWatchdog
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import Committed, Event, Halted, Heard, Refused, Warned
 from support.command import wait_until
@@ -129,16 +128,16 @@ def test_a_channel_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
     sender = Sender(channel, rank=0)
     lines: list[str] = []
     with received(channel) as events:
-        attendant = Attendant({"channel": channel}, SECONDS[number], lines.append)
+        watchdog = HelperWatchdog({"channel": channel}, SECONDS[number], lines.append)
         sender.send(record(1))
         sender.send(Warned(text="all is well"))
-        wait_until(lambda: len(events) == 2 and attendant.is_content, 60, "the first events")
+        wait_until(lambda: len(events) == 2 and watchdog.is_content, 60, "the first events")
         os.kill(pid, number)
         for step in range(2, 502):
             sender.send(record(step))
         wait_until(lambda: len(events) == 502, 120, f"all events; {len(events)} {lines}")
         sender.close()
-        attendant.close()
+        watchdog.close()
     assert events == [record(1), Warned(text="all is well"), *map(record, range(2, 502))]
     assert not Path(f"/proc/{pid}").exists()
     assert number == signal.SIGKILL or lines

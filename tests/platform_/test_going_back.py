@@ -18,14 +18,14 @@ from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata.run.attempts import recoveries
 from elastrata.run.audit import audit, sequence_problems
 from elastrata.run.evidence import check_continuation, evidence
 from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.going_back import SET_ASIDE, find_commit, go_back
 from elastrata.run.history import HistoryWriter
-from elastrata.run.recoveries import recoveries
 from elastrata.run.status import status
-from elastrata.run.unwritten import unwritten
+from elastrata.run.succession import unwritten
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import training_data
@@ -83,8 +83,8 @@ def old_run(folder: Path) -> Storage:
 
 
 def place(run: Storage) -> tuple[str | None, int]:
-    start = newest_state(run, None, pytest.fail)
-    return start.commit, start.step
+    newest = newest_state(run, None, pytest.fail)
+    return newest.commit, newest.start.step
 
 
 def test_a_stray_part_is_named_and_set_aside(run: Storage) -> None:

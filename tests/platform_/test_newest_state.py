@@ -9,8 +9,7 @@ import pytest
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.run import history
-from elastrata.trainer.newest_state import newest_state
-from elastrata_pipelines.batches import Start
+from elastrata.trainer.newest_state import ResumePoint, newest_state
 from elastrata_pipelines.storage import Storage
 
 
@@ -43,12 +42,12 @@ def started(run: Storage, attempt: int, step: int) -> None:
 
 
 def found(run: Storage, hot: Storage) -> tuple[str, int]:
-    start = newest_state(run, hot, pytest.fail)
-    return start.tier, start.step
+    newest = newest_state(run, hot, pytest.fail)
+    return newest.tier, newest.start.step
 
 
 def test_a_new_run_has_none(run, hot) -> None:
-    assert newest_state(run, hot, pytest.fail) == Start()
+    assert newest_state(run, hot, pytest.fail) == ResumePoint()
 
 
 def test_the_newest_of_both_tiers(run, hot) -> None:

@@ -6,7 +6,13 @@ import time
 
 import pytest
 
+from elastrata.tracking import outbox as module
 from elastrata.tracking.outbox import Outbox
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_SECONDS", 0.01)
 
 
 def test_actions_run_in_order_through_failures() -> None:
@@ -47,7 +53,7 @@ def test_closing_ends_in_time_and_says_what_is_left(caplog: pytest.LogCaptureFix
     for _ in range(3):
         outbox.put(fail)
     started = time.monotonic()
-    assert outbox.close(1.5) == 3
+    assert outbox.close(0.1) == 3
     assert time.monotonic() - started < 10
     assert caplog.text.count("the store does not answer") == 1
 

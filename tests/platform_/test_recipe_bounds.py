@@ -13,8 +13,8 @@ from elastrata.planner import cluster as planned
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.yaml_values import dump_yaml, parse_documents, parse_yaml
 from elastrata.sweeps.file import load_sweep
+from elastrata_pipelines.configured_text import MOST_CHARACTERS
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.plain_text import MOST_CHARACTERS
 
 GOOD = """\
 workload: {name: bert, hidden_size: 32, num_layers: 1, num_heads: 2, max_positions: 64}

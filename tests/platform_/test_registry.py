@@ -14,9 +14,8 @@ import transformers
 from mlflow import MlflowClient
 
 from elastrata.cli.main import run as run_here
-from elastrata.tracking.client import quiet_client
-from elastrata.tracking.mlmodel import write_mlmodel
-from elastrata.tracking.models import LoadableModel, Models
+from elastrata.tracking.models import LoadableModel, Models, write_mlmodel
+from elastrata.tracking.store import quiet_client
 from elastrata_pipelines.preparation.config import TokenizerConfig
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.bert import Bert

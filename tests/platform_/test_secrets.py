@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from elastrata.recipe.file import load_recipe
+from elastrata_pipelines.configured_text import without_secrets
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation import PrepareConfig
-from elastrata_pipelines.secrets import without_secrets
 from elastrata_pipelines.storage import Storage
 from support.command import run
 from support.synthetic import tiny_recipe, write_data_set

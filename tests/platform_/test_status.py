@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastrata.cli.main import run
+from elastrata.run.attempts import recoveries
 from elastrata.run.ownership import NewestStep
-from elastrata.run.recoveries import recoveries
 from elastrata.run.state import SILENT_SECONDS, Driver, run_state
 from elastrata.run.status import Status, summary
 from support.documented import documented_keys

@@ -19,11 +19,10 @@ import pytest
 from mlflow import MlflowClient
 
 from elastrata.run.facts import hardware, recipe_params
-from elastrata.tracking.client import quiet_client
 from elastrata.tracking.entities import DataInput
 from elastrata.tracking.models import LoadableModel
+from elastrata.tracking.store import quiet_client, shown, tracking_uri
 from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
-from elastrata.tracking.uri import shown, tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastrata.tracking.client import quiet_client
+from elastrata.tracking.store import quiet_client
 from elastrata_pipelines.storage import Storage
 from support.command import run_json
 from support.synthetic import tiny_recipe, write_data_set

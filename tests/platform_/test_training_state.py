@@ -15,7 +15,7 @@ from torch import nn
 
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.checkpoints.dcp_metadata import METADATA, _MetadataUnpickler, read_metadata
+from elastrata.checkpoints.dcp_reader import METADATA, _MetadataUnpickler, read_metadata
 from elastrata.checkpoints.training_state import (
     load,
     load_full_model_state,

@@ -1,7 +1,6 @@
 """The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
 
-from elastrata_pipelines.format.checked import write_file
-from elastrata_pipelines.format.file_check import file_problem, file_problems
+from elastrata_pipelines.format.files import file_problem, file_problems, write_file
 from elastrata_pipelines.format.held_out import HELD_OUT, read_held_out
 from elastrata_pipelines.format.manifest import (
     FORMAT_VERSION,
@@ -9,6 +8,7 @@ from elastrata_pipelines.format.manifest import (
     FileEntry,
     Manifest,
     SourceEntry,
+    Vocabulary,
 )
 from elastrata_pipelines.format.shard import (
     open_shard,
@@ -17,7 +17,6 @@ from elastrata_pipelines.format.shard import (
     shard_schema,
     write_shard,
 )
-from elastrata_pipelines.format.vocabulary import Vocabulary
 
 __all__ = [
     "FORMAT_VERSION",

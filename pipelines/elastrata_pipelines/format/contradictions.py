@@ -1,4 +1,4 @@
-"""What in a manifest contradicts the rest of it, told in a line each."""
+"""Contradictions: values of a manifest that do not go with others, told in a line each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastrata_pipelines.format.manifest import Manifest
-    from elastrata_pipelines.format.vocabulary import Vocabulary
+    from elastrata_pipelines.format.manifest import Manifest, Vocabulary
 
 _UINT16_IDS = 2**16
 

@@ -16,8 +16,9 @@ _HEADER = re.compile(
     rb"\{'descr': '<i4', 'fortran_order': (?:False|True), 'shape': \((\d{1,19}),\), \} *\n",
     re.DOTALL,
 )
-"""What NumPy writes before a row of int32: magic, version, the header's length, the header. NumPy's
-own reader evaluates the header as Python and takes as much memory as that asks for."""
+"""The bytes that NumPy writes before a row of int32: magic, version, the header's length, the
+header. NumPy's own reader evaluates the header as Python and takes as much memory as that asks
+for."""
 _FIXED_BYTES = 10
 _MOST_HEADER_BYTES = 4096
 _ITEM_BYTES = 4

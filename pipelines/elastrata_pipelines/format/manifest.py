@@ -23,9 +23,10 @@ from elastrata_pipelines.checked_json import (
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.contradictions import contradictions
 from elastrata_pipelines.format.lengths import histogram_of, read_int32
-from elastrata_pipelines.format.vocabulary import Vocabulary
 from elastrata_pipelines.storage import Storage
 
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+"""An id; that it is one of the vocabulary is for the manifest to say (`contradictions`)."""
 FORMAT: Literal["elastrata-shards"] = "elastrata-shards"
 FORMAT_VERSION: Literal[2] = 2
 READABLE_VERSIONS = (1, 2)
@@ -42,6 +43,20 @@ TokenType = Literal["uint16", "uint32"]
 """NumPy name of the tokens' integer type, little-endian."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Vocabulary(Record):
+    """The sizes and special ids of the tokenizer a data set was prepared with."""
+
+    size: Annotated[int, Field(ge=1, le=2**32)]
+    """Number of ids; every token is below it."""
+    pad_id: TokenId
+    mask_id: TokenId | None
+    """None where the tokenizer has no mask token: such a data set cannot train BERT."""
+    special_ids: tuple[TokenId, ...]
+    """Ids that are never masked nor used as random replacements (CLS, SEP, PAD, MASK, UNK...)."""
+    continuation_ids: tuple[TokenId, ...]
+    """Ids that continue the word begun by the token before them (for whole-word masking)."""
 
 
 def _inside(path: str) -> str:
@@ -119,7 +134,7 @@ class Manifest(Record):
 
     @override
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """What fits a line: histogram and ids may be tens of thousands."""
+        """The fields that fit a line: histogram and ids may be tens of thousands."""
         for name in ("samples", "tokens", "seq_len", "stripes", "packing", "pairs"):
             yield name, getattr(self, name)
         yield "sources", [source.name for source in self.sources]

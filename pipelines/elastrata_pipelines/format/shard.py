@@ -1,4 +1,4 @@
-"""A shard: one Parquet file, a stripe a row group."""
+"""A shard: one Parquet file, a stripe a row group; and what its rows must hold to."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastrata_pipelines.checked_json import file_size, reason
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format.checked import CheckedStream
+from elastrata_pipelines.format.binary_column import offsets_of, values_of
+from elastrata_pipelines.format.files import CheckedStream
 from elastrata_pipelines.format.manifest import AGAIN, FileEntry, Manifest
-from elastrata_pipelines.format.stripe_check import stripe_problem
-from elastrata_pipelines.patience import may_pass
+from elastrata_pipelines.retry import may_pass
 from elastrata_pipelines.storage import Storage
 
 _REMOTE_SHARDS_AT_ONCE = 16
 """A request to an object store takes tens of milliseconds, most of it waiting."""
+_OFFSET_BYTES = 4
 
 
 def shard_schema(*, packed: bool, pairs: bool) -> pa.Schema:
@@ -191,3 +194,42 @@ def _read_stripe(reader: pq.ParquetFile, manifest: Manifest, stripe: int, first:
     if problem := stripe_problem(table, manifest):
         raise pa.ArrowInvalid(f"stripe {stripe}: {problem}")
     return table
+
+
+def stripe_problem(table: pa.Table, manifest: Manifest) -> str | None:
+    """The problem of a stripe's rows, in one line; None: there is none.
+
+    Args:
+        table: with the columns of a shard, a chunk each.
+        manifest: of the data set.
+    """
+    columns = {name: table[name].chunk(0) for name in table.column_names}
+    if any(column.null_count for column in columns.values()):
+        return "a value is missing"
+    lengths = columns["length"].to_numpy()
+    if not 0 < int(lengths.min()) <= int(lengths.max()) <= manifest.seq_len:
+        return f"a length is not from 1 to {manifest.seq_len}"
+    token_bytes = np.dtype(manifest.token_dtype).itemsize
+    if not np.array_equal(np.diff(offsets_of(columns["tokens"])), lengths * np.int64(token_bytes)):
+        return "a sample has not as many tokens as its length says"
+    largest = int(values_of(columns["tokens"], manifest.token_dtype).max())
+    if largest >= manifest.vocabulary.size:
+        return f"token {largest} is not in the vocabulary of {manifest.vocabulary.size} ids"
+    if "boundaries" in columns and not _are_inside(columns["boundaries"], lengths):
+        return "a document inside a sample begins outside it, or before the one before it"
+    if "second_start" in columns:
+        starts = columns["second_start"].to_numpy()
+        if not np.all((starts > 0) & (starts < lengths)):
+            return "a second sentence begins outside its sample"
+    return None
+
+
+def _are_inside(boundaries: pa.LargeBinaryArray, lengths: npt.NDArray[np.int32]) -> bool:
+    """Whether the documents of every sample begin behind its first token, one after another."""
+    sizes = np.diff(offsets_of(boundaries))
+    if np.any(sizes % _OFFSET_BYTES):
+        return False
+    rows = np.repeat(np.arange(len(lengths)), sizes // _OFFSET_BYTES)
+    begins = values_of(boundaries, "int32")
+    ascends = (np.diff(begins) > 0) | (np.diff(rows) > 0)
+    return bool(np.all((begins > 0) & (begins < lengths[rows])) and np.all(ascends))

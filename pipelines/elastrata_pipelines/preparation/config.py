@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from elastrata_pipelines.plain_text import refuse_unprintable
-from elastrata_pipelines.secrets import refuse_secrets
+from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
 
 _PATHS_SCHEMA = {
     "anyOf": [

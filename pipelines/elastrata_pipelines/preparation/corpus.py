@@ -76,7 +76,7 @@ class Corpus:
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def provenance(self, tokenizer: TokenizerFiles | None) -> Provenance:
-        """What the fingerprint is made of, for people."""
+        """The parts of the fingerprint, for people."""
         files = {}
         for number, source in enumerate(self.config.all_sources):
             mine = [(f.name, f.bytes, f.stamp) for f in self.files if f.source == number]
@@ -151,7 +151,7 @@ class Corpus:
         return tokenized
 
     def _nothing_read(self) -> list[Tokenized]:
-        """What was passed over, as portions without documents."""
+        """Everything that was passed over, as portions without documents."""
         return [
             Tokenized(
                 place=(len(self.files), source), source=source, bytes=0, documents=(0, 0),

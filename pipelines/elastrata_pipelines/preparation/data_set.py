@@ -97,7 +97,7 @@ class DataSetWriter:
     config: PrepareConfig
     tokenizer: TokenizerFiles
     fingerprint: str
-    """Of the configuration and the source files."""
+    """A digest of the configuration and the source files."""
     provenance: Provenance
     runs: Storage
     report: Progress

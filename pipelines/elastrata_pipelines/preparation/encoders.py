@@ -45,7 +45,7 @@ class Encoded:
     """The ids of some texts."""
 
     tokens: Tokens
-    """Of all texts end to end, uint32."""
+    """The tokens of all texts end to end, uint32."""
     lengths: Ints
     """Tokens of each text."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from elastrata_pipelines.errors import UserError, in_one_line
 
 NAMED_BY = "text_field, --text-field"
-"""What says which field, or column, holds the text."""
+"""The key of the recipe that names the field, or column, with the text."""
 _SHOWN_FIELDS, _SHOWN_CHARACTERS = 20, 60
 
 

@@ -27,7 +27,7 @@ _KINDS = {
 
 @dataclass
 class LocalFiles:
-    """What a path means."""
+    """The files that a path means."""
 
     base: str
     """The names of files, by which samples are identified, are their paths below it."""

@@ -67,7 +67,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a task runs: rows of pickled values to rows of pickled values."""
+    """The function of a task: rows of pickled values to rows of pickled values."""
 
     work: Callable[[Any], Iterable[Any]]
 

@@ -19,14 +19,15 @@ class FilesOfSource(Record):
     files: int
     bytes: int
     sha256: str
-    """Of their names, sizes and contents."""
+    """A digest of their names, sizes and contents."""
 
 
 class Provenance(Record):
-    """What a data set was made from, and what its manifest does not say of it."""
+    """The origin of a data set, as far as its manifest does not say it."""
 
     configuration: dict[str, Any]
-    """Of the preparation, without paths; of a loaded tokenizer its fingerprint."""
+    """The configuration of the preparation, without paths; of a loaded tokenizer its
+    fingerprint."""
     files: dict[str, FilesOfSource]
     """By the names of the sources."""
     unknown_tokens: dict[str, int] | None = None

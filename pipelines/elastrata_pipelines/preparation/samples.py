@@ -49,7 +49,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
 
 
 def pair_extra(second_start: int, is_next: bool) -> bytes:
-    """What a shard stores of a sentence pair."""
+    """The bytes that a shard stores of a sentence pair."""
     return second_start.to_bytes(4, "little") + bytes([is_next])
 
 

@@ -53,7 +53,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Found:
-    """What the paths of a source mean."""
+    """The files that the paths of a source mean."""
 
     files: list[SourceFile]
     """In order."""

@@ -114,7 +114,7 @@ class TokenizerFiles:
         return ids
 
     def vocabulary(self) -> Vocabulary:
-        """What training must know of the tokenizer."""
+        """The vocabulary: all that training must know of the tokenizer."""
         special = {int(i) for i, t in self._parsed.get_added_tokens_decoder().items() if t.special}
         roles = {role: self.token_id(role) for role in _ROLES}
         special |= {token for token in roles.values() if token is not None}

@@ -57,7 +57,7 @@ class NumberedPortion:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """What is left of a portion for the driver."""
+    """The values of a finished portion that go to the driver."""
 
     place: tuple[int, int]
     source: int

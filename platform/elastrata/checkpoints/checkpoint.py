@@ -31,8 +31,7 @@ from elastrata.checkpoints.commit import (
     size_problems,
 )
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.dcp_planner import RememberingPlanner
-from elastrata.checkpoints.dcp_writer import CommitWriter
+from elastrata.checkpoints.dcp_writer import CommitWriter, RememberingPlanner
 from elastrata.checkpoints.lean import LeanWriter
 from elastrata.checkpoints.retention import prune, remove
 from elastrata.checkpoints.training_state import (
@@ -262,7 +261,7 @@ class DurableSaver:
 def replica_saver(
     storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]
 ) -> DurableSaver:
-    """A saver for the hot tier: it keeps the newest commit alone, and saves it cheaply.
+    """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply.
 
     Args:
         storage: a `Replicas`.

@@ -63,7 +63,7 @@ class FolderName:
 
 
 class FileRecord(BaseModel):
-    """What a file of a commit must be."""
+    """The size and checksum that a file of a commit must have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -107,7 +107,7 @@ class Commit(BaseModel):
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """What the evaluation of this very step reported, by metric name; empty without one."""
+        """The metrics of the evaluation of this very step, by name; empty without one."""
         reported = self.extra.get(EVALUATION)
         metrics = reported if isinstance(reported, dict) else {}
         return {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}

@@ -1,4 +1,4 @@
-"""What commits need of the storage they lie in."""
+"""The storage that commits lie in: the methods they need of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class CommitStorage(Protocol):
 
     @property
     def url(self) -> str:
-        """What messages call the root."""
+        """The name of the root in messages."""
         ...
 
     def uri(self, *parts: str) -> str:
-        """What messages call a path below the root."""
+        """The name of a path below the root in messages."""
         ...
 
     def names(self, *parts: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What DCP needs of a file system, over a `CommitStorage`; hashes what is written."""
+"""A file system for DCP over a `CommitStorage`; hashes what is written."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class HashingStream(io.RawIOBase):
 
 
 class StorageFiles(FileSystemBase):
-    """What DCP needs of a file system. Paths are relative to the root of the storage."""
+    """A file system for DCP. Paths are relative to the root of the storage."""
 
     def __init__(self, storage: CommitStorage, *, hashed: bool = True) -> None:
         self._storage = storage
         self._hashed = hashed
         self.records: dict[str, FileRecord] = {}
-        """What was written completely, by path."""
+        """The files that were written completely, by path."""
 
     @override
     @contextmanager

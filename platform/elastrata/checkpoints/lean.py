@@ -30,7 +30,7 @@ RAW = "elastrata.raw"
 
 @dataclasses.dataclass(frozen=True)
 class LeanResult(HashedResult):
-    """What a rank tells the coordinator of all that it wrote."""
+    """A rank's word to the coordinator about all that it wrote."""
 
     lengths: list[int]
     """Bytes of every item of its plan; they lie one after the other."""

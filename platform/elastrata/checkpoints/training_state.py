@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.dcp_metadata import read_metadata
-from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner
+from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner, read_metadata
 from elastrata_pipelines.errors import UserError
 
 MODEL = "model"

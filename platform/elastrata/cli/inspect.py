@@ -232,7 +232,7 @@ def _excerpts(
     rows = some_rows(storage, manifest, count)
     if model is None:
         return excerpts(storage, rows)
-    from elastrata.launch.model_inputs import inputs_of
+    from elastrata.launch.model_inspection import inputs_of
 
     return excerpts(storage, rows, inputs_of(model, rows, manifest))
 

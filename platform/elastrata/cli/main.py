@@ -31,7 +31,7 @@ from elastrata.cli.stop import stop
 from elastrata.cli.submit import submit
 from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
-from elastrata.cluster.teardown import SIGNALS, is_ending
+from elastrata.cluster.interrupt import SIGNALS, is_ending
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 

@@ -149,7 +149,7 @@ def _summarize(
     model: Path,
     seconds: float,
 ) -> None:
-    from elastrata.tracking.uri import tracking_uri
+    from elastrata.tracking.store import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     uri = tracking_uri(recipe.tracking.uri, Storage(recipe.storage))

@@ -15,7 +15,7 @@ from elastrata.terminal.console import STATE_STYLES, open_console, print_json_li
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from elastrata.run.listing import ListedRun
+    from elastrata.run.names import ListedRun
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
@@ -27,7 +27,7 @@ def runs(
     json: Json = False,
 ) -> None:
     """List the runs in a folder: state, step, loss, workers, and when each gave a sign of life."""
-    from elastrata.run.listing import list_runs
+    from elastrata.run.names import list_runs
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)

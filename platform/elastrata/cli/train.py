@@ -51,7 +51,7 @@ def train_and_tell(
     from elastrata.api import train as train_recipe
     from elastrata.recipe.length import in_steps
     from elastrata.terminal.progress import Progress, phase_lines
-    from elastrata.tracking.uri import tracking_uri
+    from elastrata.tracking.store import tracking_uri
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)

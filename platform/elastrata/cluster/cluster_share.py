@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastrata.cluster.autoscaler import launches_nodes
+from elastrata.cluster.nodes import launches_nodes
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.trainer.preflight import cluster_problems
 from elastrata_pipelines.errors import UserError
 
 CPUS_OF_A_WORKER = 2
-"""Of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the other
-one reads data and runs Ray."""
+"""CPUs of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the
+other one reads data and runs Ray."""
 
 
 def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:

@@ -10,17 +10,27 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event as Flag
+from threading import Thread
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastrata.cluster.letters import Letter, Parcel, Receipt, Shelf
+from elastrata.cluster.event_delivery import (
+    Acknowledgement,
+    EventBatch,
+    EventBuffer,
+    NumberedEvent,
+    handled_after,
+    unhandled,
+)
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import Event, Halted, Heard, Started
 
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
+_TAKE_SECONDS, _CLOSE_SECONDS = 1.0, 30.0
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -28,9 +38,9 @@ class ControlChannel:
     """Where it is killed, an empty one takes its place. Who calls it calls again."""
 
     def __init__(self) -> None:
-        self._shelf = Shelf()
+        self._buffer = EventBuffer()
         self._arrived = asyncio.Event()
-        self._request: ControlSignal | None = None
+        self._signal: ControlSignal | None = None
         self._halted = False
 
     async def ping(self) -> None:
@@ -40,19 +50,19 @@ class ControlChannel:
         """The pid of the process that has started this one."""
         return os.getppid()
 
-    async def post(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, batch: EventBatch) -> Acknowledgement:
         """Takes events, and returns how they stand and what is asked of the workers."""
-        events, receipt = self._shelf.put(parcel)
+        events, answer = self._buffer.put(batch)
         for event in events:
             self._note(event)
         if events:
             self._arrived.set()
-        return Receipt(receipt.expected, receipt.handled, self._request)
+        return Acknowledgement(answer.expected, answer.handled, self._signal)
 
-    async def ask(self, request: ControlSignal) -> None:
-        """Asks this of the workers; a request that asks for less than one that waits is dropped."""
-        if self._request is None or request.action > self._request.action:
-            self._request = request
+    async def ask(self, signal: ControlSignal) -> None:
+        """Asks this of the workers; a signal that asks for less than one that waits is dropped."""
+        if self._signal is None or signal.action > self._signal.action:
+            self._signal = signal
 
     async def withdraw(self, most: Action) -> None:
         """Nothing up to `most` is asked any more, and what was asked before is forgotten."""
@@ -63,19 +73,19 @@ class ControlChannel:
         """Whether the group of workers has saved its state and takes no more steps."""
         return self._halted
 
-    async def take(self, seconds: float, handled: Mapping[str, int]) -> list[Letter]:
-        """All letters that are not handled; waits for the first one, but no longer than `seconds`.
+    async def take(self, seconds: float, handled: Mapping[str, int]) -> list[NumberedEvent]:
+        """All events that are not handled; waits for the first one, but no longer than `seconds`.
 
         Args:
             seconds: 0 waits for none.
-            handled: by sender, below which number all letters are handled.
+            handled: by sender, below which number all events are handled.
         """
         self._arrived.clear()
-        if found := self._shelf.unhandled(handled):
-            return found
+        if events := self._buffer.unhandled(handled):
+            return events
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), seconds)
-        return self._shelf.unhandled(handled)
+        return self._buffer.unhandled(handled)
 
     def _note(self, event: Event) -> None:
         match event:
@@ -88,8 +98,8 @@ class ControlChannel:
                 self._drop(Action.HALT)
 
     def _drop(self, most: Action) -> None:
-        if self._request and self._request.action <= most:
-            self._request = None
+        if self._signal and self._signal.action <= most:
+            self._signal = None
 
 
 def open_channel() -> Any:
@@ -105,3 +115,47 @@ def raylet_of(channel: Any) -> int:
             return int(ray.get(channel.raylet.remote(), timeout=_ANSWER_SECONDS))
         time.sleep(_PAUSE_SECONDS)
     return -1
+
+
+class Receiver:
+    """The driver's side of the channel: calls `handle` with all events, in
+    order and each once, from a thread of its own.
+
+    Args:
+        channel: its handle, which stays when it is replaced.
+        handle: called whenever the channel has answered, at least every second: with no events,
+            where there are none.
+    """
+
+    def __init__(self, channel: Any, handle: Callable[[Sequence[Event]], None]) -> None:
+        self._channel = channel
+        self._handle = handle
+        self._handled: dict[str, int] = {}
+        self._closed = Flag()
+        self._thread = Thread(target=self._receive, name="elastrata-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Handles what has arrived, then stops; waits half a minute for a channel that is away."""
+        self._closed.set()
+        self._thread.join()
+
+    def _receive(self) -> None:
+        while not self._closed.is_set():
+            self._take(_TAKE_SECONDS)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._take(0.0) is not False and time.monotonic() < deadline:
+            pass
+
+    def _take(self, seconds: float) -> bool | None:
+        """Handles what there is; returns whether there was anything, None where nobody answered."""
+        call = self._channel.take.remote(seconds, dict(self._handled))
+        try:
+            events: list[NumberedEvent] = ray.get(call, timeout=seconds + _ANSWER_SECONDS)
+        except ray.exceptions.RayError:
+            Flag().wait(_PAUSE_SECONDS)
+            return None
+        new = list(unhandled(events, self._handled))
+        self._handle([numbered.event for numbered in new])
+        self._handled |= handled_after(new)
+        return bool(new)

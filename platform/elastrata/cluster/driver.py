@@ -1,4 +1,4 @@
-"""The drive: one driver's part in a run, from the newest state to the end, whatever comes."""
+"""The run driver: one process's part in a run, from the newest state to the end, whatever comes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.cluster.attendant import Attendant
-from elastrata.cluster.control_channel import raylet_of
-from elastrata.cluster.event_receiver import Receiver
+from elastrata.cluster.control_channel import Receiver, raylet_of
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.gauges import Gauges
-from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
-from elastrata.cluster.sentry import Sentry
-from elastrata.cluster.source import Source
-from elastrata.cluster.teardown import undisturbed
-from elastrata.cluster.watchdog import Watchdog
+from elastrata.cluster.reaper import Reaper
+from elastrata.cluster.watchdog import HelperWatchdog, Watchdog
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.ends import ControllerLostError, TrainingError
 from elastrata.core.events import Event, Lost, Warned
@@ -31,7 +27,7 @@ from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
-from elastrata.run.flops import flops_by_phase
+from elastrata.run.facts import flops_by_phase
 from elastrata.run.history import HistoryWriter
 from elastrata.run.pictures import publish_pictures
 from elastrata.run.status import status as status_of
@@ -96,7 +92,8 @@ class RunDriver:
 
     def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
         recipe = self.recipe
-        hot = open_replicas(recipe.checkpoint.hot_bytes) if recipe.checkpoint.hot_steps else None
+        checkpoint = recipe.checkpoint
+        replicas = open_replicas(checkpoint.hot_bytes) if checkpoint.hot_steps else None
         watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
 
         def handle(events: Sequence[Event]) -> None:
@@ -105,11 +102,11 @@ class RunDriver:
 
         receiver = Receiver(self.channel, handle)
         try:
-            with self._guarded(hot, lambda line: observer([Warned(text=line)])):
+            with self._guarded(replicas, lambda line: observer([Warned(text=line)])):
                 try:
                     self.interrupt.run(
-                        lambda: self._controlled(handle, failures, number, hot),
-                        recipe.checkpoint.grace_seconds,
+                        lambda: self._controlled(handle, failures, number, replicas),
+                        checkpoint.grace_seconds,
                         lambda name: ask_to_stop(self.channel, name),
                     )
                 finally:
@@ -122,8 +119,8 @@ class RunDriver:
             raise
         finally:
             watchdog.close()
-            if hot:
-                close_replicas(hot)
+            if replicas:
+                close_replicas(replicas)
         if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
             raise TrainingError(
                 "the last checkpoint could not be saved; the same command redoes the steps after "
@@ -131,27 +128,27 @@ class RunDriver:
             )
 
     @contextmanager
-    def _guarded(self, hot: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
+    def _guarded(self, replicas: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
         """Replaces helpers that do not answer, or are stopped, while its block runs."""
         seconds = self.recipe.workers.hang_seconds
         helpers = {"control channel": self.channel}
-        if hot:
-            helpers["registry of the hot copies"] = hot.registry
-        attendant = Attendant(helpers, seconds, warn)
+        if replicas:
+            helpers["registry of the hot copies"] = replicas.registry
+        watchdog = HelperWatchdog(helpers, seconds, warn)
         job: str = ray.get_runtime_context().get_job_id()
-        sentry = Sentry(lambda: raylet_of(self.channel), job, seconds, warn)
+        reaper = Reaper(lambda: raylet_of(self.channel), job, seconds, warn)
         try:
             yield
         finally:
-            attendant.close()
-            sentry.close()
+            watchdog.close()
+            reaper.close()
 
     def _controlled(
         self,
         handle: Callable[[Sequence[Event]], None],
         failures: Failures,
         number: int,
-        hot: Replicas | None,
+        replicas: Replicas | None,
     ) -> None:
         """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
         from elastrata.cluster.worker_group import fit
@@ -159,8 +156,7 @@ class RunDriver:
         for controller in count():
             try:
                 fit(
-                    self._job(hot),
-                    self._source(hot),
+                    self._job(replicas),
                     gpus_per_worker=self.gpus,
                     launch=f"launch-{number:04d}-{controller}",
                     max_failures=failures.left,
@@ -200,14 +196,14 @@ class RunDriver:
                 [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
             )
 
-    def _job(self, hot: Replicas | None) -> Job:
+    def _job(self, replicas: Replicas | None) -> Job:
         return Job(
             recipe=self.recipe,
             run=self.run,
             phases=self.data.phases,
             held_out=self.data.held_out,
             channel=self.channel,
-            hot=hot,
+            replicas=replicas,
         )
 
     def _report(self, status: Status) -> None:
@@ -220,14 +216,6 @@ class RunDriver:
             self.tracker.log_artifact("report.json", told.encode())
         except Exception as error:  # it does not undo a run
             self._warn(f"no report of the run: {error}")
-
-    def _source(self, hot: Replicas | None) -> Source:
-        return Source(
-            run=self.run,
-            phases=self.data.phases,
-            channel=self.channel,
-            hot=hot,
-        )
 
     def _warn(self, line: str) -> None:
         self.show(Warned(text=line))
@@ -259,7 +247,7 @@ def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> boo
         return is_over(commit.step, commit.evaluation, steps=steps, target=target)
 
     checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
-    if not any(ends(one) for one in commits(checkpoints) if lineage.counts(*one.place)):
+    if not any(ends(commit) for commit in commits(checkpoints) if lineage.counts(*commit.place)):
         return False
     # What is passed over is told when training begins.
     newest = newest_verified(checkpoints, lambda _: None, lineage.counts)

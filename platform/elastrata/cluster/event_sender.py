@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from elastrata.cluster.letters import Outgoing, Parcel, Receipt
+from elastrata.cluster.event_delivery import Acknowledgement, EventBatch, SendQueue
 from elastrata.core.control_signal import ControlSignal
 from elastrata.core.events import Event, Refused, Warned
 from elastrata.core.record import StepRecord
 
-POST_SECONDS = 0.2
-"""Step records are posted together at most this often: a post costs some 0.2 ms."""
+BATCH_SECONDS = 0.2
+"""Step records are sent together at most this often: a call costs some 0.2 ms."""
 _ASK_SECONDS = 1.0
 """How often to ask whether the driver has handled all, where nothing is left to be sent."""
 _ASK_SECONDS_AT_THE_END = 0.05
 _ANSWER_SECONDS = 5.0
-"""After that a parcel is sent again: it is taken once, however often it comes."""
+"""After that a batch is sent again: it is taken once, however often it comes."""
 _FLUSH_SECONDS = 60.0
 _DROPPED = (
     "the driver has not answered for so long that MLflow will lack steps; the history has them"
@@ -38,11 +38,11 @@ class Sender:
         self._channel = channel
         self._speaks = rank == 0
         self._changed = Condition()
-        self._outgoing = Outgoing(uuid.uuid4().hex)
+        self._queue = SendQueue(uuid.uuid4().hex)
         self._is_urgent = False
         self._closing = False
-        self._posted = float("-inf")
-        self._request: ControlSignal | None = None
+        self._sent_at = float("-inf")
+        self._signal: ControlSignal | None = None
         self._thread: Thread | None = None
 
     def send(self, event: Event) -> None:
@@ -57,28 +57,28 @@ class Sender:
             self._changed.notify_all()
 
     def _add(self, event: Event) -> None:
-        dropped = self._outgoing.dropped
-        self._outgoing.add(event)
+        dropped = self._queue.dropped
+        self._queue.add(event)
         self._is_urgent |= not isinstance(event, StepRecord)
-        if not dropped and self._outgoing.dropped:
-            self._outgoing.add(Warned(text=_DROPPED))
+        if not dropped and self._queue.dropped:
+            self._queue.add(Warned(text=_DROPPED))
 
     def look(self) -> ControlSignal | None:
-        """What is asked, by the newest answer that has come; waits for none."""
-        return self._request
+        """Returns what is asked, by the newest answer that has come; waits for none."""
+        return self._signal
 
     def flush(self) -> None:
         """Waits until the channel has all that was sent; a minute at most."""
         with self._changed:
             self._hurry()
-            self._changed.wait_for(lambda: self._outgoing.is_sent, _FLUSH_SECONDS)
+            self._changed.wait_for(lambda: self._queue.is_sent, _FLUSH_SECONDS)
 
     def close(self) -> None:
         """Waits until the driver has handled all that was sent; a minute at most."""
         with self._changed:
             self._closing = True
             self._hurry()
-            self._changed.wait_for(lambda: self._outgoing.is_handled, _FLUSH_SECONDS)
+            self._changed.wait_for(lambda: self._queue.is_handled, _FLUSH_SECONDS)
 
     def leave(self) -> None:
         """Nothing more will be sent; the thread ends when all is handled."""
@@ -94,22 +94,22 @@ class Sender:
         while self._wait():
             with self._changed:
                 self._is_urgent = False
-                parcel = self._outgoing.parcel()
-            receipt = self._post(parcel)
+                batch = self._queue.batch()
+            acknowledgement = self._deliver(batch)
             with self._changed:
-                self._posted = time.monotonic()
-                if receipt:
-                    self._outgoing.settle(receipt)
-                    self._request = receipt.request
+                self._sent_at = time.monotonic()
+                if acknowledgement:
+                    self._queue.acknowledge(acknowledgement)
+                    self._signal = acknowledgement.signal
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
-        """Waits until the next parcel is due; returns whether there will be one."""
+        """Waits until the next batch is due; returns whether there will be one."""
         with self._changed:
             # Without Ray nobody listens any more, and a call would start another Ray.
-            while ray.is_initialized() and not (self._closing and self._outgoing.is_handled):
+            while ray.is_initialized() and not (self._closing and self._queue.is_handled):
                 seconds = self._pause()
-                left = None if seconds is None else seconds - (time.monotonic() - self._posted)
+                left = None if seconds is None else seconds - (time.monotonic() - self._sent_at)
                 if left is not None and left <= 0:
                     return True
                 self._changed.wait(left)
@@ -117,22 +117,22 @@ class Sender:
             return False
 
     def _pause(self) -> float | None:
-        """Seconds between the last parcel and the next one; None: no end of it yet."""
+        """Seconds between the last batch and the next one; None: no end of it yet."""
         if self._is_urgent:
             return 0.0
-        if not self._outgoing.is_sent:
-            return POST_SECONDS
-        if self._outgoing.is_handled:
+        if not self._queue.is_sent:
+            return BATCH_SECONDS
+        if self._queue.is_handled:
             return None
         return _ASK_SECONDS_AT_THE_END if self._closing else _ASK_SECONDS
 
-    def _post(self, parcel: Parcel) -> Receipt | None:
-        """The channel's receipt; None where it does not answer."""
+    def _deliver(self, batch: EventBatch) -> Acknowledgement | None:
+        """The channel's acknowledgement; None where it does not answer."""
         try:
-            receipt: Receipt = ray.get(self._channel.post.remote(parcel), timeout=_ANSWER_SECONDS)
+            call = self._channel.deliver.remote(batch)
+            return cast(Acknowledgement, ray.get(call, timeout=_ANSWER_SECONDS))
         except ray.exceptions.RayError:
             return None
-        return receipt
 
 
 def tell(channel: Any, event: Event) -> None:

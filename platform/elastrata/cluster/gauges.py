@@ -22,7 +22,7 @@ COUNTERS: Mapping[str, str] = {
     "elastrata_faults": "Groups of workers lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
 }
-"""What there is, with what it means. Prometheus has them with `ray_` before, and `_total` after the
+"""The metrics and their meanings. Prometheus has them with `ray_` before, and `_total` after the
 counters."""
 
 

@@ -1,9 +1,13 @@
-"""Interrupts: Ctrl-C and SIGTERM end a run with its state saved; a second one ends it at once."""
+"""Interrupts: Ctrl-C and SIGTERM end a run with its state saved; a second one ends it at once.
+
+What is to be done at the end is done, whatever is pressed meanwhile.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +17,13 @@ from typing import Any
 
 from elastrata.core.ends import TrainingError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_SECONDS = 0.2
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_running: list[str] = []
 
 
 class Interrupt:
-    """What has come between a run and its end."""
+    """A signal, or the loss of ownership, that comes between a run and its end."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -103,12 +108,12 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[signal.Signals, Any] = {one: signal.signal(one, handle) for one in _SIGNALS}
+        before: dict[int, Any] = {number: signal.signal(number, handle) for number in SIGNALS}
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _abandon(thread: threading.Thread) -> None:
@@ -118,3 +123,41 @@ def _abandon(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
         )
+
+
+def is_ending() -> bool:
+    """Whether a teardown is under way in this process."""
+    return bool(_running)
+
+
+@contextmanager
+def undisturbed(what: str) -> Iterator[None]:
+    """Runs its block to the end, though a signal comes: an exception in the midst of it would leave
+    half of the work. A second signal goes to whoever handled it before, for what hangs.
+
+    Off the main thread, where no signal is handled, it changes nothing.
+
+    Args:
+        what: is being done, for the line that the first signal is answered with.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) == 1:
+            sys.stderr.write(f"{what}; once more to leave at once\n")
+        elif callable(before[number]):
+            before[number](number, frame)
+
+    _running.append(what)
+    before.update({number: signal.signal(number, handle) for number in SIGNALS})
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _running.pop()

@@ -23,5 +23,5 @@ class Job:
     """For the evaluations in every phase."""
     channel: Any
     """Handle of the driver's channel."""
-    hot: Replicas | None
+    replicas: Replicas | None
     """Where the copies in memory are kept; None: nowhere."""

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster that new workers should keep off."""
+"""Nodes of a Ray cluster: those that new workers keep off, and whether an autoscaler adds more."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
 
-from elastrata.cluster.ray_internals import draining_nodes
+from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
 
 _SECONDS_TO_CONNECT = 3.0
 """Long enough for one lost packet, which is sent again after a second."""
 _MOST_AT_ONCE = 64
+_NODE_GROUP = "ray.io/node-group"
+"""The label that Ray's cluster launcher and KubeRay give every node that is theirs."""
+_SECONDS_TO_ANSWER = 5.0
 
 
 def draining() -> frozenset[str]:
@@ -42,8 +45,8 @@ def unreachable() -> frozenset[str]:
 
 def nodes() -> list[Mapping[str, Any]]:
     """All that Ray says of every node, dead ones too."""
-    found: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return found
+    described: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return described
 
 
 def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
@@ -53,7 +56,20 @@ def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
 
 
 def _answers(node: Mapping[str, Any]) -> bool:
-    place = node["NodeManagerAddress"], node["NodeManagerPort"]
-    with contextlib.suppress(OSError), socket.create_connection(place, _SECONDS_TO_CONNECT):
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    with contextlib.suppress(OSError), socket.create_connection(address, _SECONDS_TO_CONNECT):
         return True
     return False
+
+
+def launches_nodes() -> bool:
+    """Whether an autoscaler launches the cluster's nodes, as need be."""
+    return any(_NODE_GROUP in (node.get("Labels") or {}) for node in nodes() if node["Alive"])
+
+
+def refuses() -> bool:
+    """Whether the autoscaler can never have all that is asked of it; then it launches nothing."""
+    try:
+        return is_infeasible(_SECONDS_TO_ANSWER)
+    except ray.exceptions.RpcError:
+        return False

@@ -144,8 +144,8 @@ def _is_idle(process: Path) -> bool:
 
 
 def _is_starting(process: Path) -> bool:
-    found = title(process)
-    return bool(found) and not found.startswith(("ray::", ":"))
+    name = title(process)
+    return bool(name) and not name.startswith(("ray::", ":"))
 
 
 def _identity(process: Path) -> dict[str, str]:

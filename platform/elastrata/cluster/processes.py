@@ -28,7 +28,7 @@ def state(process: Path) -> str:
 
 
 def title(process: Path) -> str:
-    """What a process calls itself; empty where it has ended."""
+    """The title that a process gives itself; empty where it has ended."""
     with suppress(OSError):
         return (process / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
     return ""

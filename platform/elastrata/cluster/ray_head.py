@@ -21,12 +21,12 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import ray
 
+from elastrata.cluster.interrupt import undisturbed
 from elastrata.cluster.ray_internals import check_alive, own_node
-from elastrata.cluster.teardown import undisturbed
 
 _USERS_CHOICE = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
 _STORE_BYTES = 64 * 2**20
-"""What the place of the tables must have free; they take a few megabytes."""
+"""Free bytes that the folder of the tables must have; they take a few megabytes."""
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_BETWEEN_CALLS = 5.0
 _SECONDS_TO_ANSWER = 5.0
@@ -38,7 +38,7 @@ _MINUTE = 60.0
 
 
 def settings(*places: Path) -> dict[str, str] | None:
-    """What `ray.init` is told, so that the tables outlive the process.
+    """Settings for `ray.init`, so that the tables outlive the process.
 
     Args:
         places: folders for the tables, the first with room is made and taken. Best in memory, as

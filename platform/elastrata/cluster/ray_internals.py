@@ -43,13 +43,13 @@ def head_client(address: str | None) -> Any:
     Raises:
         ConnectionError: no Ray runs here, or the cluster does not answer.
     """
-    found = canonicalize_bootstrap_address(address or "auto")
-    if found is None:
+    known = canonicalize_bootstrap_address(address or "auto")
+    if known is None:
         raise ConnectionError("no Ray runs here")
     try:
-        return GcsClient(address=found)
+        return GcsClient(address=known)
     except Exception as error:  # Ray's own kinds, which differ by version
-        raise ConnectionError(f"{found}: no Ray cluster answers ({error})") from error
+        raise ConnectionError(f"{known}: no Ray cluster answers ({error})") from error
 
 
 def own_node() -> Any:
@@ -75,9 +75,9 @@ def draining_nodes() -> Iterable[str]:
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """What nobody has claimed, by node and resource."""
-    found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return found
+    """Resources that nobody has claimed, by node."""
+    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
 
 
 def is_infeasible(seconds: float) -> bool:
@@ -147,7 +147,7 @@ def has_dashboard() -> bool:
 
 
 def replace_printer(printer: Callable[..., None]) -> Callable[..., None]:
-    """What prints the lines of other processes in this one; returns what did so before."""
+    """Has a function print the lines of other processes in this one; returns the one before."""
     before: Callable[..., None] = worker.print_to_stdstream
     worker.print_to_stdstream = printer
     return before

@@ -6,6 +6,13 @@ five are started with. Every process below inherits that, whoever its parent is 
 its title says, and an id that is given to another process later does not carry it. Two agents lose
 a part of their environment to their titles: they are known by the session's logs, which they have
 open.
+
+Linux ends the processes that the driver itself started at its death; it does not end their
+children, nor is one that is stopped, or hangs, heard of again. So a session has a guardian, a small
+process that ends what a dead driver leaves. It notices the death by a pipe that only the driver
+holds, and by having another parent. It is in a session of its own, so that neither Ctrl-C nor the
+kill of a process group reaches it; where it is killed as well, the next command of the same run
+does its work, or `elastrata doctor --clean`. Nothing heavy is imported here: it starts at once.
 """
 
 from __future__ import annotations
@@ -13,12 +20,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 
 from elastrata.run.process import Process, this_process
 
@@ -37,6 +47,7 @@ _SECONDS_TO_END = 2.0
 """Between SIGTERM and SIGKILL."""
 _MOST_SECONDS = 10.0
 _SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_BETWEEN_GUARDS_LOOKS = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,16 +121,16 @@ def read_mark(text: str) -> Session | None:
 
 
 def dead_sessions() -> dict[Session, list[int]]:
-    """Of this user's sessions on this machine those whose driver is gone, with their processes.
+    """This user's sessions on this machine whose driver is gone, with their processes.
 
     Sessions of other hosts and containers are none of them: their drivers cannot be seen.
     """
-    found: dict[Session, list[int]] = {session: [] for session in _noted()}
+    sessions: dict[Session, list[int]] = {session: [] for session in _noted()}
     for pid, session in _marked():
-        found.setdefault(session, []).append(pid)
+        sessions.setdefault(session, []).append(pid)
     return {
         session: pids
-        for session, pids in found.items()
+        for session, pids in sessions.items()
         if session.driver and session.driver.lives() is False
     }
 
@@ -192,3 +203,42 @@ def _of_folder(folder: Path) -> Session | None:
 def _folders() -> str:
     # Sockets lie below, and their paths may have 107 characters at most.
     return "/tmp" if Path("/tmp").is_dir() else tempfile.gettempdir()
+
+
+@contextmanager
+def guarded(session: Session) -> Iterator[None]:
+    """Runs its block with a guardian, which ends the session where this process dies meanwhile."""
+    if session.driver is None:
+        yield
+        return
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    guardian = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, session.mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        yield
+    finally:
+        guardian.kill()
+        guardian.communicate()
+
+
+def guard(mark: str) -> None:
+    """Ends the session of that mark when its driver dies. The logs stay, for whoever wants to know
+    of what it died."""
+    session = read_mark(mark)
+    if session is None or session.driver is None:
+        return
+    while os.getppid() == session.driver.pid:
+        if select([0], [], [], _SECONDS_BETWEEN_GUARDS_LOOKS)[0] and not os.read(0, 1):
+            break
+    session.end()
+    session.remove(logs=False)
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from elastrata.cluster.ray_guardian import guarded
-from elastrata.cluster.ray_processes import MARK, NICENESS, Session, new_session
-from elastrata.cluster.teardown import undisturbed
+from elastrata.cluster.interrupt import undisturbed
+from elastrata.cluster.ray_processes import MARK, NICENESS, Session, guarded, new_session
 from elastrata_pipelines.errors import UserError
 
 _SECONDS_TO_ANSWER = 5.0
@@ -118,8 +117,8 @@ def _own_node(session: Session, num_cpus: int | None, log_to_driver: bool) -> It
 
 @contextmanager
 def _environment(session: Session) -> Iterator[None]:
-    """What Ray's processes inherit: the session's mark, and a priority like that of all others,
-    without which reading data waits for whatever else runs on the machine."""
+    """The environment that Ray's processes inherit: the session's mark, and a priority like that of
+    all others, without which reading data waits for whatever else runs on the machine."""
     before = dict(os.environ)
     os.environ.setdefault(NICENESS, "0")
     os.environ[MARK] = session.mark

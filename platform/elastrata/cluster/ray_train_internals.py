@@ -43,4 +43,4 @@ CONTROLLER_MODULES = (
     "ray.train.v2._internal.callbacks.datasets",
     "ray.train.v2._internal.data_integration.dataset_manager",
 )
-"""What the actors of a new group's controller import before they are of use."""
+"""Modules that the actors of a new group's controller import before they are of use."""

@@ -15,10 +15,8 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.autoscaler import launches_nodes, refuses
-from elastrata.cluster.demand import Demand
 from elastrata.cluster.leaked_placement_groups import note_controller
-from elastrata.cluster.nodes import draining, elsewhere, nodes, unreachable
+from elastrata.cluster.nodes import draining, elsewhere, launches_nodes, nodes, refuses, unreachable
 from elastrata.cluster.ray_internals import free_resources
 from elastrata.cluster.ray_train_internals import (
     ElasticScalingPolicy,
@@ -29,19 +27,39 @@ from elastrata.cluster.ray_train_internals import (
     TrainAutoscalingCoordinatorClient,
     TrainRunContext,
 )
-from elastrata.core.control_signal import Action, ControlSignal
+from elastrata.cluster.scaling_machine import (
+    ControllerStarted,
+    Demand,
+    DemandSeen,
+    GroupRuns,
+    HaltSeen,
+    Instruction,
+    Look,
+    NodesSeen,
+    NoGroup,
+    Pause,
+    Resize,
+    RoomSeen,
+    ScalingEvent,
+    ScalingMachine,
+    Seen,
+    Signal,
+    SizeProposed,
+    StartGroup,
+    Withdraw,
+)
+from elastrata.core.control_signal import Action
 
 _SECONDS_TO_ANSWER = 5.0
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""At the whole cluster: every node is asked for a connection."""
-_PATIENCE_SECONDS = (45.0, 90.0)
+_RETRY_SECONDS = (45.0, 90.0)
 """Until a run asks again for what an autoscaler refused; drawn for each run."""
 _ROUNDING = 1e-6
 """Ray adds up fractions of a CPU; three workers of 0.4 need no more than 1.2."""
 
 
-class ResizePolicy(ElasticScalingPolicy):
-    """Decides the number of workers, between the recipe's bounds, in Ray Train's controller.
+class GracefulScalingPolicy(ElasticScalingPolicy):
+    """Decides the number of workers, between the recipe's bounds, in Ray Train's controller: feeds
+    a `ScalingMachine` and carries out what it says.
 
     Args:
         scaling: with the bounds, and how often a resize upward is considered.
@@ -65,19 +83,18 @@ class ResizePolicy(ElasticScalingPolicy):
         self._channel = channel
         self._run = run
         self._multiple = multiple
-        self._grace_seconds = grace_seconds
-        self._asked: ControlSignal | None = None
-        self._deadline = 0.0
-        self._warned_of: frozenset[str] = frozenset()
+        self._machine = ScalingMachine(
+            least=scaling.min_workers,
+            multiple=multiple,
+            grace_seconds=grace_seconds,
+            retry_seconds=random.uniform(*_RETRY_SECONDS),
+        )
+        self._group: Any = None
+        self._status: Any = None
         self._avoided: frozenset[str] = frozenset()
         self._own_nodes: frozenset[str] = frozenset()
-        self._looked = float("-inf")
-        self._demand = Demand(
-            least=scaling.min_workers, patience=random.uniform(*_PATIENCE_SECONDS)
-        )
         self._demanded: int | None = None
         self._reserved_count = 0
-        self._demand_looked = float("-inf")
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -85,80 +102,81 @@ class ResizePolicy(ElasticScalingPolicy):
         self._requester_id = self._run
         self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
         self._send_resource_request()  # type: ignore[no-untyped-call]
-        self._withdraw()  # what a controller before this one may have asked
+        self._feed(ControllerStarted())
 
     @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        if self._asked:
-            self._withdraw()
-        if not self._is_time():  # Ray's loop does not pause while there is no group
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
-            return NoopDecision()
-        self._avoided = draining() | unreachable()
-        self._look_at_demand(running=0)
-        return super().make_decision_for_non_running_worker_group()
+        self._group = self._status = None
+        return self._feed(NoGroup()) or NoopDecision()
 
     @override
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
-        self._look_at_demand(running=worker_group_state.num_workers)
-        if self._asked is None:
-            self._asked = self._reason_to_halt(worker_group_state, worker_group_status)
-            self._deadline = time.monotonic() + self._grace_seconds
-        if self._asked is None:
-            return NoopDecision()
-        if not self._call("has_halted") and time.monotonic() < self._deadline:
-            self._call("ask", self._asked)  # again: who was asked may have died
-            return NoopDecision()
-        return self._resize()
+        self._group, self._status = worker_group_state, worker_group_status
+        return self._feed(GroupRuns()) or NoopDecision()
 
-    def _reason_to_halt(self, group: Any, status: Any) -> ControlSignal | None:
-        """What to ask of the workers where their number or their nodes are to change."""
-        self._own_nodes = frozenset(worker.metadata.node_id for worker in group.workers)
-        self._avoided = draining()
-        if leaving := self._avoided & self._own_nodes:
-            return self._make_way(leaving) if self._is_time() else None
-        decision = super().make_decision_for_running_worker_group(group, status)
-        if not isinstance(decision, ResizeDecision):
-            return None
-        count = min(decision.num_workers, group.num_workers + self._free())
-        count -= count % self._multiple
-        if count == group.num_workers:
-            return None
-        text = f"{group.num_workers} -> {count} workers"
-        return ControlSignal(action=Action.HALT, reason="resize", text=text)
+    def _feed(self, event: ScalingEvent) -> ScalingDecision | None:
+        """Tells the machine of an event and carries out what it says; returns the decision that
+        this comes to, if any."""
+        decision: ScalingDecision | None = None
+        for instruction in self._machine.handle(event, time.monotonic()):
+            decision = self._carry_out(instruction) or decision
+        return decision
 
-    def _make_way(self, leaving: frozenset[str]) -> ControlSignal | None:
-        """Halts for a group on other nodes where there is room for one; else has the workers save
-        once, and looks again."""
-        text = f"{len(leaving)} node{'s' * (len(leaving) > 1)} to go"
-        if self._possible() >= self.scaling_config.min_workers:
-            return ControlSignal(action=Action.HALT, reason="drain", text=text)
-        if leaving - self._warned_of:
-            self._call("ask", ControlSignal(action=Action.SAVE, reason="drain", text=text))
-            self._warned_of |= leaving
+    def _carry_out(self, instruction: Instruction) -> ScalingDecision | None:
+        match instruction:
+            case Look():
+                seen = self._look(instruction)
+                return self._feed(seen) if seen else None
+            case Signal(signal):
+                self._call("ask", signal)
+            case Withdraw():
+                self._call("withdraw", Action.HALT)
+            case Demand(workers):
+                self._demanded = workers
+                self._send_resource_request()  # type: ignore[no-untyped-call]
+            case Resize(workers):
+                return self._get_resize_decision(workers)
+            case StartGroup():
+                return super().make_decision_for_non_running_worker_group()
+            case Pause(seconds):
+                time.sleep(seconds)
         return None
 
-    def _resize(self) -> ScalingDecision:
-        """A new group of whatever size there is room for now; none until there is enough."""
-        count = self._possible()
-        if count < self.scaling_config.min_workers:
-            return NoopDecision()
-        self._withdraw()
-        return self._get_resize_decision(count)
+    def _look(self, look: Look) -> Seen | None:
+        match look:
+            case Look.CLUSTER:
+                self._avoided = draining() | unreachable()
+                return None
+            case Look.NODES:
+                own = {worker.metadata.node_id for worker in self._group.workers}
+                self._own_nodes, self._avoided = frozenset(own), draining()
+                return NodesSeen(self._avoided & self._own_nodes)
+            case Look.SIZE:
+                return self._proposal()
+            case Look.ROOM:
+                return RoomSeen(self._possible())
+            case Look.HALT:
+                return HaltSeen(bool(self._call("has_halted")))
+            case Look.DEMAND:
+                return self._demand()
 
-    def _withdraw(self) -> None:
-        self._asked = None
-        self._call("withdraw", Action.HALT)
+    def _proposal(self) -> SizeProposed | None:
+        decision = super().make_decision_for_running_worker_group(self._group, self._status)
+        if not isinstance(decision, ResizeDecision):
+            return None
+        return SizeProposed(self._group.num_workers, decision.num_workers, self._free())
 
-    def _is_time(self) -> bool:
-        """Whether the last look at the whole cluster is some time ago; then a new one begins."""
-        now = time.monotonic()
-        if now - self._looked < _SECONDS_BETWEEN_LOOKS:
-            return False
-        self._looked = now
-        return True
+    def _demand(self) -> DemandSeen | None:
+        if not launches_nodes():
+            return None
+        running = self._group.num_workers if self._group else 0
+        return DemandSeen(
+            most=self._wanted(),
+            have=max(running, self._reserved_count),
+            is_refused=refuses(),
+        )
 
     def _possible(self) -> int:
         """The workers there is room for, from a fresh view of the cluster."""
@@ -202,24 +220,6 @@ class ResizePolicy(ElasticScalingPolicy):
         leaving = self._avoided & self._own_nodes
         room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
         return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
-
-    def _look_at_demand(self, running: int) -> None:
-        """Asks for another number of workers where the autoscaler refuses what was asked."""
-        now = time.monotonic()
-        if now - self._demand_looked < _SECONDS_BETWEEN_LOOKS:
-            return
-        self._demand_looked = now
-        if not launches_nodes():
-            return
-        before = self._demanded
-        self._demanded = self._demand.workers(
-            self._wanted(),
-            have=max(running, self._reserved_count),
-            is_refused=refuses(),
-            now=now,
-        )
-        if self._demanded != before:
-            self._send_resource_request()  # type: ignore[no-untyped-call]
 
     @override
     def _count_possible_workers(self, reserved_resources: Any) -> int:

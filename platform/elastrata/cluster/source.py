@@ -6,40 +6,67 @@ controller starts fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ray.data import Dataset
 
 from elastrata.cluster.event_sender import tell
+from elastrata.cluster.ray_train_internals import WorkerGroupCallback
 from elastrata.core.backoff import patiently
 from elastrata.core.events import Warned
 from elastrata.replicas.storage import Replicas
-from elastrata.trainer.newest_state import newest_state
-from elastrata_pipelines.batches import Start
+from elastrata.trainer.newest_state import ResumePoint, newest_state
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
 
+_resume_point: ResumePoint | None = None
+"""In a worker: the state that its group begins from."""
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Calling it gives the data set of what is left of the run's steps."""
 
-    run: Storage
-    phases: tuple[Phase, ...]
-    channel: Any
-    hot: Replicas | None
+class Source(WorkerGroupCallback):
+    """Looks for the newest state before every new group of workers: their stream begins there, and
+    each of them is told which state to restore.
+
+    Args:
+        run: the run's folder.
+        phases: of the run.
+        channel: to the driver.
+        replicas: where the copies in memory are; None: nowhere.
+    """
+
+    def __init__(
+        self, run: Storage, phases: Sequence[Phase], *, channel: Any, replicas: Replicas | None
+    ) -> None:
+        self._run, self._phases, self._channel, self._replicas = run, phases, channel, replicas
+        self._newest: ResumePoint | None = None
 
     def __call__(self) -> Dataset:
         """The descriptors from the newest state that is whole, in memory or on storage, to the last
-        step."""
-        return descriptors(self.phases, self._start())
-
-    def _start(self) -> Start:
-        return patiently(
-            lambda: newest_state(self.run, self.hot, self._warn), "the newest state", self._warn
+        step. Ray Train calls it before `after_worker_group_start`."""
+        self._newest = patiently(
+            lambda: newest_state(self._run, self._replicas, self._warn),
+            "the newest state",
+            self._warn,
         )
+        return descriptors(self._phases, self._newest.start)
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Tells every worker, before it trains."""
+        assert self._newest is not None, "no stream was opened for this group"
+        worker_group.execute(_begin_from, self._newest)
 
     def _warn(self, line: str) -> None:
-        tell(self.channel, Warned(text=line))
+        tell(self._channel, Warned(text=line))
+
+
+def resume_point() -> ResumePoint:
+    """In a worker that trains: the state that its group begins from."""
+    assert _resume_point is not None
+    return _resume_point
+
+
+def _begin_from(newest: ResumePoint) -> None:
+    global _resume_point
+    _resume_point = newest

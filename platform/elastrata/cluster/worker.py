@@ -16,7 +16,8 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.cluster.event_sender import Sender
 from elastrata.cluster.job import Job
 from elastrata.cluster.prestarted import Spares
-from elastrata.cluster.sentry import Sentry
+from elastrata.cluster.reaper import Reaper
+from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.device import DeviceCapabilities, capabilities, current_device
@@ -31,8 +32,8 @@ from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import missing_here
 from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.newest_state import ResumePoint
 from elastrata.trainer.trainer import Trainer
-from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
@@ -60,7 +61,7 @@ def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, context, recipe = Stopwatch(), ray.train.get_context(), job.recipe
     if context.get_local_rank() == 0:
-        _post_sentry(recipe.workers.hang_seconds, sender)
+        _start_reaper(recipe.workers.hang_seconds, sender)
     rank, world_size = context.get_world_rank(), context.get_world_size()
     per_node = context.get_local_world_size()
     data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
@@ -80,17 +81,17 @@ def _train(job: Job, sender: Sender) -> None:
         stopwatch.passed("model")
         stream = opening.result()
         stopwatch.passed("data")
-    start = stream.start
-    commit = _commit(job, start)
+    resumed = resume_point()
+    start, commit = resumed.start, _commit(job, resumed)
     number = agreed(_take_over(job.run, commit, sender) if rank == 0 else None)
     if commit:
-        trainer.restore(_storage(job, start), commit)
+        trainer.restore(_storage(job, resumed), commit)
     stopwatch.passed("state")
     held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
     stopwatch.passed("held_out")
     manager = CheckpointManager(
         job.run,
-        job.hot,
+        job.replicas,
         attempt=number,
         rank=rank,
         config=recipe.checkpoint,
@@ -102,7 +103,7 @@ def _train(job: Job, sender: Sender) -> None:
         attempt=number,
         world_size=world_size,
         step=start.step,
-        state=start.tier,
+        state=resumed.tier,
         pids=_pids(world_size),
         seconds=stopwatch.seconds,
     )
@@ -127,26 +128,26 @@ def _train(job: Job, sender: Sender) -> None:
         for step in () if was_over else steps:
             if step.action >= Action.HALT and not step.is_last:
                 _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
-        if commit and start.tier == "hot" and was_over:
+        if commit and resumed.tier == "hot" and was_over:
             manager.continued(_saving(commit))
     ray.train.report({})
 
 
-def _post_sentry(seconds: float, sender: Sender) -> None:
+def _start_reaper(seconds: float, sender: Sender) -> None:
     """Watches this node's processes, while this one lives."""
     job: str = ray.get_runtime_context().get_job_id()
-    Sentry(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
+    Reaper(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
 
 
-def _storage(job: Job, start: Start) -> CommitStorage:
-    return job.hot if start.tier == "hot" and job.hot else job.run.sub("checkpoints")
+def _storage(job: Job, resumed: ResumePoint) -> CommitStorage:
+    return job.replicas if resumed.tier == "hot" and job.replicas else job.run.sub("checkpoints")
 
 
-def _commit(job: Job, start: Start) -> Commit | None:
+def _commit(job: Job, resumed: ResumePoint) -> Commit | None:
     """The commit that the run continues from; None for a new run."""
-    if start.commit is None:
+    if resumed.commit is None:
         return None
-    return Commit.from_json(_storage(job, start).read(start.commit, MARKER), start.commit)
+    return Commit.from_json(_storage(job, resumed).read(resumed.commit, MARKER), resumed.commit)
 
 
 def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
@@ -184,16 +185,16 @@ def _pids(world_size: int) -> dict[int, tuple[str, int]]:
 
 
 def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int) -> list[str]:
-    """What any rank uses instead of what the recipe asks for: each line once."""
+    """Things that any rank uses instead of those the recipe asks for: each line once."""
     own = missing_here(recipe, here)
     return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
 
 
 def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
     """Every rank's value, by rank."""
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _fair_threads(local_world_size: int) -> int:

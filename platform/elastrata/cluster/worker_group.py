@@ -29,7 +29,7 @@ from elastrata.cluster.ray_train_internals import (
     ScalingConfig,
     WorkerGroupCallback,
 )
-from elastrata.cluster.scaling_policy import ResizePolicy
+from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
@@ -46,29 +46,26 @@ CONTROLLER_SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 """How often Ray Train's controller looks at the workers, how long it waits for a group to start
-before it asks for another size, and that `ResizePolicy` looks after nodes that are about to go. Ray
-takes them from the driver's environment only."""
+before it asks for another size, and that `GracefulScalingPolicy` looks after nodes that are about
+to go. Ray takes them from the driver's environment only."""
 
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
-"""What the processes of a new group import before they are of use, beside the workload."""
+"""Modules that the processes of a new group import before they are of use, beside the workload."""
 CONTROLLER_SPARES = 5
 """For a new group's barrier, data sets and their splits; and two for idle readers, which look like
 spares."""
 
 _DEATHS = (RayActorError, OutOfMemoryError)
-"""What Ray raises for processes that are gone. Its controller survives the first kind in any
+"""Ray's errors for processes that are gone. Its controller survives the first kind in any
 worker; the second one, which Ray's own memory monitor causes, makes it give up."""
 
 
-def fit(
-    job: Job, source: Source, *, gpus_per_worker: float, launch: str, max_failures: int
-) -> None:
+def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> None:
     """Runs a job to its last step.
 
     Args:
         job: what the workers are told.
-        source: gives every new group of workers its stream.
         gpus_per_worker: 0 trains on CPUs.
         launch: a name that no earlier call for the same run had. Ray's own notes about a launch
             are bound to its version, so a launch never reads those of another.
@@ -82,6 +79,7 @@ def fit(
     os.environ.update(CONTROLLER_SETTINGS)
     workers, parallel = job.recipe.workers, job.recipe.parallel
     scaling = _scaling(workers, gpus_per_worker)
+    source = Source(job.run, job.phases, channel=job.channel, replicas=job.replicas)
     trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},
@@ -94,12 +92,12 @@ def fit(
             **_place(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env=prestarted.runtime_env(_worker_modules(job.recipe.workload)),
-            callbacks=_callbacks(job),
+            callbacks=_callbacks(job, source),
         ),
         datasets={STREAM: source},
         dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
     )
-    trainer.policy = ResizePolicy(
+    trainer.policy = GracefulScalingPolicy(
         scaling,
         job.channel,
         run=job.run.uri(),
@@ -125,9 +123,9 @@ def _place(folder: Storage) -> dict[str, Any]:
     return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
 
 
-def _callbacks(job: Job) -> list[Any]:
-    faults = _Faults(job.channel)
-    return [faults, _Spares()] if job.recipe.workers.spares else [faults]
+def _callbacks(job: Job, source: Source) -> list[Any]:
+    spares = [_Spares()] if job.recipe.workers.spares else []
+    return [_Faults(job.channel), source, *spares]
 
 
 def _worker_modules(workload: Workload) -> tuple[str, ...]:
@@ -145,7 +143,7 @@ def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
 
 
 def _last_line(error: Exception) -> str:
-    """What went wrong first, without the way it came through Ray's processes."""
+    """The first cause of an error, without the way it came through Ray's processes."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
@@ -159,7 +157,7 @@ class _Trainer(ray.train.torch.TorchTrainer):
     has one, that does not know the controller, and the cleaner takes the workers' resources away.
     """
 
-    policy: ResizePolicy
+    policy: GracefulScalingPolicy
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
@@ -217,7 +215,7 @@ class _Faults(UserCallback):
 
 
 def _cause(error: Exception) -> Exception:
-    """What a worker failed of; Ray Train wraps what it finds when it looks at its workers."""
+    """The error of a worker; Ray Train wraps those that it finds when it looks at its workers."""
     cause: Exception = getattr(error, "health_check_failure", error)
     return cause
 

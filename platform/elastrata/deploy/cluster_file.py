@@ -22,7 +22,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_cluster(name_or_path: str) -> ClusterSpec:
-    """What the cluster of a file can ever provide.
+    """The nodes that the cluster of a file can ever have.
 
     Args:
         name_or_path: a file for Ray's cluster launcher or for KubeRay, or the name of one that
@@ -87,10 +87,10 @@ def _checked(
     """The part of the values that `model` knows; all mistakes in it, after those of `unknown`."""
     problems = unknown or []
     try:
-        found = model.model_validate(values)
+        checked = model.model_validate(values)
     except ValidationError as error:
         text = RecipeText(file=file, name="", values=dict(values))
         raise UserError(*problems, *recipe_problems(error, model, text)) from None
     if problems:
         raise UserError(*problems)
-    return found
+    return checked

@@ -10,11 +10,11 @@ from elastrata.launch.doctor import Finding
 from elastrata.recipe.recipe import WorkersConfig
 
 _READERS_CPUS = 1
-"""What reading the data wants, beside the workers."""
+"""CPUs that reading the data wants, beside the workers."""
 
 
 def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
-    """What there can ever be."""
+    """The most that there can ever be."""
     resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
     amounts = [f"{cluster.amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources]
     yield Finding(
@@ -84,7 +84,7 @@ def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Findi
 
 
 def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
-    """What each worker claims; a GPU under `auto` where the cluster can have any."""
+    """The resources that each worker claims; a GPU under `auto` where the cluster can have any."""
     gpus = workers.gpus_each(cluster.amount("GPU"))
     return {"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})}
 

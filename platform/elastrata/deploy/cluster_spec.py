@@ -15,7 +15,7 @@ class NodeGroup:
 
     name: str
     resources: Mapping[str, float]
-    """Of one node, by Ray's names: `CPU`, `GPU`."""
+    """Amounts on one node, by Ray's names: `CPU`, `GPU`."""
     min_nodes: int
     max_nodes: int
 
@@ -34,7 +34,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """What a cluster file can ever provide."""
+    """The nodes that a cluster file can ever provide."""
 
     file: str
     """As the user named it."""
@@ -42,7 +42,7 @@ class ClusterSpec:
     groups: tuple[NodeGroup, ...]
     """Nodes beside the head."""
     max_nodes: int
-    """Of these groups together."""
+    """Most nodes of these groups together."""
 
     def room(self, worker: Mapping[str, float]) -> int:
         """The most workers of these resources that there can ever be at once."""

@@ -1,4 +1,4 @@
-"""What a submitted job runs: `elastrata train`, again where it was killed, as the same run.
+"""The entrypoint of a submitted job: `elastrata train`, again where it was killed, as the same run.
 
     python3 -m elastrata.deploy.job_entrypoint VERSION TRIES ARGUMENT...
 

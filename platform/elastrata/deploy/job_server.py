@@ -21,7 +21,7 @@ from elastrata_pipelines.errors import UserError
 _PORT = 8265
 _SECONDS_FOR_A_TUNNEL = 60.0
 _OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""What Ray's client would follow rather than the address it is given."""
+"""Variables that Ray's client would follow rather than the address it is given."""
 _NOISY_LOGGERS = ("ray.dashboard", "ray._private.runtime_env", "ray._common")
 """They tell of every package and connection."""
 

@@ -1,21 +1,24 @@
-"""The jobs that train a run: submitting one, finding it, following it, stopping it."""
+"""The jobs that train a run: submitting one, with what it takes along to the cluster; finding it,
+following it, stopping it."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import math
 import shlex
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from elastrata.deploy.job_server import answering
-from elastrata.deploy.shipment import RECIPE, local_paths, runtime_env
 from elastrata.recipe.file import to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
@@ -25,6 +28,11 @@ RUN = "elastrata_run"
 """The key of a job's metadata that holds its run's URL."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _TRIES_TO_FOLLOW = 60
+RECIPE = "recipe.yaml"
+"""The recipe in the job's working directory, whole: with all that it extends."""
+_PACKAGES = ("elastrata", "elastrata_pipelines", "elastrata_workloads")
+_STOP_SECONDS = 60
+"""After the checkpoint of a stopped run, for its record and its workers' end."""
 
 
 def submit(
@@ -75,7 +83,7 @@ def living(server: JobSubmissionClient, wanted: str) -> list[JobDetails]:
 
 
 def _names(job: str, run: str) -> Sequence[str]:
-    """What people may call a job."""
+    """The names that people may use for a job."""
     return [job, run, run.rsplit("/", 1)[-1]] if run else [job]
 
 
@@ -102,7 +110,7 @@ def follow(server: JobSubmissionClient, job: str, show: Callable[[str], None]) -
 
 
 class _Output:
-    """What has been shown of a job's output."""
+    """The output of a job, as far as it has been shown."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.shown = 0
@@ -142,3 +150,52 @@ def stop(server: JobSubmissionClient, wanted: str) -> dict[str, str]:
     while not all(server.get_job_status(job).is_terminal() for job in jobs):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return {job: str(server.get_job_status(job)) for job in jobs}
+
+
+def runtime_env(recipe: Recipe, folder: Path, *, with_packages: bool) -> dict[str, Any]:
+    """The runtime environment of a job that trains.
+
+    Args:
+        recipe: what it trains.
+        folder: has the recipe's file, and becomes the job's working directory.
+        with_packages: whether to ship Elastrata, too.
+    """
+    seconds = math.ceil(recipe.checkpoint.grace_seconds) + _STOP_SECONDS
+    return {
+        "working_dir": str(folder),
+        # Between the SIGTERM of `ray job stop` and its SIGKILL; Ray's own default is 3.
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(seconds)},
+        **({"py_modules": list(packages()), "excludes": ["__pycache__"]} if with_packages else {}),
+    }
+
+
+def packages() -> Iterator[str]:
+    """The folders of Elastrata's packages, and of what says that they are installed: without it
+    nobody would find the workloads."""
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            yield str(Path(spec.origin).parent)
+    try:
+        metadata = distribution("elastrata").locate_file("")
+    except PackageNotFoundError:
+        return
+    yield from (str(path) for path in Path(str(metadata)).glob("elastrata-*.dist-info"))
+
+
+def local_paths(recipe: Recipe) -> Iterator[str]:
+    """A line for each folder that would be sought in the job's own, which is gone with it."""
+    named = {
+        "storage": recipe.storage,
+        "evaluation.path": recipe.evaluation.path,
+        **{
+            f"phases.{number}.data.path" if recipe.phases else "data.path": part.data.path
+            for number, part in enumerate(recipe.parts)
+        },
+    }
+    for key, path in named.items():
+        if path is not None and not Path(path).is_absolute() and Storage(path).is_local:
+            yield (
+                f"{key}: {path}: expected a URL, or the absolute path of a folder that all nodes "
+                "share: a job's own folder is gone with it"
+            )

@@ -39,7 +39,8 @@ class _Group(BaseModel):
     template: _Template
 
     def resources(self, file: str) -> dict[str, float]:
-        """Of one pod: what Ray is told, else the limits of its first container, else requests.
+        """Resources of one pod: what Ray is told, else the limits of its first container, else
+        requests.
 
         Raises:
             UserError: one is no amount.
@@ -47,11 +48,11 @@ class _Group(BaseModel):
         container = self.template.spec.containers[0].resources
         amounts = {**container.requests, **container.limits}
         gpus = [amount for name, amount in amounts.items() if name.endswith(_GPU)]
-        found = {
+        claims = {
             "CPU": self.rayStartParams.get("num-cpus", amounts.get("cpu")),
             "GPU": self.rayStartParams.get("num-gpus", gpus[0] if gpus else None),
         }
-        return {name: _rounded_up(text, name, file) for name, text in found.items() if text}
+        return {name: _rounded_up(text, name, file) for name, text in claims.items() if text}
 
 
 class _WorkerGroup(_Group):
@@ -92,13 +93,13 @@ class _ClusterSpec(BaseModel):
 
 
 class RayCluster(BaseModel):
-    """What a RayCluster says about sizes."""
+    """The sizes in a RayCluster."""
 
     kind: Literal["RayCluster"]
     spec: _ClusterSpec
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """What the cluster can ever provide."""
+        """The nodes that the cluster can ever have."""
         return self.spec.cluster_spec(file)
 
 
@@ -107,13 +108,13 @@ class _JobSpec(BaseModel):
 
 
 class RayJob(BaseModel):
-    """What a RayJob says about the sizes of its cluster."""
+    """The sizes of the cluster in a RayJob."""
 
     kind: Literal["RayJob"]
     spec: _JobSpec
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """What the cluster can ever provide."""
+        """The nodes that the cluster can ever have."""
         return self.spec.rayClusterSpec.cluster_spec(file)
 
 

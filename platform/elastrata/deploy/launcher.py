@@ -15,7 +15,7 @@ from elastrata.deploy.cluster_spec import ClusterSpec, NodeGroup
 from elastrata_pipelines.errors import UserError, nearest
 
 _DEFAULT_MAX_WORKERS = 2
-"""Of the launcher, where a file does not say."""
+"""The launcher's own default, where a file does not say."""
 _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}
 
 
@@ -31,7 +31,7 @@ class _Provider(BaseModel):
 
 
 class LauncherFile(BaseModel):
-    """What a file says about sizes. Its other keys are for the launcher alone."""
+    """The sizes in a file. Its other keys are for the launcher alone."""
 
     cluster_name: str
     provider: _Provider
@@ -42,7 +42,7 @@ class LauncherFile(BaseModel):
     worker_start_ray_commands: list[str] = []
 
     def cluster_spec(self, file: str) -> ClusterSpec:
-        """What its cluster can ever provide.
+        """The nodes that its cluster can ever have.
 
         Raises:
             UserError: the file does not say what its machines have.
@@ -114,5 +114,5 @@ def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
 def _resources_of(commands: Sequence[str]) -> dict[str, float]:
     """The CPUs and GPUs that a `ray start` among the commands is told of."""
     text = " ".join(commands)
-    found = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
-    return {name: float(match.group(1)) for name, match in found.items() if match}
+    flags = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
+    return {name: float(match.group(1)) for name, match in flags.items() if match}

@@ -33,7 +33,7 @@ class Finding:
     status: Literal["ok", "warning", "problem"]
     found: str
     advice: str = ""
-    """What to do about it; empty where it is fine."""
+    """The remedy; empty where it is fine."""
 
 
 def examine(
@@ -148,16 +148,17 @@ def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
 
 
 def _leftovers(clean: bool) -> Iterator[Finding]:
-    """What dead drivers of this user have left on this machine: processes, and Ray's logs."""
+    """Things that dead drivers of this user have left on this machine: processes, and Ray's
+    logs."""
     dead = dead_sessions()
     for session, pids in dead.items():
         if pids and session.driver:
-            found = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
-            found += f": {', '.join(map(str, pids))}"
+            left = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
+            left += f": {', '.join(map(str, pids))}"
             yield Finding(
                 name="leftovers",
                 status="ok" if clean else "warning",
-                found=f"{session.end()} ended of {found}" if clean else found,
+                found=f"{session.end()} ended of {left}" if clean else left,
                 advice="" if clean else "elastrata doctor --clean ends them",
             )
     if dead:
@@ -224,8 +225,7 @@ def _write_and_read(storage: Storage) -> str:
 
 
 def _reach(uri: str) -> str:
-    from elastrata.tracking.client import check_store
-    from elastrata.tracking.uri import shown, tracking_uri
+    from elastrata.tracking.store import check_store, shown, tracking_uri
 
     absolute = tracking_uri(uri, Storage("."))
     check_store(absolute)

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.cluster.autoscaler import launches_nodes
 from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
 from elastrata.cluster.control_channel import open_channel
 from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.nodes import launches_nodes
 from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
@@ -45,8 +45,8 @@ from elastrata.run.folder import (
 from elastrata.run.going_back import find_commit, go_back
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
+from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
-from elastrata.run.unwritten import restore_history
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.trainer.preflight import (
     TrainingData,
@@ -122,9 +122,9 @@ def train(
             tracker = _open_record(recipe, name, run, identity, data, record)
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
-            drive = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
+            driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
-                status = drive.to_end(finished)
+                status = driver.to_end(finished)
     return _result(run, recipe.target, tracker.run_id, status)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe's optimizer would do with its model: the model is built without its numbers."""
+"""A recipe's model, built without its numbers: its size, its inputs, what its optimizer does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from elastrata.recipe.data_spec import DataSpec, data_spec
 from elastrata.recipe.length import as_if_full
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class ModelInspection:
     groups: tuple[ParameterGroup, ...]
     """Those that have parameters; together all that are trained."""
     sparsity: tuple[SparsityPlan, ...]
-    """Of every phase; empty where no phase has weights at zero."""
+    """The plan of every phase; empty where no phase has weights at zero."""
 
 
 def inspect_model(recipe: Recipe) -> ModelInspection:
@@ -63,3 +66,20 @@ def _sparsity(recipe: Recipe, spec: DataSpec) -> tuple[SparsityPlan, ...]:
         sparsity_plan(part.sparsity, shapes, work=work, seq_len=spec.seq_len, steps=part.num_steps)
         for part in recipe.parts
     )
+
+
+def inputs_of(recipe: Recipe, rows: Rows, manifest: Manifest) -> list[int] | None:
+    """The ids, samples end to end, in the epoch of the rows; None where they are the samples' own,
+    or the workload's batches do not have one for every token.
+
+    Raises:
+        UserError: the recipe's workload cannot train on that data set.
+    """
+    if problems := recipe.workload.problems(manifest):
+        raise UserError(*problems)
+    batch = recipe.workload.collate(rows, manifest.vocabulary, recipe.seed)
+    ids = getattr(batch, "input_ids", None)
+    tokens = rows.tokens.tolist()
+    if ids is None or tuple(ids.shape) != (len(tokens),) or ids.tolist() == tokens:
+        return None
+    return [int(token) for token in ids.tolist()]

@@ -47,7 +47,7 @@ class Filled:
     line: str
     words: tuple[str, ...]
     probability: float
-    """Of the first word."""
+    """The probability of the first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def folder_of(name: str, model: Model) -> str:
 
 
 def write_on(model: Path) -> list[Written]:
-    """What the exported GPT writes after the beginnings of some lines of Python."""
+    """The words that the exported GPT writes after the beginnings of some lines of Python."""
     from elastrata.inference.continuation import Sampling, continuation
     from elastrata.inference.language_model import load_language_model
 
@@ -130,7 +130,8 @@ def write_on(model: Path) -> list[Written]:
 
 
 def fill_masks(model: Path) -> list[Filled]:
-    """What the exported model puts in the place of a masked word of some lines of Python."""
+    """The words that the exported model puts in the place of a masked word of some lines of
+    Python."""
     from transformers import AutoTokenizer, pipeline
     from transformers.utils import logging
 

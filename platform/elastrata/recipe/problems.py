@@ -24,9 +24,8 @@ from elastrata.recipe.value_types import (
     model_of,
 )
 from elastrata.recipe.yaml_reader import RecipeText
+from elastrata_pipelines.configured_text import MOST_CHARACTERS, without_secrets
 from elastrata_pipelines.errors import UserError, nearest
-from elastrata_pipelines.plain_text import MOST_CHARACTERS
-from elastrata_pipelines.secrets import without_secrets
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 50

@@ -1,4 +1,4 @@
-"""The registry of the hot tier: which nodes have stores, who gives his files to which."""
+"""The registry of replicas: which nodes have stores, which writers give their files to which."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPLACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Listing:
-    """What the stores that answer hold."""
+    """The files in the stores that answer."""
 
     sizes: dict[str, int]
     """Bytes of every file, by path."""
@@ -81,12 +81,12 @@ class ReplicaRegistry:
         return stores
 
     async def listing(self) -> Listing:
-        """What there is, by the stores that answer at once."""
+        """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
-        found = await asyncio.gather(*map(_files, stores.values()))
+        listed = await asyncio.gather(*map(_files, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
-        for node, files in zip(stores, found, strict=True):
+        for node, files in zip(stores, listed, strict=True):
             sizes |= files
             for path in files:
                 holders.setdefault(path, []).append(node)
@@ -104,8 +104,8 @@ class ReplicaRegistry:
     async def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a store which answers."""
         stores = dict(self._stores)
-        found = await asyncio.gather(*map(_files, stores.values()))
-        return {node: sum(files.values()) for node, files in zip(stores, found, strict=True)}
+        listed = await asyncio.gather(*map(_files, stores.values()))
+        return {node: sum(files.values()) for node, files in zip(stores, listed, strict=True)}
 
     async def _drop_unfinished(self) -> None:
         """Frees what a group before left half written: it would take the room for ever."""
@@ -166,7 +166,7 @@ def start_registry(limit_bytes: int) -> Any:
 
 
 def group_of(folder: str) -> str:
-    """What all commits of a group of workers have in common."""
+    """The part of a folder's name that all commits of a group of workers have in common."""
     name = FolderName.parse(folder)
     return f"{name.attempt}-{name.token}" if name else folder
 

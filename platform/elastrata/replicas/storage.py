@@ -1,7 +1,7 @@
-"""The hot tier: the newest state of a run, in the memory of other processes than its workers'.
+"""In-memory replicas: a run's newest state, in the memory of other processes than its workers'.
 
 `Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
-durable checkpoints saves and loads hot ones. `docs/checkpoints.md` says what it promises. Free of
+durable checkpoints saves and loads replicas. `docs/checkpoints.md` says what it promises. Free of
 torch, as drivers and controllers look for commits.
 """
 
@@ -10,20 +10,24 @@ from __future__ import annotations
 import hashlib
 import io
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
+import numpy as np
 import ray
+from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, commits, size_problems
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.replicas.call import answered
 from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_registry
-from elastrata.replicas.store import CHUNK_BYTES
-from elastrata.replicas.upload import ReplicaUpload
+from elastrata.replicas.store import CHUNK_BYTES, answered
 
 _ANSWER_SECONDS = 5.0
+_CHUNKS_UNDER_WAY = 2
+_CHUNK_SECONDS = 20.0
+"""How long a chunk may take to all its stores: some 1 MB/s at worst."""
 
 
 class Replicas:
@@ -44,11 +48,11 @@ class Replicas:
 
     @property
     def url(self) -> str:
-        """What messages call the root."""
+        """The name of the root in messages."""
         return "hot:"
 
     def uri(self, *parts: str) -> str:
-        """What messages call a path."""
+        """The name of a path in messages."""
         return self.url + "/".join(parts)
 
     def names(self, *parts: str) -> list[str]:
@@ -154,7 +158,7 @@ class Replicas:
 
 
 def open_replicas(limit_bytes: int) -> Replicas:
-    """A new hot tier; it lasts as long as the process that calls this.
+    """New, empty replicas; they last as long as the process that calls this.
 
     Args:
         limit_bytes: most that is held on any one node. Two states of the run, the newest and the
@@ -176,7 +180,7 @@ def newest_replica(
     It answers within some seconds and never raises.
 
     Args:
-        storage: the tier.
+        storage: the replicas.
         counts: whether a commit of that attempt and step counts; the others are passed over.
     """
     with suppress(Exception):
@@ -192,3 +196,70 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
         stream.write(answered(store.chunk.remote(path, index), _ANSWER_SECONDS))
     stream.seek(0)
     return stream
+
+
+class ReplicaUpload(io.RawIOBase):
+    """A stream for writing; what goes into it is a file when `finish` returns.
+
+    Args:
+        stores: all get the file.
+        path: of the file.
+    """
+
+    def __init__(self, stores: list[Any], path: str) -> None:
+        self._stores = stores
+        self._path = path
+        self._chunk = np.empty(CHUNK_BYTES, np.uint8)
+        self._filled = 0
+        self._sent = 0
+        self._under_way: deque[list[Any]] = deque()
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Any) -> int:
+        """Takes all of `data`, an object with the buffer protocol; returns its bytes.
+
+        Raises:
+            OSError: a store did not take what was written before.
+        """
+        source = np.frombuffer(data, np.uint8)
+        taken = 0
+        while taken < source.nbytes:
+            part = source[taken : taken + CHUNK_BYTES - self._filled]
+            self._chunk[self._filled : self._filled + part.nbytes] = part
+            self._filled += part.nbytes
+            taken += part.nbytes
+            if self._filled == CHUNK_BYTES:
+                self._send()
+        return source.nbytes
+
+    def finish(self) -> None:
+        """Sends the rest and waits until every store has the file.
+
+        Raises:
+            OSError: one did not take it.
+        """
+        if self._filled:
+            self._send()
+        while self._under_way:
+            self._wait()
+        for answer in [store.finish.remote(self._path, self._sent) for store in self._stores]:
+            answered(answer, _CHUNK_SECONDS)
+
+    def _send(self) -> None:
+        if len(self._under_way) >= _CHUNKS_UNDER_WAY:
+            self._wait()
+        # put() copies, so the buffer is free again, and both stores read one object.
+        chunk = ray.put(self._chunk[: self._filled])
+        self._under_way.append(
+            [store.append.remote(self._path, self._sent, chunk) for store in self._stores]
+        )
+        self._sent += 1
+        self._filled = 0
+
+    def _wait(self) -> None:
+        for answer in self._under_way.popleft():
+            answered(answer, _CHUNK_SECONDS)

@@ -1,4 +1,5 @@
-"""The store of the hot tier on one node: a process that holds files in its own memory."""
+"""The store of replicas on one node, a process that holds files in its own memory; and its answers:
+within seconds, or an OSError."""
 
 from __future__ import annotations
 
@@ -108,3 +109,21 @@ def start_store(limit_bytes: int, scheduling: Any) -> Any:
 
 def _is_below(name: str, path: str) -> bool:
     return name in (path, path + PART) or name.startswith(f"{path}/")
+
+
+def answered(answer: Any, seconds: float) -> Any:
+    """The value that `answer`, an object reference, stands for.
+
+    Raises:
+        FileNotFoundError: the actor says that there is no such file.
+        OSError: the actor has failed, has died, or does not answer within `seconds`.
+    """
+    try:
+        return ray.get(answer, timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        raise OSError(f"no answer within {seconds:g} s") from None
+    except ray.exceptions.RayTaskError as error:
+        kind = FileNotFoundError if isinstance(error.cause, FileNotFoundError) else OSError
+        raise kind(str(error.cause)) from None
+    except ray.exceptions.RayError as error:
+        raise OSError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from None

@@ -1,1 +1,1 @@
-"""What there is of a run: its folder, its owner, its history, and what they tell."""
+"""A run on storage: its folder, its owner, its history, and what they tell."""

@@ -35,21 +35,21 @@ class DataCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What was found about one run."""
+    """The findings about one run."""
 
     run: str
     steps: tuple[Entry, ...]
     """The steps that made the model what it is, in order."""
     attempts: tuple[Attempt, ...]
     data: DataCheck
-    """Of all its data sets: that of the first one that could not be asked."""
+    """The verdict on all its data sets: that of the first one that could not be asked."""
     digests_checked: int
     """Steps whose digest was compared with what their data set gives."""
     epochs: tuple[float, ...]
     """How often each data set that could be read was gone through."""
     chain: ChainState
-    """Of its history: `whole`, `broken`, or `none` where versions wrote it that did not link its
-    parts."""
+    """How its history is: `whole`, `broken`, or `none` where versions wrote it that did not link
+    its parts."""
     problems: tuple[str, ...]
     """A line each; none: every sample was seen as it should be."""
 

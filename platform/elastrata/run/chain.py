@@ -18,7 +18,7 @@ State = Literal["whole", "none", "broken"]
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """What the seals of a history say about it."""
+    """The verdict of a history's seals."""
 
     state: State
     problems: tuple[str, ...]

@@ -191,7 +191,7 @@ def step_record(entry: Mapping[str, Any], where: str) -> StepRecord:
 
 
 def metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation reported, by metric name: its other values are numbers."""
+    """The metrics of an evaluation, by name: its other values are numbers."""
     return {k: v for k, v in entry.items() if k not in _NO_METRICS and _is_number(v)}
 
 

@@ -10,7 +10,7 @@ from elastrata.run import history
 from elastrata.run.history import History
 from elastrata.run.lineage import Lineage
 from elastrata.run.parts import part_names
-from elastrata.run.unwritten import head
+from elastrata.run.succession import head
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -19,7 +19,7 @@ FROM = "elastrata train ... --from"
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What there is of a run, as far as a look at names, sizes and checksums of lines tells."""
+    """The files of a run, as far as a look at names, sizes and checksums of lines tells."""
 
     run: Storage
     history: History

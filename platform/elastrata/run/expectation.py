@@ -24,7 +24,7 @@ class Expectation:
 
     order: Order
     sample_ids: U64
-    """Of all samples in stored order (stripe after stripe), shape [num_samples]."""
+    """The ids of all samples in stored order (stripe after stripe), shape [num_samples]."""
 
     def digest_of(self, first: int, count: int) -> str:
         """The digest of the samples at positions first .. first + count - 1, as records have it."""
@@ -62,7 +62,8 @@ class Expectation:
 def expectation(
     data: Storage, manifest: Manifest, *, seed: int, window_stripes: int
 ) -> Expectation:
-    """What a run on that data set must see. Reads the ids of all samples, eight bytes each.
+    """The samples that a run on that data set must see. Reads the ids of all samples, eight bytes
+    each.
 
     Raises:
         UserError: a shard is missing or damaged.

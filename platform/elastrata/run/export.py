@@ -23,8 +23,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.evidence import contradictions
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
 from elastrata.run.history import read_lineage
-from elastrata.tracking.mlmodel import write_mlmodel
-from elastrata.tracking.models import LoadableModel
+from elastrata.tracking.models import LoadableModel, write_mlmodel
 from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest
@@ -43,9 +42,9 @@ class ExportedModel:
     step: int
     """Optimizer steps done in it."""
     metrics: Mapping[str, float]
-    """Of the evaluation after that step; empty where there was none."""
+    """The metrics of the evaluation after that step; empty where there was none."""
     recipe: Recipe
-    """Of the run."""
+    """The run's name."""
     mlflow_run_id: str | None
 
 

@@ -1,11 +1,12 @@
-"""Facts about a start that a reader of its record will want: recipe, versions, commit, machines."""
+"""Facts about a run that a reader of its record will want: recipe, versions, machines, FLOPs."""
 
 from __future__ import annotations
 
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -59,7 +60,8 @@ def start_tags(
 
 
 def hardware(resources: Mapping[str, float]) -> dict[str, str]:
-    """What a cluster has, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`, `machine`.
+    """The hardware of a cluster, by name: `nodes`, `cpus`, `gpus`, `gpu_model`, `memory_gb`,
+    `machine`.
 
     Args:
         resources: as Ray tells them.
@@ -91,3 +93,38 @@ def recipe_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
         else:
             params[key] = value
     return {key: ", ".join(v) if _LIST.fullmatch(key) else v for key, v in params.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseFlops:
+    """Forward and backward of all steps of a phase, by the workload's formula."""
+
+    last_step: int
+    dense: int
+    """With products with weights at zero."""
+    needed: int
+    """Without them."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """The values to track, by metric name."""
+        return {"flops/dense": self.dense, "flops/needed": self.needed}
+
+
+def flops_by_phase(
+    steps: Sequence[Mapping[str, Any]], last_steps: Sequence[int]
+) -> list[PhaseFlops]:
+    """The FLOPs of a run's phases that were begun: what it would have cost dense, what it needed.
+
+    Args:
+        steps: the steps of its history that count.
+        last_steps: of its phases, in their order.
+    """
+    found, first = [], 1
+    for last in last_steps:
+        of_phase = [step for step in steps if first <= step["step"] <= last]
+        if of_phase:
+            dense = sum(step["flops"] for step in of_phase)
+            zeros = sum(step.get("flops_of_zeros", 0) for step in of_phase)
+            found.append(PhaseFlops(last_step=last, dense=dense, needed=dense - zeros))
+        first = last + 1
+    return found

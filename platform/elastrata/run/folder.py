@@ -47,25 +47,25 @@ class DataSet(Record):
     url: Text
     """Absolute path or URL, as the newest launch found it."""
     fingerprint: Text
-    """Of its manifest."""
+    """The fingerprint in its manifest."""
 
 
 class RunIdentity(Record):
-    """What makes a run the same run after a restart."""
+    """The identity of a run, by which it is the same after a restart."""
 
     name: Text
     data: tuple[DataSet, ...]
     """That of every phase."""
     mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
     recipe_sha256: str | None = None
-    """Of the recipe's file; None: written by an earlier version."""
+    """The checksum of the recipe's file; None: written by an earlier version."""
     digest: str | None = None
     """SHA-256 of all the rest but the data sets' places, which may be moved: as JSON with sorted
     keys and no spaces. None as above."""
 
     @property
     def own_digest(self) -> str:
-        """What `digest` should be."""
+        """The digest that belongs to these values."""
         content = self.model_dump(
             mode="json", exclude={"digest": True, "data": {"__all__": {"url"}}}
         )
@@ -112,7 +112,7 @@ def read_recipe(run: Storage) -> Recipe:
 
 
 def read_values(storage: Storage, name: str) -> dict[str, Any]:
-    """What a YAML file of ours says, before anything gives it a meaning.
+    """The values in a YAML file of ours, before anything gives it a meaning.
 
     Raises:
         UserError: it is missing, or no YAML of keys with values.
@@ -174,7 +174,7 @@ def check_same_run(
 
 
 def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
-    """What a recipe says, by dotted path; one that has no phases counts as one phase where the
+    """The values of a recipe, by dotted path; one that has no phases counts as one phase where the
     other has some."""
     from elastrata.recipe.phase import PhaseKeys
 
@@ -202,7 +202,7 @@ def _is_endless(recipe: Recipe) -> bool:
 
 
 def _how_to_go_on(key: str, before: Recipe) -> str:
-    """What to do for more steps, at the end of the line that refuses them."""
+    """Advice for more steps, at the end of the line that refuses them."""
     if key != "steps" or _is_endless(before):
         return ""
     return (

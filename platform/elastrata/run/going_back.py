@@ -60,7 +60,7 @@ def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
     for name, why in _unfit(storage).items():
         _set_aside(storage, str(name))
         warn(f"{storage.uri(str(name))}: {why}; now in {storage.uri(SET_ASIDE)}")
-    saved = max(one.place[0] for one in commits(run.sub("checkpoints")))
+    saved = max(other.place[0] for other in commits(run.sub("checkpoints")))
     number = max(history.next_attempt(storage), saved + 1)
     writer = HistoryWriter(storage, number, warn, writer="d")
     writer.add("returned", {"step": commit.step, "commit": commit.folder})

@@ -28,7 +28,7 @@ class Event:
 
 
 class Lineage:
-    """What counts, event by event in the order of the history."""
+    """The states that count, event by event in the order of the history."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -42,17 +42,17 @@ class Lineage:
         self._events.append(event)
         return event
 
-    def left(self, event: Event, found: Sequence[Entry], seen: Sequence[Entry]) -> list[Entry]:
-        """What counts after the newest event.
+    def left(self, event: Event, counting: Sequence[Entry], seen: Sequence[Entry]) -> list[Entry]:
+        """The entries that count after the newest event.
 
         Args:
-            event: that one.
-            found: entries, each about a step, that counted before it.
+            event: the newest.
+            counting: entries, each about a step, that counted before it.
             seen: all that there were before it.
         """
         if event.origin is None:
-            return [one for one in found if one["step"] <= event.step]
-        return [one for one in seen if self.counts(one["attempt"], one["step"])]
+            return [entry for entry in counting if entry["step"] <= event.step]
+        return [entry for entry in seen if self.counts(entry["attempt"], entry["step"])]
 
     def counts(self, attempt: int, step: int) -> bool:
         """Whether a state of that attempt, after that step, is one of the run's as it is now."""

@@ -1,13 +1,24 @@
-"""The names of runs: a folder, a URL, or the bare name of one in the folder where runs are kept."""
+"""The names of runs, and the list of those in a folder.
+
+A name is a folder, a URL, or the bare name of a run in the folder where runs are kept.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
 from elastrata.run.folder import RUN_FILE
+from elastrata.run.state import State
+from elastrata.run.status import status
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 
 RUNS = "runs"
 """Where a recipe keeps its runs by default."""
+_THREADS = 8
 
 
 def named_run(name: str, storage: str = RUNS) -> Storage:
@@ -38,3 +49,52 @@ def named_run(name: str, storage: str = RUNS) -> Storage:
 def run_names(storage: Storage) -> list[str]:
     """The names of the runs in a folder, sorted."""
     return [name for name in storage.names() if storage.exists(name, RUN_FILE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun:
+    """A run in a list. The field names are keys of `elastrata runs --json`."""
+
+    name: str
+    url: str
+    state: State | None
+    """None: it cannot be read."""
+    steps: int
+    steps_in_all: int
+    loss: float | None
+    """Training loss of the last step."""
+    workers: int
+    """Size of its newest group."""
+    seen: float | None
+    """Unix time of its last sign of life."""
+    text: str
+    """The state in words, or why it cannot be read."""
+
+
+def list_runs(storage: Storage) -> Sequence[ListedRun]:
+    """The runs in a folder, the one that gave a sign of life last first."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        listed = list(pool.map(partial(_listed, storage), run_names(storage)))
+    return sorted(listed, key=lambda run: (-(run.seen or 0.0), run.name))
+
+
+def _listed(storage: Storage, name: str) -> ListedRun:
+    run = storage.sub(name)
+    try:
+        current = status(run)
+    except UserError as error:
+        return ListedRun(
+            name=name, url=run.uri(), state=None, steps=0, steps_in_all=0, loss=None, workers=0,
+            seen=None, text=error.problems[0],
+        )  # fmt: skip
+    return ListedRun(
+        name=name,
+        url=run.uri(),
+        state=current.state,
+        steps=current.steps,
+        steps_in_all=current.steps_in_all,
+        loss=current.loss,
+        workers=current.world_sizes[-1].world_size if current.world_sizes else 0,
+        seen=current.seen,
+        text=current.text,
+    )

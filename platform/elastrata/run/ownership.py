@@ -62,9 +62,10 @@ class Owner(BaseModel):
     """Random; another one for every launch."""
     host: str
     boot_id: str | None
-    """Of the host, since it was last started; None where its system has none."""
+    """The host's boot id, new at every start; None where its system has none."""
     pid_namespace: str | None
-    """What `pid` counts in: containers of one host share its boot id, not its process ids."""
+    """The namespace that `pid` counts in: containers of one host share its boot id, not its process
+    ids."""
     pid: Annotated[PositiveInt, Field(lt=2**31)]
     process_start: NonNegativeInt | None
     """Clock ticks from the host's start to that of the process: it tells two processes of one pid
@@ -106,7 +107,7 @@ class Ownership:
 
     @property
     def owner(self) -> Owner:
-        """What this process says of itself, or tries to, with its newest beat."""
+        """The owner's file, as this process writes it, or tries to, with its newest beat."""
         return self._owner
 
     @property

@@ -60,17 +60,17 @@ class PartName:
 
 
 class Link(Record):
-    """What a part was when another one went on after it. More lines may have come to it since, from
-    a writer that was taken for dead."""
+    """A part as it was when another one went on after it. More lines may have come to it since,
+    from a writer that was taken for dead."""
 
     part: str
     lines: NonNegativeInt
     sha256: str
-    """Of those lines."""
+    """The checksum of those lines."""
 
 
 class Seal(Record):
-    """What the last line of a part says."""
+    """The last line of a part."""
 
     kind: str = SEALED
     part: str
@@ -79,7 +79,7 @@ class Seal(Record):
     """The part that it goes on after; None for the first of its writer."""
     lines: NonNegativeInt
     sha256: str
-    """Of the lines above."""
+    """The checksum of the lines above."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Part:
 
     @property
     def link(self) -> Link:
-        """What the part after it says of it."""
+        """The link to it in the part after it."""
         return Link(part=str(self.name), lines=len(self.lines), sha256=digest(self.lines))
 
     @property
@@ -165,8 +165,8 @@ def part_names(storage: Storage) -> list[PartName]:
 
 
 def link_before(storage: Storage, name: PartName) -> Link | None:
-    """What a part of that name is to go on after: the last one before it of the same writer, but
-    none that was put there by hand."""
+    """The part that one of that name is to go on after: the last one before it of the same writer,
+    but none that was put there by hand."""
     before = [part for part in part_names(storage) if part.writer == name.writer and part < name]
     if not before:
         return None

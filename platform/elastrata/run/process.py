@@ -16,9 +16,10 @@ class Process:
     """A process, as long as its host runs and after."""
 
     boot_id: str
-    """Of the host, since it was last started."""
+    """The host's boot id, new at every start."""
     pid_namespace: str
-    """What `pid` counts in: containers of one host share its boot id, not its process ids."""
+    """The namespace that `pid` counts in: containers of one host share its boot id, not its process
+    ids."""
     pid: int
     start: int
     """Clock ticks from the host's start to that of the process: ids are given again."""

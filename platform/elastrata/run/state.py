@@ -21,7 +21,7 @@ _ENDS: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED":
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What can be known about the process that drives a run."""
+    """All that can be known about the process that drives a run."""
 
     alive: bool | None = None
     """None: nobody can tell."""
@@ -30,11 +30,11 @@ class Driver:
     seen: float = 0.0
     """Unix time of its last sign of life."""
     newest: NewestStep | None = None
-    """What it has said of the run last."""
+    """The newest step that it has told of."""
 
 
 def look_at_driver(run: Storage) -> Driver:
-    """What the run's folder says about its driver; a damaged file says nothing."""
+    """The driver by the run's folder; a damaged file says nothing."""
     try:
         owner = read_owner(run)
         if owner is None:
@@ -47,7 +47,7 @@ def look_at_driver(run: Storage) -> Driver:
 
 
 def driver_problems(run: Storage) -> tuple[str, ...]:
-    """What is wrong with what the run's folder says about its driver."""
+    """The problems of the file in which the driver tells of itself."""
     try:
         read_owner(run)
     except UserError as error:
@@ -72,8 +72,8 @@ def run_state(
         return state, f"{state}: {reason}" if reason and state != "finished" else state
     seen = last_sign(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
-    patience = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
-    lately = seen is not None and now - seen <= patience
+    limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
+    lately = seen is not None and now - seen <= limit
     if driver.alive or (driver.alive is None and lately and not done):
         return "running", "running"
     if done:

@@ -10,11 +10,10 @@ from typing import Any
 
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
-from elastrata.run.attempts import attempts
+from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
 from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
-from elastrata.run.recoveries import Recovery, idle_seconds, recoveries
 from elastrata.run.state import (
     Driver,
     State,
@@ -68,7 +67,7 @@ class Status:
     state: State
     """`silent`: it has not ended, but gives no sign of life."""
     text: str
-    """The same for people, with the reason or the time."""
+    """The state in words, with the reason or the time."""
     seen: float | None
     """Unix time of its last sign of life; None: there was none yet."""
     steps: int
@@ -96,7 +95,7 @@ class Status:
     """Whether every part of the history is linked to the one before it: `whole`, `broken`, or
     `none` where versions wrote it that did not link them."""
     problems: tuple[str, ...]
-    """What in the run's folder is not as it was written, a line each."""
+    """Damage in the run's folder, a line each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

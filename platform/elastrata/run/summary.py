@@ -20,7 +20,7 @@ _MOST = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSummary:
-    """What a phase of a run takes from its data set."""
+    """The steps and samples that a phase of a run takes from its data set."""
 
     steps: int
     samples: int
@@ -30,7 +30,7 @@ class PhaseSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What decides how far a run goes, and on which samples."""
+    """The values that decide how far a run goes, and on which samples."""
 
     phases: tuple[PhaseSummary, ...]
     """A single one where the recipe has none."""

@@ -23,8 +23,8 @@ class TimeToTarget:
     at_most: float | None
     reached: bool
     value: float | None
-    """Of the first evaluation that reached the target, else of the newest; None: there was none
-    yet, or not finite."""
+    """The metric in the first evaluation that reached the target, else of the newest; None: there
+    was none yet, or not finite."""
     step: int | None = None
     """The one after which that evaluation was."""
     samples: int | None = None
@@ -34,7 +34,7 @@ class TimeToTarget:
     """On the clock, from the moment when the first group of workers was ready for its first step:
     evaluations, faults and pauses between launches included."""
     seconds_in_steps: float | None = None
-    """Of the steps that count; those that were rolled back are not among them."""
+    """The time of the steps that count; those that were rolled back are not among them."""
 
     def __str__(self) -> str:
         """For people."""
@@ -81,7 +81,7 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
 
 
 def _counts(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
-    """What the run had done, and taken, when it was evaluated."""
+    """The counts and times of the run when it was evaluated."""
     steps = [s for s in history.effective_steps(entries) if s["step"] <= evaluation["step"]]
     starts = (entry["time"] for entry in entries if entry["kind"] == "started")
     began = next(starts, entries[0]["time"])

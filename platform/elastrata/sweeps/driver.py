@@ -16,8 +16,7 @@ from typing import Any
 from ray import tune
 
 from elastrata.checkpoints.commit import commits
-from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.teardown import undisturbed
+from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.export import export_model, loadable

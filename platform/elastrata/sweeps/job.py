@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.domains import Value
 from elastrata.sweeps.trial_recipe import BaseRecipe
-from elastrata.tracking.uri import tracking_uri
+from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.storage import Storage
 
 

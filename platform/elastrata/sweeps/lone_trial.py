@@ -29,7 +29,7 @@ from elastrata.sweeps.report import Report
 from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
-from elastrata.trainer.newest_state import newest_state
+from elastrata.trainer.newest_state import newest_state, start_after
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
@@ -81,7 +81,7 @@ class LoneTrial:
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
             self._trainer.restore(checkpoints, self._commit)
-        self.start = _start(self._commit)
+        self.start = start_after(self._commit)
         self._held_out = HeldOut(
             data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step
         )
@@ -149,7 +149,7 @@ class LoneTrial:
                     attempt=number,
                     world_size=1,
                     step=self.start.step,
-                    state=self.start.tier,
+                    state="durable" if self._commit else "new",
                     pids={},
                     seconds=stopwatch.seconds,
                 )
@@ -237,22 +237,10 @@ def _origin(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Storage, 
     A checkpoint of another run that is not there any more gives way to that run's newest one.
     """
     if origin is None:
-        start = newest_state(run, None, lambda _: None)
-        found = [c for c in commits(run.sub("checkpoints")) if c.folder == start.commit]
+        newest = newest_state(run, None, lambda _: None)
+        found = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
         return run.sub("checkpoints"), found[0] if found else None
     other, folder = origin
     there = commits(other.sub("checkpoints"))
     found = [commit for commit in there if commit.folder == folder]
     return other.sub("checkpoints"), (found or there)[0]
-
-
-def _start(commit: Commit | None) -> Start:
-    if commit is None:
-        return Start()
-    return Start(
-        step=commit.step,
-        samples=commit.samples,
-        tokens=commit.tokens,
-        commit=commit.folder,
-        tier="durable",
-    )

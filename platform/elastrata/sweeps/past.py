@@ -10,7 +10,7 @@ from elastrata.checkpoints.commit import commits
 from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
-from elastrata.run.unwritten import restore_history
+from elastrata.run.succession import restore_history
 from elastrata.sweeps.report import Report
 from elastrata_pipelines.storage import Storage
 

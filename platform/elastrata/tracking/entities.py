@@ -24,7 +24,7 @@ class DataInput:
 
 
 def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
-    """What `log_inputs` takes: each with its fingerprint as digest, cut, and whole in its
+    """The argument of `log_inputs`: each with its fingerprint as digest, cut, and whole in its
     profile."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -56,7 +56,7 @@ def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
 
 
 def model_output(model_id: str, step: int) -> Any:
-    """What `log_outputs` takes."""
+    """The argument of `log_outputs`."""
     from mlflow.entities import LoggedModelOutput
 
     return LoggedModelOutput(model_id=model_id, step=step)

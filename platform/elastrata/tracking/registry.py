@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from elastrata.tracking.client import alone, experiment_of, find_run, quiet_client
 from elastrata.tracking.models import LoadableModel, Models
+from elastrata.tracking.store import (
+    alone,
+    check_reachable,
+    experiment_of,
+    find_run,
+    quiet_client,
+    shown,
+    tracking_uri,
+)
 from elastrata.tracking.tracker import TrackingConfig
-from elastrata.tracking.uri import check_reachable, shown, tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

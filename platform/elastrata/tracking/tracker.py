@@ -17,11 +17,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from elastrata.config import Config
-from elastrata.tracking.client import alone, experiment_of, find_run, quiet_client
 from elastrata.tracking.entities import DataInput, log_inputs
 from elastrata.tracking.models import LoadableModel, Models
 from elastrata.tracking.outbox import Outbox
-from elastrata.tracking.uri import check_reachable, shown, tracking_uri
+from elastrata.tracking.store import (
+    alone,
+    check_reachable,
+    experiment_of,
+    find_run,
+    quiet_client,
+    shown,
+    tracking_uri,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

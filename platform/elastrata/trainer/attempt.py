@@ -24,10 +24,10 @@ class TrainedStep:
 
     record: StepRecord
     metrics: Mapping[str, float]
-    """What the evaluation reports; empty where none was due."""
+    """The evaluation's results, by name; empty where none was due."""
     evaluation_seconds: float
     action: Action
-    """What all ranks are to do now."""
+    """The action that all ranks agree on."""
     is_last: bool
     """Whether the run ends here: at its last step, or at its target."""
 

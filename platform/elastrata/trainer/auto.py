@@ -1,5 +1,5 @@
-"""What a group of workers does about `auto`: it begins with what needs least memory, measures, and
-settles. Knows no Ray.
+"""The automatic choices of a group of workers, which begins with what needs least memory, measures,
+and settles. Knows no Ray.
 
 The choice is the same on every rank, as all compute it from the same numbers. It changes how a step
 is cut and what is computed again, and neither samples nor order.
@@ -28,14 +28,15 @@ from elastrata_pipelines.phase import Phase
 _CHOSEN = "chosen"
 """The key of `Commit.extra` with what groups have settled on."""
 _ERROR = 1.1
-"""Of a device's memory: what the plan says is too much for it by more than it errs is refused."""
+"""A plan errs by less than this factor: what it says is too much for a device's memory by more is
+refused."""
 _GIB = 2**30
 Known = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseChoices:
-    """What may be chosen in a phase."""
+    """The choices that there are in a phase."""
 
     last_step: int
     choices: Choices
@@ -71,7 +72,7 @@ class Automatic:
         self._is_settled = False
 
     def cut(self, stream: Iterable[RankStep], tell: Callable[[Chosen], None]) -> Iterator[RankStep]:
-        """The same steps, each cut as it is chosen when it is asked for: the step before it is
+        """The steps, each cut as it is chosen when it is asked for: the step before it is
         done by then, and is measured. Collective.
 
         Args:
@@ -90,11 +91,11 @@ class Automatic:
         return part if self._choice is None else part.cut_for(self._choice.micro_batch_tokens)
 
     def figures(self) -> dict[str, Any]:
-        """What the newest step was taken with: fields of `StepRecord`."""
+        """The choices that the newest step was taken with: fields of `StepRecord`."""
         return asdict(self._choice) if self._choice else {}
 
     def state(self) -> dict[str, Any]:
-        """What a commit is to say of it: what groups have settled on, by layout and phase."""
+        """The choices that groups have settled on, by layout and phase: a commit keeps them."""
         return {_CHOSEN: self._known} if self._known else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -157,11 +158,12 @@ class Automatic:
         return self._news(step, room)
 
     def _known_choice(self) -> Choice | None:
-        """What a group of this layout has settled on, where it fits these workers as well."""
-        found = self._known.get(self._key)
-        if found is None or found["bytes"] > self._least_memory:
+        """The choice that a group of this layout has settled on, where it fits these workers,
+        too."""
+        known = self._known.get(self._key)
+        if known is None or known["bytes"] > self._least_memory:
             return None
-        values = {key: value for key, value in found.items() if key != "bytes"}
+        values = {key: value for key, value in known.items() if key != "bytes"}
         return next((one for one in self._choices.all if asdict(one) == values), None)
 
     def _refuse(self, choices: Choices) -> None:
@@ -185,12 +187,12 @@ class Automatic:
         return Chosen(step=step, **asdict(self._choice), text=why)
 
     def _largest(self, values: Sequence[float]) -> list[float]:
-        """Of all ranks."""
+        """The largest value over all ranks."""
         told = torch.tensor(values, dtype=torch.float64, device=self._device)
         if self._phases and dist.is_initialized():
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        found: list[float] = told.tolist()
-        return found
+        largest: list[float] = told.tolist()
+        return largest
 
 
 def _words(choice: Choice) -> str:

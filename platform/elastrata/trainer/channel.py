@@ -15,7 +15,7 @@ class Channel(Protocol):
         """Sends an event; waits for nothing."""
 
     def look(self) -> ControlSignal | None:
-        """What is asked, as far as it is known here; waits for nothing."""
+        """The signal to the workers, as far as it is known here; waits for nothing."""
 
     def flush(self) -> None:
         """Waits until what was sent has left this process; a minute at most."""

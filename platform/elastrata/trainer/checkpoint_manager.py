@@ -30,7 +30,7 @@ from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.replicas.storage import Replicas
 from elastrata.run.history import HistoryWriter
-from elastrata.run.unwritten import unwritten
+from elastrata.run.succession import unwritten
 from elastrata.trainer.channel import Channel
 from elastrata_pipelines.storage import Storage
 
@@ -42,7 +42,7 @@ _SECONDS_FOR_A_COPY = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What goes into a commit beside the state."""
+    """The progress, and more values, that a commit keeps beside the state."""
 
     step: int
     samples: int
@@ -58,7 +58,7 @@ class CheckpointManager:
 
     Args:
         run: the run's folder.
-        hot: where copies in memory go; None: nowhere.
+        replicas: where copies in memory go; None: nowhere.
         attempt: number of this group of workers.
         rank: of this worker.
         config: which checkpoints are taken and stay.
@@ -70,7 +70,7 @@ class CheckpointManager:
     def __init__(
         self,
         run: Storage,
-        hot: Replicas | None,
+        replicas: Replicas | None,
         *,
         attempt: int,
         rank: int,
@@ -100,10 +100,12 @@ class CheckpointManager:
                 Removed(uri=self._checkpoints.uri(commit.folder))
             ),
         )
-        self._hot = replica_saver(hot, attempt=attempt, warn=self._warn) if hot else None
+        self._in_memory = (
+            replica_saver(replicas, attempt=attempt, warn=self._warn) if replicas else None
+        )
 
     def asked(self) -> Action:
-        """What all ranks are to do after the step that is about to begin; on rank 0."""
+        """The action of all ranks after the step that is about to begin; on rank 0."""
         if self._history is None:
             return Action.GO_ON
         request = self._channel.look()
@@ -172,8 +174,8 @@ class CheckpointManager:
         seconds = 0.0
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
             seconds += self._save_durably(waits=action >= Action.HALT or is_last)
-        if self._hot and (action >= Action.HALT or record.step % self._config.hot_every == 0):
-            seconds += self._copy(self._hot)
+        if self._in_memory and (action >= Action.HALT or record.step % self._config.hot_every == 0):
+            seconds += self._copy(self._in_memory)
         if seconds:
             self._channel.send(Stalled(step=record.step, seconds=seconds))
 
@@ -213,11 +215,11 @@ class CheckpointManager:
         that is enough, when it is in memory. Collective."""
         while self._newest:
             self._await(self._durable)
-            if self._hot:
-                self._await(self._hot)
+            if self._in_memory:
+                self._await(self._in_memory)
             if self._durable.all_saved(self._newest.step):
                 return
-            if in_memory and self._hot and self._hot.all_saved(self._newest.step):
+            if in_memory and self._in_memory and self._in_memory.all_saved(self._newest.step):
                 return
             if self._history:
                 Event().wait(self._retry.seconds)
@@ -291,7 +293,7 @@ class CheckpointManager:
         if error is None:
             self._make_safe(in_memory=False)
             self._durable.close()
-            if self._hot:
-                self._hot.close()
+            if self._in_memory:
+                self._in_memory.close()
         if self._history:
             self._history.flush()

@@ -42,9 +42,9 @@ class DividedModel:
     forward_backward: ForwardBackward
     """Through it; with a pipeline, through what all its ranks have."""
     clip: Clip
-    """Of its gradient; may have hooks on the model."""
+    """Clips its gradient; may have hooks on the model."""
     blocks: Sequence[nn.Module]
-    """Of it."""
+    """The model's blocks."""
     pipeline: dist.ProcessGroup | None = None
     """The ranks that have the model's stages between them, where there are any."""
 
@@ -148,8 +148,8 @@ def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
 
 def _skips_zeros(recipe: Recipe) -> bool:
     """Whether 2:4 kernels are to multiply in any of its phases."""
-    found = [part.sparsity for part in recipe.parts]
-    return any(isinstance(one, TwoFourConfig) and one.kernels for one in found)
+    sparsities = [part.sparsity for part in recipe.parts]
+    return any(isinstance(sparsity, TwoFourConfig) and sparsity.kernels for sparsity in sparsities)
 
 
 def _pipelined(

@@ -46,8 +46,8 @@ class HeldOut:
         }
 
     def due(self, record: StepRecord) -> RankStep | None:
-        """What the model is evaluated on after that step; there is always an evaluation at the end
-        of a phase."""
+        """The data that the model is evaluated on after that step; there is always an evaluation at
+        the end of a phase."""
         is_due = evaluation_due(
             self._config,
             step=record.step,

@@ -7,6 +7,7 @@ From then on the run is what that group makes of it, and the newer state counts 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
 from elastrata.checkpoints.commit_storage import CommitStorage
@@ -18,12 +19,33 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 
-def newest_state(run: Storage, hot: CommitStorage | None, warn: Callable[[str], None]) -> Start:
-    """Where the next group of workers begins.
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """The state that a group of workers begins from. A value: it can be sent to any process."""
+
+    start: Start = field(default_factory=Start)
+    """How far the run is in it."""
+    commit: str | None = None
+    """Name of the checkpoint that holds it; None: a new run."""
+    tier: str = "new"
+    """Where that checkpoint is: `durable` storage, or `hot`, in the memory of other processes."""
+
+
+def start_after(commit: Commit | None) -> Start:
+    """How far a run is in the state of that checkpoint; None: a new run."""
+    if commit is None:
+        return Start()
+    return Start(step=commit.step, samples=commit.samples, tokens=commit.tokens)
+
+
+def newest_state(
+    run: Storage, replicas: CommitStorage | None, warn: Callable[[str], None]
+) -> ResumePoint:
+    """The state that the next group of workers begins from.
 
     Args:
         run: the run's folder.
-        hot: where copies in memory are; None: nowhere.
+        replicas: where copies in memory are; None: nowhere.
         warn: called with one line for every checkpoint that had to be passed over.
 
     Raises:
@@ -35,20 +57,14 @@ def newest_state(run: Storage, hot: CommitStorage | None, warn: Callable[[str], 
     lineage = history.read_lineage(run.sub("history"))
     saved = commits(checkpoints)
     counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
-    copy = newest_replica(hot, lineage.counts) if hot else None
+    copy = newest_replica(replicas, lineage.counts) if replicas else None
     if copy and copy.place >= max(counting, default=(0, 0)):
-        return _start(copy, "hot")
+        return _at(copy, "hot")
     if saved and not counting:
         raise UserError(*contradictions(run, saved, lineage))
     durable = newest_verified(checkpoints, warn, lineage.counts)
-    return _start(durable, "durable") if durable else Start()
+    return _at(durable, "durable") if durable else ResumePoint()
 
 
-def _start(commit: Commit, tier: str) -> Start:
-    return Start(
-        step=commit.step,
-        samples=commit.samples,
-        tokens=commit.tokens,
-        commit=commit.folder,
-        tier=tier,
-    )
+def _at(commit: Commit, tier: str) -> ResumePoint:
+    return ResumePoint(start=start_after(commit), commit=commit.folder, tier=tier)

@@ -44,7 +44,7 @@ class TrainingData:
 
     @property
     def train(self) -> Batches:
-        """What the first phase trains on."""
+        """The data set of the first phase."""
         return self.phases[0].batches
 
     @property
@@ -61,7 +61,7 @@ class TrainingData:
 
     @property
     def data_sets(self) -> tuple[DataSet, ...]:
-        """What every phase trains on."""
+        """The data sets of the phases, in order."""
         return tuple(
             DataSet(url=phase.batches.url, fingerprint=phase.batches.manifest.fingerprint)
             for phase in self.phases
@@ -69,7 +69,7 @@ class TrainingData:
 
     @property
     def inputs(self) -> tuple[DataInput, ...]:
-        """What is read, for the record."""
+        """The data sets that are read, for the record."""
         held_out = (batches for batches in self.held_out if batches)
         return (
             *(_input(phase.batches, "training") for phase in self.phases),
@@ -120,7 +120,7 @@ def training_data(recipe: Recipe) -> TrainingData:
 
 
 def _data_of(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
-    """What a phase trains on, and what is held out of it."""
+    """The data set of a phase, and the one held out of it."""
     storage = Storage(part.data.path)
     manifest = Manifest.read(storage)
     problems = [
@@ -251,8 +251,8 @@ def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storag
     if recipe.evaluation.path:
         storage = Storage(recipe.evaluation.path)
         return storage, Manifest.read(storage)
-    found = read_held_out(data, manifest)
-    return (data.sub(HELD_OUT), found) if found else None
+    held_out = read_held_out(data, manifest)
+    return (data.sub(HELD_OUT), held_out) if held_out else None
 
 
 def _held_out_batches(

@@ -88,7 +88,7 @@ class Trainer:
         return training_state(self.model, self.optimizer) | masks
 
     def extra(self) -> dict[str, Any]:
-        """What a commit is to say beside them."""
+        """Values that a commit keeps beside them."""
         return self._chooser.state()
 
     def steps(

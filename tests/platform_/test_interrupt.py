@@ -14,13 +14,12 @@ import pytest
 
 from elastrata.cli.main import app, run
 from elastrata.cli.schema import schema
-from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.teardown import SIGNALS, is_ending, undisturbed
+from elastrata.cluster.interrupt import SIGNALS, Interrupt, is_ending, undisturbed
 
 ENDING = """
 import os, signal, sys
 from elastrata.cli import main as cli
-from elastrata.cluster.teardown import undisturbed
+from elastrata.cluster.interrupt import undisturbed
 
 def press():
     os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The sentry: a process of the run that was stopped by a signal is killed, so that it is missed.
+"""The reaper: a process of the run that was stopped by a signal is killed, so that it is missed.
 
 Ray notices that a process has ended, but not that it was stopped: who waits for it waits for ever.
 So it is with the helpers that Ray starts: the controller, those who hand out the data, spares.
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
-from elastrata.cluster.patience import Patience
+from elastrata.cluster.liveness import HeartbeatTimeout
 from elastrata.cluster.processes import children, environment, state, title
 
 _LOOKS = 10
@@ -24,7 +24,7 @@ _LOOK_SECONDS = (0.2, 1.0)
 _STOPPED = "T"
 
 
-class Stops:
+class StoppedProcesses:
     """How long which processes have been stopped; the clock is passed in.
 
     Args:
@@ -33,7 +33,7 @@ class Stops:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._stopped: dict[int, Patience] = {}
+        self._stopped: dict[int, HeartbeatTimeout] = {}
 
     def overdue(self, stopped: Iterable[int], now: float) -> dict[int, float]:
         """Those that have been stopped for too long, with for how long.
@@ -43,11 +43,11 @@ class Stops:
             now: by a clock that never goes back.
         """
         before = self._stopped
-        self._stopped = {pid: before.get(pid) or Patience(self._seconds) for pid in stopped}
-        return {pid: p.silent for pid, p in self._stopped.items() if p.is_over(now)}
+        self._stopped = {pid: before.get(pid) or HeartbeatTimeout(self._seconds) for pid in stopped}
+        return {pid: t.silent for pid, t in self._stopped.items() if t.is_over(now)}
 
 
-class Sentry:
+class Reaper:
     """Watches the processes of one job on this machine, in a thread of its own.
 
     Args:
@@ -61,11 +61,11 @@ class Sentry:
         self, raylet: Callable[[], int], job: str, seconds: float, warn: Callable[[str], None]
     ) -> None:
         self._raylet, self._job, self._warn = raylet, job, warn
-        self._stops = Stops(seconds)
+        self._stops = StoppedProcesses(seconds)
         least, most = _LOOK_SECONDS
         self._look_seconds = min(max(seconds / _LOOKS, least), most)
         self._closed = Flag()
-        self._thread = Thread(target=self._watch, name="elastrata-sentry", daemon=True)
+        self._thread = Thread(target=self._watch, name="elastrata-reaper", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Sentry:
                     self._warn(f"{name} had been stopped by a signal for {seconds:.0f} s: killed")
 
     def _stopped(self, raylet: int) -> list[Path]:
-        return [one for one in children(raylet) if state(one) == _STOPPED and self._is_ours(one)]
+        return [p for p in children(raylet) if state(p) == _STOPPED and self._is_ours(p)]
 
     def _is_ours(self, process: Path) -> bool:
         return environment(process, "RAY_JOB_ID").get("RAY_JOB_ID") == self._job

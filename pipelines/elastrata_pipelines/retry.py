@@ -1,4 +1,4 @@
-"""Patience with a remote storage that does not answer for a while."""
+"""Retries of reading, for a remote storage that does not answer for a while."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from elastrata_pipelines.errors import UserError
 
-PATIENCE_SECONDS = 300.0
+RETRY_SECONDS = 300.0
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 30.0
-Found = TypeVar("Found")
+Read = TypeVar("Read")
 
 _LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
-"""What trying again does not mend."""
+"""Errors that trying again does not mend."""
 
 
 def may_pass(error: Exception, *, is_local: bool) -> bool:
@@ -31,8 +31,8 @@ def may_pass(error: Exception, *, is_local: bool) -> bool:
     return not isinstance(error, OSError) or error.errno is not None
 
 
-def read_patiently(read: Callable[[], Found], *, is_local: bool) -> Found:
-    """What `read` returns; tried again for five minutes where it fails in a way that may pass.
+def with_retries(read: Callable[[], Read], *, is_local: bool) -> Read:
+    """Reads; tries again for five minutes where that fails in a way that may pass.
 
     Raises:
         Exception: what `read` raised last.
@@ -42,7 +42,7 @@ def read_patiently(read: Callable[[], Found], *, is_local: bool) -> Found:
         try:
             return read()
         except Exception as error:
-            if waited >= PATIENCE_SECONDS or not may_pass(error, is_local=is_local):
+            if waited >= RETRY_SECONDS or not may_pass(error, is_local=is_local):
                 raise
         Event().wait(pause)
         waited, pause = waited + pause, min(2 * pause, LONGEST_SECONDS)

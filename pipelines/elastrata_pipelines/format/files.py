@@ -1,16 +1,23 @@
-"""Checksums of what is meant to be written, taken before any store can damage it."""
+"""The files of a data set: written with a checksum, taken before any store can damage them, and
+looked at by their sizes."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
-from elastrata_pipelines.format.manifest import FileEntry
+from elastrata_pipelines.checked_json import file_size
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format.manifest import FileEntry, Manifest
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+_REMOTE_FILES_AT_ONCE = 16
 
 
 class CheckedStream(io.RawIOBase):
@@ -50,3 +57,28 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileEntry:
         checked = CheckedStream(stream)
         checked.write(data)
     return checked.entry(path)
+
+
+def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """The problems of a data set's files, by their sizes alone."""
+    look = partial(file_problem, storage)
+    if storage.is_local:
+        problems = [look(entry) for entry in manifest.files]
+    else:
+        with ThreadPoolExecutor(_REMOTE_FILES_AT_ONCE) as threads:
+            problems = list(threads.map(look, manifest.files))
+    return [problem for problem in problems if problem]
+
+
+def file_problem(storage: Storage, entry: FileEntry) -> str | None:
+    """The problem of a data set's file, by its size alone, in one line; None: there is none."""
+    where = storage.uri(entry.path)
+    try:
+        size = file_size(storage, entry.path)
+    except FileNotFoundError:
+        return f"{where}: missing"
+    except UserError as error:
+        return str(error)
+    return (
+        None if size == entry.bytes else f"{where}: {size} bytes, the manifest says {entry.bytes}"
+    )

@@ -1,0 +1,248 @@
+"""Liveness: workers, helpers and processes that are silent or stopped, told by a clock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from elastrata.cluster.liveness import (
+    MOST_SECONDS,
+    NO_ANSWER,
+    Answer,
+    HeartbeatTimeout,
+    HelperLiveness,
+    Kill,
+    Killed,
+    Look,
+    Ping,
+    Replace,
+    Report,
+    Taken,
+    WorkerLiveness,
+)
+from elastrata.cluster.prestarted import Orders
+from elastrata.cluster.processes import children, environment, state, title
+from elastrata.cluster.reaper import Reaper, StoppedProcesses
+from elastrata.core.events import Event, Halted, Lost, Started, Warned
+from support.command import wait_until
+
+JOB = "0a000000"
+PIDS = {0: ("node a", 100), 1: ("node b", 200)}
+
+
+def looks(timeout: HeartbeatTimeout, seconds: float, start: float = 0.0) -> bool:
+    """Whether it is over after so many seconds with a look every half one."""
+    times = [start + 0.5 * number for number in range(int(2 * seconds) + 1)]
+    return [timeout.is_over(now) for now in times][-1]
+
+
+def test_silence_is_over_after_so_many_seconds_and_a_beat_ends_it() -> None:
+    timeout = HeartbeatTimeout(10)
+    assert not looks(timeout, 10)
+    assert looks(timeout, 1, start=10)
+    timeout.beat()
+    assert not looks(timeout, 10, start=11)
+
+
+def test_who_was_stopped_itself_has_missed_nothing() -> None:
+    timeout = HeartbeatTimeout(10)
+    assert not looks(timeout, 5)
+    assert not timeout.is_over(600)
+    assert not looks(timeout, 2, start=600)
+    assert looks(timeout, 5, start=602)
+
+
+def test_what_starts_may_take_longer() -> None:
+    timeout = HeartbeatTimeout(10, 60)
+    assert not looks(timeout, 50)
+    timeout.beat()
+    assert looks(timeout, 11, start=50)
+    timeout.restart()
+    assert not looks(timeout, 50, start=61)
+
+
+class Group:
+    """A group of workers, as the driver hears of it; the clock stands until a test moves it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.liveness = WorkerLiveness(seconds)
+        self.now = 0.0
+
+    def hears(self, *events: Event) -> None:
+        self.liveness.handle(Taken(events), self.now)
+
+    def silent(self, seconds: float) -> list[Kill | Report]:
+        """What is done while no event comes for so long."""
+        done = []
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.hears()
+            done += self.liveness.handle(Look(), self.now)
+        return done
+
+    def killed(self, kill: Kill, states: dict[int, str]) -> list[Kill | Report]:
+        return self.liveness.handle(Killed(kill, states), self.now)
+
+
+def started() -> Started:
+    return Started(attempt=1, world_size=2, step=0, state="new", pids=PIDS, seconds={})
+
+
+def test_a_group_that_sends_nothing_is_killed_once() -> None:
+    group = Group(10)
+    assert group.silent(30) == [], "nobody is there to be killed"
+    group.hears(started())
+    assert group.silent(10) == []
+    (kill,) = group.silent(5)
+    assert kill == Kill(PIDS, 11.0)
+    (report,) = group.killed(kill, {0: "S", 1: "T"})
+    text = "no sign of the workers for 11 s: killed; stopped: rank 1"
+    assert report == Report(Lost(text=text, ranks=(1,)))
+    assert group.silent(30) == []
+
+
+def test_any_event_is_a_sign_and_a_halted_or_lost_group_owes_none() -> None:
+    group = Group(10)
+    group.hears(started())
+    for _ in range(5):
+        assert group.silent(9) == []
+        group.hears(Warned(text="the state is still being saved"))
+    group.hears(Halted(step=5, reason="resize", text="2 -> 3 workers"))
+    assert group.silent(60) == []
+    group.hears(started(), Lost(text="rank 0: gone", ranks=(0,)))
+    assert group.silent(60) == []
+
+
+def test_what_a_node_that_does_not_answer_runs_is_killed_again_unless_others_have_started() -> None:
+    group = Group(10)
+    group.hears(started())
+    (kill,) = group.silent(11)
+    assert isinstance(kill, Kill)
+    group.killed(kill, {0: "X", 1: NO_ANSWER})
+    (again,) = group.silent(1)
+    assert again == Kill({1: PIDS[1]}, 12.0)
+    group.hears(started())
+    group.killed(kill, {0: "X", 1: NO_ANSWER})
+    (kill,) = group.silent(11)
+    assert isinstance(kill, Kill)
+    assert kill.pids == PIDS
+
+
+def test_nothing_is_missed_while_nobody_could_hear_it() -> None:
+    group = Group(10)
+    group.hears(started())
+    for _ in range(60):
+        group.now += 1
+        assert group.liveness.handle(Look(), group.now) == []
+
+
+def asked(helper: HelperLiveness, answer: Answer, start: int, seconds: int) -> list[Ping | Replace]:
+    """What is done while a helper's pings stand so, with a look every second."""
+    done = []
+    for now in range(start, start + seconds):
+        done += helper.handle(Look(), now)
+        done += helper.handle(answer, now)
+    return done
+
+
+def test_a_helper_that_does_not_answer_is_replaced() -> None:
+    helper = HelperLiveness("control channel", 5)
+    assert asked(helper, Answer.HERE, 0, 3) == [Ping()] * 3
+    assert helper.is_there
+    line = "the control channel has not answered for 6 s: replaced"
+    assert asked(helper, Answer.NONE, 3, 6) == [Ping(), Replace(line)]
+    assert not helper.is_there
+    assert asked(helper, Answer.NONE, 9, 100) == [Ping()], "the next one has yet to start"
+    assert asked(helper, Answer.HERE, 109, 1) == []
+    assert helper.is_there
+
+
+def test_a_helper_that_died_is_asked_again_and_has_time_to_start() -> None:
+    helper = HelperLiveness("registry", 1000)
+    asked(helper, Answer.HERE, 0, 1)
+    assert asked(helper, Answer.DIED, 1, 1) == [Ping()]
+    assert not helper.is_there
+    assert asked(helper, Answer.NONE, 2, 100) == [Ping()]
+    asked(helper, Answer.HERE, 102, 1)
+    assert len(asked(helper, Answer.NONE, 103, int(MOST_SECONDS) + 1)) == 2, "20 s at most"
+
+
+def test_only_a_process_that_stays_stopped_is_overdue() -> None:
+    stops = StoppedProcesses(3)
+    found = [stops.overdue({1, 2} if now < 2 else {1}, now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)]
+    assert [set(pids) for pids in found] == [set(), set(), set(), set(), {1}]
+    stops.overdue({2}, 5.0)
+    assert not stops.overdue({1, 2}, 6.0), "one that was continued begins anew"
+
+
+def test_a_stopped_process_of_the_job_is_killed_and_no_other() -> None:
+    code = "import time; print(flush=True); time.sleep(600)"
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "RAY_JOB_ID": job},
+            stdout=subprocess.PIPE,
+        )
+        for job in (JOB, JOB, "0b000000")
+    ]
+    stopped, running, other = commands
+    lines: list[str] = []
+    try:
+        for command in commands:
+            assert command.stdout
+            command.stdout.readline()
+        for command in (stopped, other):
+            command.send_signal(signal.SIGSTOP)
+        reaper = Reaper(os.getpid, JOB, 0.5, lines.append)
+        assert stopped.wait(60) == -signal.SIGKILL
+        assert wait_until(lambda: lines, 10, "a line")[0].endswith("killed")
+        reaper.close()
+        assert running.poll() is None
+        assert other.poll() is None
+        assert state(Path("/proc") / str(other.pid)) == "T"
+    finally:
+        for command in commands:
+            command.kill()
+            command.wait()
+            assert command.stdout
+            command.stdout.close()
+
+
+def test_what_is_known_of_a_process() -> None:
+    code = "import time; print(flush=True); time.sleep(600)"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], env={"RAY_JOB_ID": JOB, "OTHER": "1"}, stdout=subprocess.PIPE
+    )
+    process = Path("/proc") / str(command.pid)
+    try:
+        assert command.stdout
+        command.stdout.readline()
+        assert process in list(children(os.getpid()))
+        assert title(process) == sys.executable
+        assert environment(process, "RAY_JOB_ID", "MISSING") == {"RAY_JOB_ID": JOB}
+    finally:
+        command.kill()
+        command.wait()
+        command.stdout.close()
+    assert state(process) == "X"
+    assert (title(process), environment(process, "RAY_JOB_ID")) == ("", {})
+
+
+def test_spares_are_asked_for_one_at_a_time() -> None:
+    orders = Orders(2)
+    assert orders.is_due((), (), now=0)
+    assert not orders.is_due((), (), now=1)
+    assert not orders.is_due((), (11,), now=2), "it has yet to start"
+    assert orders.is_due((11,), (), now=5)
+    assert not orders.is_due((11,), (12,), now=6)
+    assert not orders.is_due((11, 12), (), now=7)
+    assert orders.is_due((12,), (), now=8), "an actor has taken one"
+
+
+def test_a_spare_that_does_not_come_is_asked_for_again_after_a_minute() -> None:
+    orders = Orders(3)
+    asked = [now for now in range(200) if orders.is_due((), (), now=now)]
+    assert asked == [0, 60, 120, 180]

@@ -1,0 +1,270 @@
+"""The scaling machine: no group changes its size before its state is safe, and a run asks the
+autoscaler for as much as it can ever have, and no more for long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastrata.cluster.scaling_machine import (
+    SECONDS_BETWEEN_LOOKS,
+    SECONDS_TO_JUDGE,
+    ControllerStarted,
+    Demand,
+    DemandSeen,
+    GroupRuns,
+    HaltSeen,
+    Instruction,
+    Look,
+    NodesSeen,
+    NoGroup,
+    Pause,
+    Resize,
+    RoomSeen,
+    ScalingEvent,
+    ScalingMachine,
+    Seen,
+    Signal,
+    SizeProposed,
+    StartGroup,
+    Withdraw,
+)
+from elastrata.core.control_signal import Action, ControlSignal
+
+GRACE, RETRY = 60.0, 60.0
+TO_GO = ControlSignal(action=Action.HALT, reason="drain", text="1 node to go")
+SAVE_FIRST = ControlSignal(action=Action.SAVE, reason="drain", text="1 node to go")
+
+
+def machine(least: int = 1, multiple: int = 1, retry: float = RETRY) -> ScalingMachine:
+    return ScalingMachine(least=least, multiple=multiple, grace_seconds=GRACE, retry_seconds=retry)
+
+
+def halt_for(text: str) -> ControlSignal:
+    return ControlSignal(action=Action.HALT, reason="resize", text=text)
+
+
+@dataclass
+class Cluster:
+    """Answers every look with what is there; the clock stands until a test moves it."""
+
+    machine: ScalingMachine
+    workers: int = 2
+    proposed: int = 2
+    free: int = 8
+    room: int = 8
+    leaving: frozenset[str] = frozenset()
+    has_halted: bool = False
+    now: float = 0.0
+    looks: list[Look] = field(default_factory=list)
+
+    def tick(
+        self, event: ScalingEvent, seconds: float = SECONDS_BETWEEN_LOOKS
+    ) -> list[Instruction]:
+        """What is done about an event, beside looks, after so many seconds."""
+        self.now += seconds
+        self.looks = []
+        return self._done(event)
+
+    def runs(self, seconds: float = 1.5 * SECONDS_BETWEEN_LOOKS) -> list[Instruction]:
+        return self.tick(GroupRuns(), seconds)
+
+    def _done(self, event: ScalingEvent) -> list[Instruction]:
+        done: list[Instruction] = []
+        for instruction in self.machine.handle(event, self.now):
+            if isinstance(instruction, Look):
+                self.looks.append(instruction)
+                seen = self._seen(instruction)
+                done += self._done(seen) if seen else []
+            else:
+                done.append(instruction)
+        return done
+
+    def _seen(self, look: Look) -> Seen | None:
+        match look:
+            case Look.NODES:
+                return NodesSeen(self.leaving)
+            case Look.SIZE if self.proposed != self.workers:
+                return SizeProposed(self.workers, self.proposed, self.free)
+            case Look.ROOM:
+                return RoomSeen(self.room)
+            case Look.HALT:
+                return HaltSeen(self.has_halted)
+        return None
+
+
+def test_a_group_grows_when_its_state_is_safe() -> None:
+    cluster = Cluster(machine())
+    assert cluster.runs() == []
+    cluster.proposed = 4
+    assert cluster.runs() == [Signal(halt_for("2 -> 4 workers"))]
+    cluster.proposed = 2
+    assert cluster.runs() == [Signal(halt_for("2 -> 4 workers"))], "who was asked may have died"
+    cluster.has_halted, cluster.room = True, 3
+    assert cluster.runs() == [Withdraw(), Resize(3)], "for as many as there is room for by now"
+    cluster.workers, cluster.proposed, cluster.has_halted = 3, 3, False
+    assert cluster.runs() == []
+
+
+def test_workers_that_do_not_halt_are_waited_for_so_long() -> None:
+    cluster = Cluster(machine(), proposed=3)
+    cluster.runs()
+    assert cluster.runs(GRACE - 1) == [Signal(halt_for("2 -> 3 workers"))]
+    assert cluster.runs(1) == [Withdraw(), Resize(8)]
+
+
+def test_a_halted_group_waits_for_room_for_the_least() -> None:
+    cluster = Cluster(machine(least=2), proposed=3, has_halted=True, room=1)
+    assert cluster.runs() == []
+    assert cluster.runs() == []
+    cluster.room = 2
+    assert cluster.runs() == [Withdraw(), Resize(2)]
+
+
+@pytest.mark.parametrize(
+    ("multiple", "proposed", "free", "asked"),
+    [(1, 4, 8, "2 -> 4 workers"), (1, 4, 1, "2 -> 3 workers"), (2, 5, 8, "2 -> 4 workers")],
+)
+def test_as_many_as_fit_in_whole_groups(
+    multiple: int, proposed: int, free: int, asked: str
+) -> None:
+    cluster = Cluster(machine(multiple=multiple), proposed=proposed, free=free)
+    assert cluster.runs() == [Signal(halt_for(asked))]
+
+
+@pytest.mark.parametrize(("multiple", "proposed", "free"), [(1, 4, 0), (2, 3, 8), (2, 4, 1)])
+def test_what_is_no_whole_group_more_halts_nobody(multiple: int, proposed: int, free: int) -> None:
+    cluster = Cluster(machine(multiple=multiple), proposed=proposed, free=free)
+    assert cluster.runs() == []
+
+
+def test_nodes_about_to_go_are_left_where_there_is_room_elsewhere() -> None:
+    cluster = Cluster(machine(), leaving=frozenset("a"), room=2)
+    assert cluster.runs() == [Signal(TO_GO)]
+    cluster.has_halted = True
+    assert cluster.runs() == [Withdraw(), Resize(2)]
+
+
+def test_without_room_elsewhere_the_state_is_saved_once_for_each_node() -> None:
+    cluster = Cluster(machine(least=2), leaving=frozenset("a"), room=1)
+    assert cluster.runs() == [Signal(SAVE_FIRST)]
+    assert cluster.runs() == []
+    assert cluster.runs(0.1) == []
+    assert Look.ROOM not in cluster.looks, "the whole cluster is looked at once a second"
+    cluster.leaving = frozenset("ab")
+    (saved,) = cluster.runs()
+    assert isinstance(saved, Signal)
+    assert saved.signal.text == "2 nodes to go"
+    cluster.room = 2
+    (halted,) = cluster.runs()
+    assert isinstance(halted, Signal)
+    assert halted.signal.action == Action.HALT
+
+
+def test_without_a_group_nothing_is_asked_and_one_is_started_once_a_second() -> None:
+    cluster = Cluster(machine(), proposed=3)
+    cluster.runs()
+    assert cluster.tick(NoGroup()) == [Withdraw(), StartGroup()], "who was asked is gone"
+    assert cluster.looks == [Look.CLUSTER, Look.DEMAND]
+    assert cluster.tick(NoGroup(), 0.1) == [Pause(0.1)]
+    assert cluster.looks == []
+    assert cluster.tick(NoGroup()) == [StartGroup()]
+
+
+def test_a_new_controller_forgets_what_the_one_before_asked() -> None:
+    assert machine().handle(ControllerStarted(), 0.0) == [Withdraw()]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=50))
+def test_no_group_is_resized_before_it_halts(history: list[tuple[int, int, bool]]) -> None:
+    cluster = Cluster(machine(least=2, multiple=2))
+    for proposed, room, has_halted in history:
+        cluster.proposed, cluster.room, cluster.has_halted = proposed, room - room % 2, has_halted
+        for done in cluster.runs(0.01):
+            if isinstance(done, Resize):
+                assert cluster.has_halted
+                assert done.workers >= 2
+                cluster.workers = done.workers
+
+
+class Run:
+    """What a run asks the autoscaler for."""
+
+    def __init__(self, least: int = 1, retry: float = RETRY) -> None:
+        self._machine = machine(least=least, retry=retry)
+        self.demanded = 0
+
+    def demand(self, most: int, *, have: int, is_refused: bool, now: float) -> int:
+        """The workers it asks for now."""
+        for done in self._machine.handle(DemandSeen(most, have, is_refused), now):
+            assert isinstance(done, Demand)
+            self.demanded = done.workers
+        return self.demanded
+
+
+class Autoscaler:
+    """All or nothing, as Ray's: it launches what is asked for in all, or nothing at all."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.is_refusing = False
+
+    def launch(self, asked: list[int], have: list[int]) -> list[int]:
+        self.is_refusing = sum(asked) > self.limit
+        return have if self.is_refusing else [max(pair) for pair in zip(asked, have, strict=True)]
+
+
+def _rounds(autoscaler: Autoscaler, wanted: list[int], rounds: int) -> list[int]:
+    runs = [Run(retry=RETRY + 37 * number) for number, _ in enumerate(wanted)]
+    have = [0] * len(wanted)
+    for number in range(rounds):
+        now = number * SECONDS_TO_JUDGE
+        asked = [
+            run.demand(most, have=there, is_refused=autoscaler.is_refusing, now=now)
+            for run, most, there in zip(runs, wanted, have, strict=True)
+        ]
+        have = autoscaler.launch(asked, have)
+    return have
+
+
+@given(limit=st.integers(1, 2000), wanted=st.integers(1, 2000))
+def test_a_run_gets_what_there_can_be(limit: int, wanted: int) -> None:
+    assert _rounds(Autoscaler(limit), [wanted], rounds=150) == [min(limit, wanted)]
+
+
+@given(limit=st.integers(1, 64), wanted=st.lists(st.integers(1, 64), min_size=2, max_size=4))
+def test_several_runs_never_have_more_together_and_never_nothing(
+    limit: int, wanted: list[int]
+) -> None:
+    have = _rounds(Autoscaler(limit), wanted, rounds=200)
+    assert sum(have) <= limit
+    assert sum(have) > 0
+
+
+def test_a_run_that_cannot_have_the_least_it_needs_makes_way() -> None:
+    run = Run(least=4)
+    assert run.demand(16, have=0, is_refused=False, now=0.0) == 16
+    assert run.demand(16, have=0, is_refused=True, now=12.0) == 8
+    assert run.demand(16, have=0, is_refused=True, now=24.0) == 4
+    assert run.demand(16, have=0, is_refused=True, now=36.0) == 0
+    assert run.demand(16, have=0, is_refused=False, now=48.0) == 0
+    assert run.demand(16, have=0, is_refused=False, now=36.0 + RETRY) == 16
+
+
+def test_a_larger_cluster_is_found_out_after_a_while() -> None:
+    run = Run()
+    assert run.demand(8, have=4, is_refused=False, now=0.0) == 8
+    assert run.demand(8, have=4, is_refused=True, now=1.0) == 8  # too soon to say
+    assert run.demand(8, have=4, is_refused=True, now=SECONDS_TO_JUDGE) == 6
+    assert run.demand(8, have=6, is_refused=False, now=SECONDS_TO_JUDGE + 1) == 7
+    late = SECONDS_TO_JUDGE + RETRY
+    assert run.demand(8, have=6, is_refused=False, now=late) == 8
+
+
+def test_what_it_has_is_never_given_up() -> None:
+    run = Run()
+    for now in (0.0, 20.0, 40.0):
+        assert run.demand(6, have=6, is_refused=True, now=now) == 6
