@@ -11,7 +11,6 @@ Elastrata gives its workers. DATA_SET is prepared by
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from report import write_result
+from harness import parser_of, write_result
+from processes import last_line
 
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
@@ -90,9 +90,8 @@ def bare_seconds(recipe: Recipe) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bare", action="store_true", help="only print the bare loop's seconds")
     arguments = parser.parse_args()
     data = str(Path(arguments.data_set).resolve())
@@ -102,8 +101,7 @@ def main() -> None:
     rounds = []
     for _ in range(arguments.rounds):
         command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--bare"]
-        bare = subprocess.run(command, check=True, capture_output=True, text=True)
-        bare_step, engine_step = float(bare.stdout), engine_seconds(data)
+        bare_step, engine_step = last_line(command), engine_seconds(data)
         rounds.append(
             {
                 "bare_steps_per_second": round(1 / bare_step, 3),

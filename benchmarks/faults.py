@@ -11,9 +11,7 @@ run's digests are compared with those of an undisturbed run.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import signal
 import statistics
 import tempfile
@@ -22,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import known_result, parser_of, write_result
 
 from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
@@ -220,13 +218,12 @@ def measure_of(kind: str) -> Callable[..., Trials]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *UNNOTICED, *SIGNALS])
     parser.add_argument("--add", action="store_true", help="keeps the other kinds' results")
     arguments = parser.parse_args()
-    known = json.loads((RESULTS / "faults.json").read_text())["kinds"] if arguments.add else {}
-    results: dict[str, Any] = known
+    results: dict[str, Any] = known_result("faults")["kinds"] if arguments.add else {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS)

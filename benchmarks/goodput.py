@@ -15,7 +15,6 @@ of workers, from the first group's start to the last step. Writes results/goodpu
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import tempfile
@@ -25,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata.run.history import effective_steps
@@ -137,7 +136,7 @@ def simulated(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps-between", type=int, default=300)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,14 +12,13 @@ the page cache.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import tempfile
 from typing import Any
 
-from report import write_result
+from harness import parser_of, write_result
+from processes import last_line
 
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
@@ -57,8 +56,7 @@ def read(data: str) -> dict[str, float]:
     steps = ("--workers", "1", "--steps", str(READ_STEPS), "--warm-up", str(READ_WARM_UP))
     overrides = (f"data.path={data}", f"batch_size={READ_BATCH}")
     command = ["elastrata", "bench", "data", RECIPE, *overrides, *steps, "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = last_line(command)
     return {name: found[name] for name in ("tokens_per_second", "seconds_to_first_batch")}
 
 
@@ -83,9 +81,7 @@ def rounds_of(measure: Any, places: dict[str, str], count: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, rounds=5).parse_args()
     with tempfile.TemporaryDirectory() as folder, ceph():
         places = {DISK: f"{folder}/data", S3: f"s3://{BUCKET}/data"}
         disk, s3 = (write_data_set(place, SAMPLES, sizes=SIZES) for place in places.values())

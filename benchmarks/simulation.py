@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata.simulation.pace import Pace, step_seconds
@@ -207,6 +207,7 @@ def _chaos_events(faults: list[dict[str, Any]]) -> list[Event]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     figures = {
         "scale": scale(),
         "intervals": intervals(),
