@@ -1,4 +1,4 @@
-"""What a checkpoint costs: stall of the training loop, MB/s written, verified and loaded.
+"""The cost of a checkpoint: stall of the training loop, MB/s written, verified and loaded.
 
     python benchmarks/checkpoint.py
 

@@ -59,7 +59,9 @@ class RangedClip:
 
 
 def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
-    """What of clipping lies beside other work in one step."""
+    """The share of clipping beside other work in one step."""
+    length = {"steps": 100, "epochs": None, "tokens": None}  # whatever the recipe's data would make
+    recipe = recipe.model_copy(update=length)
     device, workload = current_device(), recipe.workload
     samples = bench_samples(recipe, lengths, steps=_PROFILED_AFTER + 1)
     activities = [ProfilerActivity.CPU]
@@ -87,7 +89,7 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
 
 
 def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[str, Any]:
-    """What the trace of one step says of the ranges of that name.
+    """The time of the ranges of that name in the trace of one step.
 
     Args:
         events: `traceEvents` of a Chrome trace.
@@ -166,7 +168,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all of them, those that overlap counted once."""
+    """The length of all intervals, those that overlap counted once."""
     return sum(end - start for start, end in merged(intervals))
 
 

@@ -131,7 +131,7 @@ class Ranged:
 
 
 class Steps:
-    """The same step again and again, with one way of clipping."""
+    """One step again and again, with one way of clipping."""
 
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
         vocabulary = training_data(recipe).train.manifest.vocabulary
@@ -194,7 +194,7 @@ def profiled_order(steps: Steps) -> dict[str, Any]:
 
 
 def clip_seconds(steps: Steps) -> dict[str, float]:
-    """Of a step, mean over some, on this rank's host."""
+    """The seconds of clipping in a step, mean over some, on this rank's host."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         steps.take(PROFILED_STEPS)
     spent = {RANGE: 0.0, AFTER: 0.0}
@@ -278,7 +278,7 @@ def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, A
 
 
 def summary(run: Run, alone: Run | None) -> dict[str, Any]:
-    """What one run came to."""
+    """The figures of one run."""
     losses, norms = (list(values) for values in zip(*run, strict=True))
     figures = {
         "last_loss": round(statistics.fmean(losses[-LAST_STEPS:]), 4),

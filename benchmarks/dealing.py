@@ -1,4 +1,4 @@
-"""What dealing costs the stream, beside the step that it hides behind.
+"""The cost of dealing to the stream, beside the step that it hides behind.
 
     python benchmarks/dealing.py ../shared/data/wikipedia_lengths_512.json
 
@@ -141,7 +141,7 @@ def measure(histogram: Sequence[int], ranks: int) -> dict[str, Any]:
 
 
 def step_milliseconds(lengths: Ints, ranks: int, peak_tflops: float) -> float:
-    """Of one rank's share of a batch."""
+    """The time of one rank's share of a batch."""
     predictions = 0.15 * float(lengths.sum())
     flops = load_recipe(RECIPE).workload.flops(lengths.tolist(), {"mlm": predictions}, VOCABULARY)
     return 1e3 * flops / ranks / (SHARE_OF_PEAK * 1e12 * peak_tflops)

@@ -1,4 +1,4 @@
-"""The same losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
+"""Equal losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
 
     PYTHONPATH=tests python benchmarks/elasticity.py ../shared/data/wikitext
 
@@ -106,7 +106,7 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
 
 
 def audited(folder: Path, *names: str) -> dict[str, Any]:
-    """What `elastrata audit` proves of two runs, without their places."""
+    """The findings of `elastrata audit` on two runs, without their places."""
     found = run_json("audit", *(folder / name for name in names))
     return {key: found[key] for key in AUDITED}
 

@@ -86,7 +86,7 @@ UNNOTICED: dict[str, Injection] = {
 """After these the same group goes on: what counts is the longest time between two steps."""
 UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
-"""What follows each trial, so that the next one finds the same cluster; not counted."""
+"""The repair after each trial, so that the next one finds the same cluster; not counted."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
 UNCOUNTED = "driver killed"
 """How many steps are then done again nobody knows: the last lines of the history die, too."""
@@ -167,7 +167,7 @@ def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
 
 
 def row(live: LiveRun, begun: float) -> dict[str, Any]:
-    """What the history says about the first change after `begun`."""
+    """The figures of the history about the first change after `begun`."""
     entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
     later = [entry for entry in entries if entry["time"] > begun]
     start = next(entry for entry in later if entry["kind"] == "started")

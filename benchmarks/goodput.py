@@ -39,9 +39,9 @@ from support.short_steps import CPUS, write_recipe
 
 STEPS = 100_000
 PARAMETERS = 40_000
-"""Of the model, about: so few that copies of its state take no time."""
+"""The size of the model, about: so few that copies of its state take no time."""
 Injected = list[tuple[str, float]]
-"""What was done, and when: Unix times."""
+"""The faults, and when: Unix times."""
 FIELDS = {"lose": "lost", "drain": "drained", "join": "joined"}
 
 
@@ -85,7 +85,7 @@ def paces(steps: list[Any]) -> dict[int, float]:
 
 
 def own_recovery(injected: Injected, entries: list[Any]) -> RecoverySeconds:
-    """What it took in this run, from each fault to the next group's first step."""
+    """The seconds it took in this run, from each fault to the next group's first step."""
     seconds: dict[str, list[float]] = {}
     for kind, begun in injected:
         started = next(e for e in entries if e["kind"] == "started" and e["time"] > begun)
@@ -106,7 +106,7 @@ def simulated(
     pace: dict[int, float],
     recovery: RecoverySeconds,
 ) -> dict[str, float]:
-    """The same faults, in simulated time. That starts a group before it can lose one: this much
+    """The run's faults in simulated time, which starts a group before it can lose one: this much
     earlier than the real one's history begins."""
     before = recovery.joined
     events = [Event(0.0, "join", 2)]

@@ -1,4 +1,4 @@
-"""What a GPT has learned after a number of tokens, beside it in the Hugging Face Trainer.
+"""A GPT's loss after a number of tokens, beside that in the Hugging Face Trainer.
 
     python benchmarks/gpt_quality.py ../shared/data/wikitext --python ../rivals/bin/python
 
@@ -114,7 +114,7 @@ def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
 
 
 def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
-    """What the recipe says, in the Trainer's words, for so many tokens."""
+    """The recipe's values in the Trainer's words, for so many tokens."""
     assert recipe.data.prepare is not None
     length, optimizer = recipe.data.prepare.seq_len, recipe.optimizer
     return {
@@ -133,13 +133,13 @@ def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
 
 
 def in_transformers(python: Path, *arguments: str) -> Any:
-    """What `measure_gpt.py` prints, run with two threads, as many as there are workers."""
+    """The output of `measure_gpt.py`, run with two threads, as many as there are workers."""
     script = Path(__file__).with_name("measure_gpt.py")
     return last_line([python, script, *arguments], OMP_NUM_THREADS="2")
 
 
 def continuations(run: str) -> dict[str, str]:
-    """What the trained model makes of each prompt, likelier tokens first."""
+    """The trained model's continuation of each prompt, likelier tokens first."""
     options = ("--tokens", "60", "--temperature", "0.7", "--top-k", "40")
     return {
         prompt: elastrata("generate", run, "--prompt", prompt, *options)["continuation"]["text"]

@@ -53,10 +53,10 @@ PUBLISHED_MFU = {
     "Megatron-LM, H100": {"1.7B": 0.41, "7B": 0.47, "16B": 0.49},
     "llm-foundry, 8 H100, attention in full": {"760M": 0.379, "1B": 0.418, "7B": 0.464},
 }
-"""Of several GPUs, as their documentation says; ours is of one."""
+"""The MFU on several GPUs, as their documentation says; ours is of one."""
 AIMS = {"gpt/125m": 0.40, "gpt/760m": 0.45, "gpt/1.3b": 0.50, "gpt/7b": 0.50}
 GPT_TOLERANCE = 2e-3
-"""Of the loss, relative; that of `bert_check.py` for bf16."""
+"""The relative difference of the loss; that of `bert_check.py` for bf16."""
 BF16, COMPILED, EAGER = "precision=bf16", "compile=true", "compile=false"
 CHECKPOINTING = ("none", "selective", "full")
 TINY = (

@@ -30,13 +30,13 @@ class Row:
     """A case of every model of a suite."""
 
     overrides: tuple[str, ...]
-    """Of the recipe."""
+    """The recipe's changes."""
     lengths: str = FULL
-    """Of the samples: FULL, or NATURAL, those of `--lengths`."""
+    """The samples' lengths: FULL, or NATURAL, those of `--lengths`."""
     ways: tuple[str, ...] = ()
-    """Of checkpointing activations: the first that fits into memory counts."""
+    """Ways of checkpointing activations: the first that fits into memory counts."""
     is_of_one: bool = False
-    """Of one model only: the largest that should fit beside its optimizer into 80 GB."""
+    """Whether one model is enough: the largest that should fit beside its optimizer into 80 GB."""
     is_padded: bool = False
     is_traced: bool = False
     """Whether clipping is looked at in a profile, too."""
@@ -51,7 +51,7 @@ Part = Sequence[Row] | Callable[["Bench"], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What is measured of some models, part by part."""
+    """The measurements of some models, part by part."""
 
     models: tuple[str, ...]
     tiny_models: tuple[str, ...]
@@ -59,9 +59,9 @@ class Suite:
     usual: tuple[str, ...] = ()
     """Overrides of all recipes."""
     tiny: tuple[str, ...]
-    """The same of tiny models."""
+    """Overrides that make models tiny."""
     tokens: int | None = None
-    """Of a step; None: as many as the recipe says."""
+    """Tokens of a step; None: as many as the recipe says."""
     warm_up: int
     steps: int
     one: str = ""

@@ -1,4 +1,4 @@
-"""What a copy in the hot tier costs the training, how soon it is complete, and how fast it loads.
+"""Copies in the hot tier: their cost to the training, how soon they are complete, and load.
 
     python benchmarks/hot_tier.py
 
@@ -42,7 +42,7 @@ STEP_SECONDS = 0.1
 MATRIX = 384
 LIMIT_BYTES = 4 * 2**30
 SHARE = 0.02
-"""Of the training time, that copies may cost."""
+"""The share of the training time that copies may cost."""
 
 
 class Rank:

@@ -104,7 +104,7 @@ def train(
 
 
 def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
-    """Of the process that had most at its peak, and in the end; of the slowest."""
+    """The most bytes of a process at its peak, and in the end; the seconds of the slowest."""
     ranks = run_fresh_ranks(LAYOUTS[name][0], train, name, changes)
     peak, resident, seconds = map(max, zip(*ranks, strict=True))
     return peak, resident, seconds

@@ -47,7 +47,7 @@ TASKS = (
 )
 SAMPLE_SECONDS = 0.5
 Work = Callable[[], dict[str, Any]]
-"""What is measured, after all that is not."""
+"""The work that is measured, after all that is not."""
 
 
 def words(size: int) -> str:

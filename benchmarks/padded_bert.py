@@ -102,8 +102,8 @@ class PaddedBert(Bert):
 
 
 def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
-    """The same samples and predictions, every sample with `length` positions. For masked language
-    modelling alone, without dropout."""
+    """A batch with equal samples and predictions, every sample with `length` positions. For masked
+    language modelling alone, without dropout."""
     mask = length_mask(batch.segment_lengths, length)
     samples = len(mask)
     places = mask.flatten().nonzero().squeeze(1)
@@ -126,7 +126,7 @@ def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
 
 
 def padded_recipe(recipe: Recipe, histogram: str) -> Recipe:
-    """The same recipe with padded samples, and micro-batches of as many positions."""
+    """A recipe with padded samples, and micro-batches of as many positions."""
     counts = read_histogram(histogram)
     mean = sum(length * count for length, count in enumerate(counts)) / sum(counts)
     length = recipe.workload.max_positions

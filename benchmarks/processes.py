@@ -14,7 +14,7 @@ from typing import Any
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a new process, whose memory and compiled code are its own."""
+    """The result of a function in a new process, whose memory and compiled code are its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args).result()
@@ -23,7 +23,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 def on_ranks(
     ranks: int, function: Callable[..., Any], *args: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """What `function(rank, *args)` returns on each of some new ranks of one process group, of one
+    """The results of `function(rank, *args)` on each of some new ranks of one process group, of one
     thread each; with NCCL each has its GPU."""
     import torch
 
@@ -76,6 +76,16 @@ def elastrata(*arguments: str) -> dict[str, Any]:
     )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def trained_steps(recipe: str, *overrides: str) -> list[Any]:
+    """The steps of a run by `elastrata train`, whose folder goes away again."""
+    from elastrata.run import history
+    from elastrata_pipelines.storage import Storage
+
+    with tempfile.TemporaryDirectory() as storage:
+        elastrata("train", recipe, f"storage={storage}", *overrides, "--name", "run")
+        return list(history.effective_steps(history.read(Storage(storage).sub("run", "history"))))
 
 
 def versions_in(python: Path, packages: Sequence[str]) -> Mapping[str, str]:

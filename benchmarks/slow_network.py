@@ -70,7 +70,7 @@ LOSS_STEPS, LOSS_BATCH = 100, 8
 
 @dataclass(frozen=True)
 class Technique:
-    """What differs between the runs."""
+    """The differences between runs."""
 
     parallel: Mapping[str, Any]
     micro_batches: int = 4
@@ -354,7 +354,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 found over a cable of that rate."""
+    """The figures of rank 0 over a cable of that rate."""
     with tempfile.TemporaryDirectory() as folder, network(megabits) as names:
         found = Path(folder) / "found.json"
         command = [sys.executable, __file__, arguments.data_set, *arguments.overrides]

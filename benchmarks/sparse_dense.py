@@ -56,11 +56,11 @@ class Trained:
     """One run."""
 
     losses: list[float]
-    """Of every step."""
+    """The loss of every step."""
     evaluated: dict[int, float]
     """Validation loss by step."""
     flops: list[dict[str, int]]
-    """Of every phase."""
+    """The FLOPs of every phase."""
 
 
 def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
@@ -124,7 +124,7 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
 
 
 def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
-    """What a case came to, beside the dense runs with the same seeds."""
+    """The figures of a case beside the dense runs with the same seeds."""
     last = [list(run.evaluated.values())[-1] for run in runs]
     beside = [list(run.evaluated.values())[-1] for run in dense]
     gaps = [one - other for one, other in zip(last, beside, strict=True)]

@@ -34,7 +34,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +43,11 @@ import torch
 from data_loading import write_arrays
 from engine import NICENESS
 from harness import parser_of, scratch_folder, write_result
-from processes import elastrata, last_line, versions_in
+from processes import last_line, trained_steps, versions_in
 from texts import VOCABULARY, Documents, prepare, sources
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.run import history
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
@@ -77,12 +75,12 @@ DEFAULT = next(iter(RIVALS))
 PACKAGES = ("torch", "transformers", "accelerate")
 COMPOSER_PACKAGES = ("torch", "transformers", "mosaicml")
 Step = dict[str, float]
-"""Of one step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
+"""One step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all trainers are given."""
+    """The data and environments that trainers are given."""
 
     scratch: Path
     rivals: Path
@@ -104,11 +102,8 @@ class Bench:
         return self.rival_steps(RIVALS[trainer], seed)
 
     def our_steps(self, workers: int, changes: Sequence[str], seed: int) -> list[Step]:
-        with tempfile.TemporaryDirectory() as storage:
-            size = (f"workers.min={workers}", f"workers.max={workers}")
-            overrides = (f"storage={storage}", f"seed={seed}", *size, *changes)
-            elastrata("train", str(self.recipe_path), *overrides, "--name", "run")
-            entries = history.read(Storage(storage).sub("run", "history"))
+        size = (f"workers.min={workers}", f"workers.max={workers}")
+        steps = trained_steps(str(self.recipe_path), f"seed={seed}", *size, *changes)
         return [
             {
                 "tokens": step["batch_tokens"],
@@ -116,7 +111,7 @@ class Bench:
                 "flops": step["flops"],
                 "ended": step["time"],
             }
-            for step in history.effective_steps(entries)
+            for step in steps
         ]
 
     def rival_steps(self, rival: tuple[str, str], seed: int) -> list[Step]:
@@ -140,7 +135,7 @@ class Bench:
 
 
 def settings(recipe: Recipe) -> str:
-    """What the recipe says, as the rivals' `Settings`."""
+    """The recipe's values as the rivals' `Settings`."""
     optimizer, bert = recipe.optimizer, recipe.workload
     assert isinstance(bert, Bert)
     return json.dumps(
@@ -272,7 +267,7 @@ def ratio(
 
 
 def data_set(scratch: Path) -> dict[str, Any]:
-    """What the samples are like."""
+    """The sizes of the samples."""
     manifest = Manifest.read(Storage(str(scratch / "data")))
     shorter = sum(manifest.length_histogram[: manifest.seq_len]) / manifest.samples
     return {

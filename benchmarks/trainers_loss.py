@@ -65,7 +65,7 @@ def dealt_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
 
 
 def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
-    """The same of batches that one permutation of all samples is cut into.
+    """The micro-batches of steps that one permutation of all samples is cut into.
 
     Rows are sorted by length inside their batch, for speed alone: a loss is a sum over them.
     """
@@ -114,7 +114,7 @@ def train(name: str, recipe: Recipe) -> Curve:
 
 
 def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
-    """Of all batches of a run: their tokens, and the rare words that two of their samples share."""
+    """The batches of a run: their tokens, and the rare words that two of their samples share."""
     tokens, shared = [], []
     for micro_batches in STEPS_OF[name](training_data(recipe).train, recipe):
         tokens.append(sum(len(rows.tokens) for rows in micro_batches))

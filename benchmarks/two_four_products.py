@@ -1,4 +1,4 @@
-"""What the kernels of 2:4 sparsity gain in a matrix product.
+"""The gain of the kernels of 2:4 sparsity in a matrix product.
 
 Every layer of a model in bf16 over the tokens of a micro-batch: forward dense, forward with the
 weight compressed before, compressing it, and forward and backward dense and with a weight that is
@@ -94,7 +94,7 @@ def _sparse(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """What the kernels multiply; the weight itself on a CPU, which has none."""
+    """The weight that the kernels multiply; the weight itself on a CPU, which has none."""
     return weight if weight.device.type == "cpu" else compressed(weight)
 
 

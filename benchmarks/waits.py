@@ -62,7 +62,7 @@ COUNTED = ("bert/mini", "bert/base")
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank took for its share of one batch."""
+    """The time of one rank for its share of one batch."""
 
     work: int
     cpu_seconds: float
@@ -195,7 +195,7 @@ def table(shares: Sequence[Sequence[Taken]], value: Callable[[Taken], float]) ->
 
 
 def waits(shares: Sequence[Sequence[Taken]], ranks: int) -> dict[str, Any]:
-    """What one scheme made the ranks wait."""
+    """The waiting of the ranks under one scheme."""
     work, cpu = table(shares, lambda s: s.work), table(shares, lambda s: s.cpu_seconds)
     figures: dict[str, Any] = {
         "predicted_max_over_mean": rounded(imbalance(work)),
@@ -276,7 +276,7 @@ def forms(data: str, ranks: int) -> dict[str, Any]:
 
 
 def counted(lengths: Ints, text: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Of rows that are computed as long as `lengths` say, for `text` tokens."""
+    """The cost of rows that are computed as long as `lengths` say, for `text` tokens."""
     flops = {}
     for name in COUNTED:
         workload: Any = load_recipe(name).workload
