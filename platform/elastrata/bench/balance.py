@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import choose_lengths
-from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.layout_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches

@@ -8,8 +8,8 @@ from elastrata.bench.fit import check_fits
 from elastrata.bench.lengths import DATA, choose_lengths
 from elastrata.bench.random_steps import RandomSteps
 from elastrata.bench.rank_steps import rank_steps
-from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.layout_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Vocabulary

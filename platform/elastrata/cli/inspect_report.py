@@ -1,17 +1,23 @@
-"""The report on a data set, as `elastrata inspect` shows it to people."""
+"""The reports of `elastrata inspect` for people: on a data set, and on a recipe's model."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from elastrata.core.sparsity.plan import SparsityPlan
+    from elastrata.launch.model_inspection import ModelInspection
+    from elastrata.recipe.recipe import Recipe
     from elastrata_pipelines.excerpts import Excerpt
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Inspection
     from elastrata_pipelines.source_accounts import SourceAccount
+
 
 _HISTOGRAM_LINES, _BAR_CHARACTERS = 16, 40
 SCHEMES = {
@@ -23,11 +29,11 @@ SCHEMES = {
     "sorted_to_and_fro": "sorted, to and fro",
     "first_fit": "first-fit packing",
 }
-"""What people are told of the schemes of a comparison. Training does the first."""
+"""The schemes of a comparison in words. Training does the first."""
 
 
 def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
-    """What the data set at `where` consists of."""
+    """Prints the parts of the data set at `where`."""
     size = sum(entry.bytes for entry in manifest.files)
     rows = {
         "data": where,
@@ -44,7 +50,7 @@ def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
 
 
 def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
-    """What each source gave, and below what was skipped of it and why."""
+    """Prints a row for each source, and below what was skipped of it and why."""
     if not accounts:
         return
     from rich.markup import escape
@@ -117,7 +123,7 @@ def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
     console.print(table)
 
 
-def show_balance(console: Console, found: Inspection) -> None:
+def show_balance(console: Console, inspection: Inspection) -> None:
     """How equal the work of the workers is, scheme by scheme, and the advice."""
     from rich.table import Table
 
@@ -125,7 +131,7 @@ def show_balance(console: Console, found: Inspection) -> None:
     table.add_column("", no_wrap=True)
     for heading in ("max/mean", "worst", "micro-batches", "padding if padded"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for scheme in found.schemes:
+    for scheme in inspection.schemes:
         table.add_row(
             SCHEMES[scheme.scheme],
             f"{scheme.imbalance_max_over_mean:.4f}",
@@ -135,10 +141,116 @@ def show_balance(console: Console, found: Inspection) -> None:
             style="bold" if scheme.scheme == "deal" else None,
         )
     console.print(
-        f"\n{found.batch_size:,} samples a step over {found.workers:,} "
-        f"worker{'s' * (found.workers > 1)}, {found.balance.steps} steps: largest work of a worker "
-        "over the mean"
+        f"\n{inspection.batch_size:,} samples a step over {inspection.workers:,} "
+        f"worker{'s' * (inspection.workers > 1)}, {inspection.balance.steps} steps: largest work "
+        "of a worker over the mean"
     )
     console.print(table)
-    if found.advice:
-        console.print(f"advice: {found.advice}", style="yellow", markup=False)
+    if inspection.advice:
+        console.print(f"advice: {inspection.advice}", style="yellow", markup=False)
+
+
+def show_model(console: Console, name: str, recipe: Recipe, inspection: ModelInspection) -> None:
+    """Prints the parameter groups of a recipe's model."""
+    tokenizer = "" if inspection.prepared else ", as asked of `elastrata prepare`"
+    console.print(f"recipe       {name}", markup=False)
+    console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
+    for line in _left_open(recipe):
+        console.print(f"auto         {line}", markup=False)
+    console.print(f"vocabulary   {inspection.vocabulary:,} ids{tokenizer}\n", markup=False)
+    _show_groups(console, inspection)
+    for number, plan in enumerate(inspection.sparsity):
+        _show_plan(console, plan, f"phase {number}" if len(inspection.sparsity) > 1 else "sparsity")
+    console.print()
+
+
+def _left_open(recipe: Recipe) -> list[str]:
+    """The keys that are chosen where the recipe trains."""
+    lines = []
+    if any(part.micro_batch_tokens == "auto" for part in recipe.parts):
+        lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
+    if recipe.activation_checkpointing == "auto":
+        lines.append("activation_checkpointing")
+    return [f"{line}: `elastrata plan` tells what it would be on a cluster" for line in lines]
+
+
+def _show_groups(console: Console, inspection: ModelInspection) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for heading in ("parameters", "updated by", "weight decay"):
+        table.add_column(heading)
+    for heading in ("tensors", "numbers"):
+        table.add_column(heading, justify="right")
+    for group in inspection.groups:
+        decay = f"{group.weight_decay:g}" if group.weight_decay else "none"
+        counts = (f"{len(group.parameters):,}", f"{group.num_parameters:,}")
+        table.add_row(group.name, group.rule, decay, *counts)
+    tensors = sum(len(group.parameters) for group in inspection.groups)
+    table.add_row("all", "", "", f"{tensors:,}", f"{_num_parameters(inspection):,}")
+    console.print(table)
+    for group in inspection.groups:
+        console.print(f"\n{group.name}", markup=False)
+        for pattern, count in group.patterns().items():
+            console.print(f"  {pattern}{f' x {count}' if count > 1 else ''}", markup=False)
+
+
+def _show_plan(console: Console, plan: SparsityPlan, heading: str) -> None:
+    """The layers of a phase by their share of zeros, and the FLOPs of a sample."""
+    console.print(
+        f"\n{heading}: {plan.method}, {plan.level:.1%} of the sparse layers' weights at zero; "
+        f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {plan.seq_len:,} tokens, "
+        f"{plan.times_fewer:.2f} times fewer",
+        markup=False,
+    )
+    for (pattern, shape, share), count in _alike(plan).items():
+        times = f" x {count}" if count > 1 else ""
+        console.print(f"  {pattern} {list(shape)}{times}: {share:.2%} zero", markup=False)
+
+
+def _alike(plan: SparsityPlan) -> Counter[tuple[str, tuple[int, int], float]]:
+    """The layers with `*` for the numbers in their names, shapes and shares of zeros, each with how
+    many it stands for."""
+    return Counter(
+        (re.sub(r"\.\d+(?=\.|$)", ".*", name), shape, plan.zeros[name] / (shape[0] * shape[1]))
+        for name, shape in plan.shapes.items()
+    )
+
+
+def _num_parameters(inspection: ModelInspection) -> int:
+    return sum(group.num_parameters for group in inspection.groups)
+
+
+def model_result(inspection: ModelInspection) -> dict[str, Any]:
+    """The inspection of a model as JSON values."""
+    return {
+        "parameters": _num_parameters(inspection),
+        "vocabulary": inspection.vocabulary,
+        "prepared": inspection.prepared,
+        "groups": [
+            {
+                "name": group.name,
+                "rule": group.rule,
+                "weight_decay": group.weight_decay,
+                "tensors": len(group.parameters),
+                "parameters": group.num_parameters,
+                "patterns": group.patterns(),
+            }
+            for group in inspection.groups
+        ],
+        "sparsity": [
+            {
+                "method": plan.method,
+                "level": plan.level,
+                "layers": {
+                    name: plan.zeros[name] / (rows * columns)
+                    for name, (rows, columns) in plan.shapes.items()
+                },
+                "seq_len": plan.seq_len,
+                "flops_dense": plan.flops_dense,
+                "flops": plan.flops,
+                "times_fewer": plan.times_fewer,
+            }
+            for plan in inspection.sparsity
+        ],
+    }
