@@ -177,10 +177,9 @@ class _Bounded(yaml.SafeLoader):
         raise _Refused(problem=f"the tag '{tag}': expected none", problem_mark=node.start_mark)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
-        if unwritable := _UNWRITABLE.search(node.value):
+        if odd := _UNWRITABLE.search(node.value):
             raise _Refused(
-                problem=f"a text with the character {unwritable.group()!r}",
-                problem_mark=node.start_mark,
+                problem=f"a text with the character {odd.group()!r}", problem_mark=node.start_mark
             )
         is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
         try:
