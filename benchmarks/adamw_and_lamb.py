@@ -10,15 +10,12 @@ points, the same samples per trial and the same early stopping. Writes
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, picture, write_result
 from sweeps import changes
 
 import elastrata
@@ -75,8 +72,7 @@ def row(result: SweepResult, optimizer: str, batch_size: int, steps: int) -> dic
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The best held-out loss of each optimizer by batch size."""
-    figure = Figure(figsize=(6, 4), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(6, 4)
     axes = figure.add_subplot()
     for optimizer, color in OPTIMIZERS.items():
         own = [row for row in rows if row["optimizer"] == optimizer]
@@ -92,15 +88,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--samples", type=int, default=16_384, help="of a trial")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--trials", type=int, default=8, help="of each optimizer and batch size")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder, ray_session():
-        base = changes(arguments.wikitext.resolve(), Path(folder), steps=1)
+        base = changes(arguments.wikitext, Path(folder), steps=1)
         for batch_size in arguments.batches:
             steps = arguments.samples // batch_size
             for optimizer in OPTIMIZERS:

@@ -12,14 +12,13 @@ data set says it has.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from report import write_result
+from harness import parser_of, write_result
 
 from support.autoscaled import (
     MOST_NODES,
@@ -52,9 +51,7 @@ def disturbed(recipe: Path, name: str) -> tuple[LiveRun, list[Growth]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, rounds=5).parse_args()
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = write_recipe(Path(folder), steps=STEPS)

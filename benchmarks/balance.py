@@ -6,14 +6,11 @@ The folder holds `wikipedia_lengths_512.json` (lengths of BERT's Wikipedia sampl
 and `wikitext/train.txt`, which is prepared here with a WordPiece tokenizer of its own, cut at 512:
 as articles, nearly all of which fill samples to the last token, and as paragraphs.
 Work of a row of s tokens: 24 h^2 s + 4 h s^2 with h = 1024, one layer's FLOPs. Every micro-batch
-has at most 8,192 tokens. Results go to benchmarks/results/balance.json.
+has at most 8,192 tokens. Writes benchmarks/results/balance.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import parser_of, write_result
+from texts import ARTICLE
 
+from elastrata.bench.lengths import read_histogram
 from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.balance import drawn_batches, measure_balance, ordered_batches
 from elastrata_pipelines.deal import Ints, WorkModel
@@ -65,7 +65,7 @@ def _ordered(manifest: Manifest, lengths: np.ndarray) -> Batches:
 
 def wikipedia_batches(counts: Path) -> Batches:
     """Batches drawn from the length histogram of Wikipedia."""
-    histogram = [0, *json.loads(counts.read_text())["counts"]]
+    histogram = read_histogram(str(counts))
     return lambda batch_size: drawn_batches(histogram, batch_size=batch_size, steps=STEPS)
 
 
@@ -89,28 +89,23 @@ def measure(name: str, batches: Batches) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, help="folder with the length histogram and WikiText")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/balance.json")
-    arguments = parser.parse_args()
-    data: Path = arguments.data
+    data: Path = parser.parse_args().data
     text = data / "wikitext" / "train.txt"
     rows = [
         *measure("wikipedia", wikipedia_batches(data / "wikipedia_lengths_512.json")),
-        *measure("articles", wikitext_batches(text, document_start=r" = [^=].* = $")),
+        *measure("articles", wikitext_batches(text, document_start=ARTICLE)),
         *measure("paragraphs", wikitext_batches(text, documents="line")),
     ]
-    result = {
-        "command": "python benchmarks/balance.py ../shared/data",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+    figures = {
         "machine": "arithmetic only: the figures do not depend on the machine",
         "steps": STEPS,
         "work": asdict(WORK),
         "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH,
         "rows": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result("balance", figures, ("numpy",))
 
 
 if __name__ == "__main__":

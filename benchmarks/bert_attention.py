@@ -9,18 +9,13 @@ Writes benchmarks/results/bert_attention.json.
 
 from __future__ import annotations
 
-import json
-import platform
-import random
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from harness import cpu_milliseconds, parser_of, write_result
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -107,19 +102,9 @@ def _padded(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     return flat.unflatten(0, tuple(shape)).transpose(1, 2)
 
 
-def medians(runs_by_name: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median milliseconds of CPU time of each, taken in turns, in random order.
-
-    CPU time of one thread, because a busy machine stretches the time on the clock.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in runs_by_name}
-    order = random.Random(0)
-    for _ in range(ROUNDS + 1):
-        for name, run in order.sample(list(runs_by_name.items()), len(runs_by_name)):
-            began = time.process_time()
-            run()
-            taken[name].append(1e3 * (time.process_time() - began))
-    return {name: round(statistics.median(times[1:]), 2) for name, times in taken.items()}
+def milliseconds(runs_by_name: dict[str, Callable[[], object]]) -> dict[str, float]:
+    found = cpu_milliseconds(runs_by_name, ROUNDS)
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def attention_case(lengths: Sequence[int]) -> dict[str, float]:
@@ -130,7 +115,7 @@ def attention_case(lengths: Sequence[int]) -> dict[str, float]:
         torch.testing.assert_close(form(*qkv, lengths), expected, rtol=1e-4, atol=1e-5)
         return lambda: form(*qkv, lengths).sum().backward()
 
-    return medians({name: once(form) for name, form in FORMS.items()})
+    return milliseconds({name: once(form) for name, form in FORMS.items()})
 
 
 def step_case(lengths: Sequence[int]) -> dict[str, float]:
@@ -159,7 +144,7 @@ def step_case(lengths: Sequence[int]) -> dict[str, float]:
         )
     ).train()
     inputs = _padded_inputs(batch)
-    return medians(
+    return milliseconds(
         {
             "ours": lambda: bert.loss(model, batch).terms["mlm"].backward(),
             "transformers, padded": lambda: theirs(**inputs).loss.backward(),
@@ -179,6 +164,7 @@ def _padded_inputs(batch: BertBatch) -> dict[str, Tensor]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -190,13 +176,7 @@ def main() -> None:
         "16 samples of 128": np.full(16, 128),
     }
     cases = {name: sorted(map(int, lengths), reverse=True) for name, lengths in drawn.items()}
-    result = {
-        "command": "python benchmarks/bert_attention.py",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+    figures = {
         "machine": "2 cores, busy with other work",
         "unit": "milliseconds of CPU time of forward and backward, one thread, median",
         "model": {"heads": HEADS, "head_size": HEAD_SIZE, "layers (step)": LAYERS},
@@ -211,10 +191,7 @@ def main() -> None:
         ],
         "step": step_case(cases[STEP_CASE]),
     }
-    target = Path(__file__).parent / "results" / "bert_attention.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write_result("bert_attention", figures, ("torch", "transformers"))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ What `make chaos` does, its report kept in `results/chaos.json`.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from report import write_result
+from harness import parser_of, write_result
 
 from support.rehearsal import problems, rehearse
 
@@ -22,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=20)
     arguments = parser.parse_args()

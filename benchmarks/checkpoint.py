@@ -1,4 +1,4 @@
-"""What a checkpoint costs: stall of the training loop, MB/s written, verified and loaded.
+"""The cost of a checkpoint: stall of the training loop, MB/s written, verified and loaded.
 
     python benchmarks/checkpoint.py
 
@@ -9,11 +9,6 @@ with DCP's own synchronous `save`; medians over the rounds. Writes `results/chec
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import tempfile
 import time
 import warnings
@@ -22,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from harness import medians, parser_of, write_result
+from processes import on_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as synchronous_save
@@ -36,7 +32,6 @@ from elastrata_pipelines.storage import Storage
 WORLD_SIZE = 2
 WIDTH, BLOCKS = 1024, 16
 WORK = 256
-RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -87,12 +82,9 @@ def one_round(
     }
 
 
-def rank_main(rank: int, folder: str, rounds: int) -> None:
-    torch.set_num_threads(1)
+def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
+    """The rounds as this rank saw them, the first one apart, and the seconds of loading."""
     warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
     storage = Storage(f"{folder}/checkpoints")
     Path(storage.path()).mkdir(exist_ok=True)
     model, optimizer = training()
@@ -105,25 +97,17 @@ def rank_main(rank: int, folder: str, rounds: int) -> None:
     started = time.perf_counter()
     restore(storage, commit, model, optimizer)
     loaded = time.perf_counter() - started
-    if rank == 0:
-        result = {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"first": measured[0], "rounds": measured[1:], "loaded_after_s": loaded}
 
 
-def summary(folder: Path) -> dict[str, float]:
-    result = json.loads((folder / "result.json").read_text())
-    storage = Storage(str(folder / "checkpoints"))
+def summary(folder: str, result: dict[str, Any]) -> dict[str, float]:
+    storage = Storage(f"{folder}/checkpoints")
     (commit,) = commits(storage)
     megabytes = sum(record.size for record in commit.files.values()) / 1e6
     started = time.perf_counter()
     assert not problems(storage, commit)
     verified = time.perf_counter() - started
-    median = {
-        name: statistics.median(measured[name] for measured in result["rounds"])
-        for name in result["first"]
-    }
+    median = medians(result["rounds"])
     return {
         "state_mb": megabytes,
         "stall_async_s": median["stall_async_s"],
@@ -138,21 +122,12 @@ def summary(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    rounds = parser_of(__doc__, rounds=7).parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, rounds), nprocs=WORLD_SIZE)
-        figures = summary(Path(folder))
-    report = {
-        "command": "python benchmarks/checkpoint.py",
-        "machine": f"{os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "rounds": rounds,
-        "figures": {name: round(value, 4) for name, value in figures.items()},
-    }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+        result, _ = on_ranks(WORLD_SIZE, measure, folder, rounds)
+        figures = summary(folder, result)
+    rounded = {name: round(value, 4) for name, value in figures.items()}
+    write_result("checkpoint", {"rounds": rounds, "figures": rounded}, ("torch",))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,32 @@ nothing runs beside anything else, by where the ranges lie: inside the backward 
 from __future__ import annotations
 
 import bisect
+import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from elastrata.core.lone_group import lone_group
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from elastrata.bench.samples import bench_samples
+from elastrata.core.bucket_clip import RANGE
+from elastrata.core.clip import Clip
+from elastrata.core.control_signal import Action
+from elastrata.core.device import current_device
+from elastrata.core.optimizer import build_optimizer
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import divided_model, training_loop
+from elastrata_pipelines.batches import Start
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _BACKWARD = "autograd::engine::evaluate_function"
+_PROFILED_AFTER = 3
 Interval = tuple[float, float]
 """Start and end in microseconds."""
 
@@ -25,8 +44,52 @@ class _Launch:
     time: float
 
 
+class RangedClip:
+    """A clip whose end, too, has a name in a profile."""
+
+    def __init__(self, clip: Clip) -> None:
+        self._clip = clip
+
+    def before_backward(self, share: float) -> None:
+        self._clip.before_backward(share)
+
+    def after_backward(self) -> Tensor:
+        with record_function(RANGE):
+            return self._clip.after_backward()
+
+
+def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
+    """The share of clipping beside other work in one step."""
+    length = {"steps": 100, "epochs": None, "tokens": None}  # whatever the recipe's data would make
+    recipe = recipe.model_copy(update=length)
+    device, workload = current_device(), recipe.workload
+    samples = bench_samples(recipe, lengths, steps=_PROFILED_AFTER + 1)
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with lone_group(device), tempfile.TemporaryDirectory() as folder:
+        divided = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
+        blocks = workload.blocks(divided.model)
+        optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+        loop = training_loop(recipe, divided.clip, samples.vocabulary, device, 1)
+        loop = replace(loop, clip=RangedClip(loop.clip))
+        run = loop.run(
+            divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+        )
+        for _ in range(_PROFILED_AFTER):
+            next(run)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        with profile(activities=activities) as profiled:
+            next(run)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        trace = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(trace))
+        return clip_overlap(json.loads(trace.read_text())["traceEvents"], RANGE)
+
+
 def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[str, Any]:
-    """What the trace of one step says of the ranges of that name.
+    """The time of the ranges of that name in the trace of one step.
 
     Args:
         events: `traceEvents` of a Chrome trace.
@@ -105,7 +168,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all of them, those that overlap counted once."""
+    """The length of all intervals, those that overlap counted once."""
     return sum(end - start for start, end in merged(intervals))
 
 

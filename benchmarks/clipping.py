@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from corpus import prepare_corpus
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
+from harness import RESULTS, medians, parser_of, picture, write_result
+from processes import on_ranks
+from texts import prepare_natural_lengths
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -133,7 +132,7 @@ class Ranged:
 
 
 class Steps:
-    """The same step again and again, with one way of clipping."""
+    """One step again and again, with one way of clipping."""
 
     def __init__(self, recipe: Recipe, device: torch.device, rank: int, ranks: int) -> None:
         vocabulary = training_data(recipe).train.manifest.vocabulary
@@ -196,7 +195,7 @@ def profiled_order(steps: Steps) -> dict[str, Any]:
 
 
 def clip_seconds(steps: Steps) -> dict[str, float]:
-    """Of a step, mean over some, on this rank's host."""
+    """The seconds of clipping in a step, mean over some, on this rank's host."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         steps.take(PROFILED_STEPS)
     spent = {RANGE: 0.0, AFTER: 0.0}
@@ -223,10 +222,8 @@ def measure_steps(
     return {
         "order": {way: profiled_order(steps[way]) for way in WAYS},
         "clip_seconds": {way: clip_seconds(steps[way]) for way in WAYS},
-        "seconds": {way: round(statistics.median(r[way] for r in rounds), 5) for way in WAYS},
-        "over_none": {
-            way: round(statistics.median(r[way] / r["none"] for r in rounds), 4) for way in WAYS
-        },
+        "seconds": medians(rounds, 5),
+        "over_none": medians([{w: r[w] / r["none"] for w in WAYS} for r in rounds], 4),
     }
 
 
@@ -262,32 +259,18 @@ MEASUREMENTS = {"steps": measure_steps, "losses": measure_losses}
 
 
 def on_rank(
-    rank: int, folder: Path, measurement: str, ranks: int, arguments: argparse.Namespace
-) -> None:
-    torch.set_num_threads(1)
+    rank: int, measurement: str, ranks: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-    )
-    found = MEASUREMENTS[measurement](arguments, device, rank, ranks)
-    if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return MEASUREMENTS[measurement](arguments, device, rank, ranks)
 
 
-def on_ranks(measurement: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 found."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            on_rank, (Path(folder), measurement, ranks, arguments), nprocs=ranks
-        )
-        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
-        return found
+def measured_on(ranks: int, measurement: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of rank 0."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    first, *_ = on_ranks(ranks, on_rank, measurement, ranks, arguments, backend=backend)
+    found: dict[str, Any] = first
+    return found
 
 
 def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, Any]:
@@ -296,12 +279,12 @@ def compare(alone: Mapping[str, Run], several: Mapping[str, Run]) -> dict[str, A
 
 
 def summary(run: Run, alone: Run | None) -> dict[str, Any]:
-    """What one run came to."""
+    """The figures of one run."""
     losses, norms = (list(values) for values in zip(*run, strict=True))
     figures = {
         "last_loss": round(statistics.fmean(losses[-LAST_STEPS:]), 4),
         "mean_gradient_norm": round(statistics.fmean(norms), 4),
-        "curve": [round(value, 4) for value in means(losses)],
+        "curve": [round(value, 4) for value in span_means(losses)],
     }
     if alone is None:
         return figures
@@ -314,17 +297,16 @@ def summary(run: Run, alone: Run | None) -> dict[str, Any]:
     }
 
 
-def means(losses: Sequence[float]) -> list[float]:
+def span_means(losses: Sequence[float]) -> list[float]:
     """Over equal spans of steps."""
     return [float(part.mean()) for part in np.array_split(np.array(losses), CURVE_POINTS)]
 
 
 def draw(runs: Mapping[str, Run], path: Path) -> None:
     """The losses of all runs, and below how far they are from `global_norm` with the same seed."""
-    figure = Figure(figsize=(8, 6), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    curves = {name: np.array(means([loss for loss, _ in run])) for name, run in runs.items()}
+    curves = {name: np.array(span_means([loss for loss, _ in run])) for name, run in runs.items()}
     steps = np.linspace(0, len(next(iter(runs.values()))), CURVE_POINTS)
     for name, curve in curves.items():
         way, seed = name.split(", ")
@@ -340,18 +322,16 @@ def draw(runs: Mapping[str, Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt")
+    parser = parser_of(__doc__, rounds=9, wikitext=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--max-norm", type=float, default=1.0)
     arguments = parser.parse_args()
     ranks = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory() as scratch:
-        arguments.data = prepare_corpus(arguments.wikitext, Path(scratch) / "data")
-        measured = on_ranks("steps", ranks, arguments)
-        alone, several = (on_ranks("losses", n, arguments) for n in (1, ranks))
+        arguments.data = prepare_natural_lengths(arguments.wikitext, Path(scratch) / "data")
+        measured = measured_on(ranks, "steps", arguments)
+        alone, several = (measured_on(n, "losses", arguments) for n in (1, ranks))
     draw(several, RESULTS / "clipping-loss.png")
     figures = {
         "ranks": ranks,

@@ -17,17 +17,13 @@ Writes benchmarks/results/cost_model.json.
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from report import write_result
+from harness import cpu_milliseconds, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.format import Vocabulary
@@ -71,18 +67,6 @@ def rows_of(lengths: Sequence[int]) -> Rows:
     )
 
 
-def median_milliseconds(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median CPU time of each, taken turn by turn in random order, after a round that warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    order = random.Random(0)
-    for _ in range(rounds + 1):
-        for name in order.sample(list(runs), len(runs)):
-            began = time.process_time()
-            runs[name]()
-            taken[name].append(1e3 * (time.process_time() - began))
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
-
-
 def measure(bert: Bert, cases: dict[str, list[int]], rounds: int) -> dict[str, float]:
     """Milliseconds of forward and backward of each micro-batch."""
     torch.manual_seed(0)
@@ -97,7 +81,7 @@ def measure(bert: Bert, cases: dict[str, list[int]], rounds: int) -> dict[str, f
 
         return run
 
-    return median_milliseconds({name: step(lengths) for name, lengths in cases.items()}, rounds)
+    return cpu_milliseconds({name: step(lengths) for name, lengths in cases.items()}, rounds)
 
 
 def fit(columns: Sequence[Floats], times: Floats) -> tuple[Floats, Floats]:
@@ -151,9 +135,7 @@ def check(recipe: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
+    rounds = parser_of(__doc__, rounds=ROUNDS).parse_args().rounds
     torch.set_num_threads(1)
     figures = {
         "unit": "CPU time of forward and backward, one thread",

@@ -17,21 +17,18 @@ batch, imports and the start of Ray not counted. Everything is in the page cache
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from preparation import documents
-from report import versions_in, write_result
+from harness import medians, parser_of, scratch_folder, write_result
+from processes import last_line, versions_in
+from texts import write_json_lines
 
 from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.format import Manifest, read_stripes
@@ -40,7 +37,6 @@ from elastrata_pipelines.storage import Storage
 
 MEGABYTES = 280
 ROUNDS = 3
-TIMEOUT_SECONDS = 600
 QUIET_LOAD = 1.0
 FORMATS = ("memmap", "mosaicml_streaming", "litdata", "grain", "huggingface", "webdataset")
 LOADERS = (
@@ -77,30 +73,20 @@ class Bench:
         name, variant = loader
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
         script = Path(__file__).with_name("measure_loader.py")
-        done = subprocess.run(
+        found: dict[str, Any] | None = last_line(
             [python, script, action, name, variant, self.scratch / "memmap", self.scratch / name],
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
         )
-        if done.returncode:
-            raise RuntimeError(f"{action} {name}, {variant}:\n{done.stderr[-4000:]}")
-        lines = done.stdout.strip().splitlines()
-        return json.loads(lines[-1]) if action != "write" else {}
+        return found or {}
 
 
 def prepare_corpus(data: Path, megabytes: int, scratch: Path) -> None:
     """Writes Elastrata's data set, and its samples as plain arrays for everybody else."""
     if (scratch / "memmap").exists():
         return
-    corpus, size = scratch / "corpus.jsonl", 0
-    with corpus.open("w") as stream:
-        for text in documents(data):
-            stream.write(json.dumps({"text": text}) + "\n")
-            size += len(text.encode())
-            if size >= megabytes * 10**6:
-                break
+    corpus = scratch / "corpus.jsonl"
+    write_json_lines(data, corpus, megabytes * 10**6)
     config = {
         "sources": [{"paths": [str(corpus)]}],
         "tokenizer": {"train": "bpe", "vocab_size": 8192},
@@ -168,25 +154,22 @@ def row(loader: Loader, results: list[dict[str, float]]) -> dict[str, Any]:
         "million_tokens_per_second": round(statistics.median(rates), 2),
         "rounds": [round(rate, 2) for rate in rates],
     }
-    for key in ("seconds_to_first_batch", "seconds_to_import", "seconds_to_start_ray"):
-        row[key] = round(statistics.median(result[key] for result in results), 3)
-    return row
+    of_start = ("seconds_to_first_batch", "seconds_to_import", "seconds_to_start_ray")
+    starts = medians([{key: result[key] for key in of_start} for result in results], 3)
+    return {**row, **starts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=ROUNDS)
     parser.add_argument("data", type=Path, help="folder that holds wikitext/")
     parser.add_argument("--python", type=Path, required=True, help="a Python with the rivals")
     parser.add_argument("--scratch", type=Path, help="folder for the formats, kept")
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of the text")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
         "--wait-minutes", type=float, default=0, help="for a load below 1 before the first round"
     )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        scratch = arguments.scratch or Path(temporary)
-        scratch.mkdir(exist_ok=True)
+    with scratch_folder(arguments.scratch) as scratch:
         prepare_corpus(arguments.data, arguments.megabytes, scratch)
         bench = Bench(scratch, arguments.python)
         bench.write_formats()

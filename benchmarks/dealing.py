@@ -1,4 +1,4 @@
-"""What dealing costs the stream, beside the step that it hides behind.
+"""The cost of dealing to the stream, beside the step that it hides behind.
 
     python benchmarks/dealing.py ../shared/data/wikipedia_lengths_512.json
 
@@ -18,18 +18,16 @@ Writes benchmarks/results/dealing.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-from report import write_result
+from harness import parser_of, write_result
 
+from elastrata.bench.lengths import read_histogram
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.batches import Batches, Group, Stripes
@@ -142,16 +140,16 @@ def measure(histogram: Sequence[int], ranks: int) -> dict[str, Any]:
 
 
 def step_milliseconds(lengths: Ints, ranks: int, peak_tflops: float) -> float:
-    """Of one rank's share of a batch."""
+    """The time of one rank's share of a batch."""
     predictions = 0.15 * float(lengths.sum())
     flops = load_recipe(RECIPE).workload.flops(lengths.tolist(), {"mlm": predictions}, VOCABULARY)
     return 1e3 * flops / ranks / (SHARE_OF_PEAK * 1e12 * peak_tflops)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("histogram", type=Path, help="wikipedia_lengths_512.json")
-    histogram = [0, *json.loads(parser.parse_args().histogram.read_text())["counts"]]
+    parser = parser_of(__doc__)
+    parser.add_argument("histogram", help="wikipedia_lengths_512.json")
+    histogram = read_histogram(parser.parse_args().histogram)
     figures = {
         "model": RECIPE,
         "share_of_peak": SHARE_OF_PEAK,

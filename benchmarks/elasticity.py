@@ -1,4 +1,4 @@
-"""The same losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
+"""Equal losses at any size and through faults: real text, 1 to 4 workers, and a run disturbed.
 
     PYTHONPATH=tests python benchmarks/elasticity.py ../shared/data/wikitext
 
@@ -12,7 +12,6 @@ their differences.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, picture, write_result
+from texts import wikitext_source
 
 from elastrata.run.comparison import compare, relative_difference
 from support.chaos import KINDS, Chaos
@@ -42,15 +40,6 @@ Runs = Mapping[str, Sequence[Any]]
 """The steps of every run, by its name; that of one worker first."""
 
 
-def text(path: Path) -> dict[str, str]:
-    """A file of WikiText as a source; every article is a document."""
-    return {
-        "name": path.stem,
-        "paths": str(path.resolve()),
-        "document_start": r"^ = [^=].* = $",
-    }
-
-
 def write_recipe(folder: Path, wikitext: Path) -> Path:
     """A recipe of BERT-tiny on WikiText, its data prepared, in `folder`."""
     values = {
@@ -58,8 +47,8 @@ def write_recipe(folder: Path, wikitext: Path) -> Path:
         "data": {
             "path": str(folder / "data"),
             "prepare": {
-                "sources": [text(wikitext / "train.txt")],
-                "held_out": [text(wikitext / "validation.txt")],
+                "sources": [wikitext_source(wikitext, "train")],
+                "held_out": [wikitext_source(wikitext, "validation")],
                 "tokenizer": {"vocab_size": 4096},
                 "seq_len": 128,
             },
@@ -117,7 +106,7 @@ def disturbed(recipe: Path, kind: str, *overrides: str) -> tuple[LiveRun, list[d
 
 
 def audited(folder: Path, *names: str) -> dict[str, Any]:
-    """What `elastrata audit` proves of two runs, without their places."""
+    """The findings of `elastrata audit` on two runs, without their places."""
     found = run_json("audit", *(folder / name for name in names))
     return {key: found[key] for key in AUDITED}
 
@@ -142,8 +131,7 @@ def differences(runs: Runs) -> dict[str, Any]:
 
 def draw_curves(runs: Runs, path: Path) -> None:
     """The losses of all runs, and below how far they are from those of the first one."""
-    figure = Figure(figsize=(8, 6), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     (_, first), *others = runs.items()
     numbers = [step["step"] for step in first]
@@ -197,8 +185,7 @@ def measure(recipe: Path, kind: str, *overrides: str) -> tuple[Runs, dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wikitext", type=Path)
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--kinds", nargs="*", default=list(OVERRIDES))
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""What the engine costs: steps/s of `elastrata train` beside a bare PyTorch loop.
+"""The cost of the engine: steps/s of `elastrata train` beside a bare PyTorch loop.
 
     python benchmarks/engine.py DATA_SET
 
@@ -11,36 +11,31 @@ Elastrata gives its workers. DATA_SET is prepared by
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from report import write_result
+from harness import parser_of, write_result
+from processes import last_line, trained_steps
 
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.run import history
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import decode
-from elastrata_pipelines.storage import Storage
 
 STEPS, WARM_UP = 60, 10
 NICENESS = "0"
-"""What Elastrata gives its workers."""
+"""The niceness of the workers of Elastrata."""
 
 
-def overrides(data: str, storage: str) -> list[str]:
+def overrides(data: str) -> list[str]:
     return [
         f"data.path={data}",
-        f"storage={storage}",
         f"steps={STEPS}",
         "schedule.warmup_steps=0",
         "workers.max=1",
@@ -52,10 +47,7 @@ def overrides(data: str, storage: str) -> list[str]:
 
 def engine_seconds(data: str) -> float:
     """Median seconds from one step's end to the next, through `elastrata train`."""
-    with tempfile.TemporaryDirectory() as storage:
-        command = ["elastrata", "train", "bert/wikitext-mini", *overrides(data, storage)]
-        subprocess.run([*command, "--name", "run"], check=True, capture_output=True)
-        steps = history.effective_steps(history.read(Storage(storage).sub("run", "history")))
+    steps = trained_steps("bert/wikitext-mini", *overrides(data))
     times = [step["time"] for step in steps][WARM_UP:-1]
     return statistics.median(later - earlier for earlier, later in pairwise(times))
 
@@ -90,20 +82,18 @@ def bare_seconds(recipe: Recipe) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bare", action="store_true", help="only print the bare loop's seconds")
     arguments = parser.parse_args()
     data = str(Path(arguments.data_set).resolve())
     if arguments.bare:
-        print(bare_seconds(load_recipe("bert/wikitext-mini", overrides(data, "unused"))))
+        print(bare_seconds(load_recipe("bert/wikitext-mini", overrides(data))))
         return
     rounds = []
     for _ in range(arguments.rounds):
         command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--bare"]
-        bare = subprocess.run(command, check=True, capture_output=True, text=True)
-        bare_step, engine_step = float(bare.stdout), engine_seconds(data)
+        bare_step, engine_step = last_line(command), engine_seconds(data)
         rounds.append(
             {
                 "bare_steps_per_second": round(1 / bare_step, 3),

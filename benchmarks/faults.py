@@ -11,9 +11,7 @@ run's digests are compared with those of an undisturbed run.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import signal
 import statistics
 import tempfile
@@ -22,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import known_result, parser_of, write_result
 
 from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
@@ -88,7 +86,7 @@ UNNOTICED: dict[str, Injection] = {
 """After these the same group goes on: what counts is the longest time between two steps."""
 UNNOTICED_SECONDS = 60.0
 ALTERNATES = {"node killed": add_node, "node drained": add_node, "node added": drain_node}
-"""What follows each trial, so that the next one finds the same cluster; not counted."""
+"""The repair after each trial, so that the next one finds the same cluster; not counted."""
 SIGNALS = {"driver interrupted (SIGTERM)": signal.SIGTERM, "driver killed": signal.SIGKILL}
 UNCOUNTED = "driver killed"
 """How many steps are then done again nobody knows: the last lines of the history die, too."""
@@ -169,7 +167,7 @@ def restarted(recipe: Path, name: str, kind: str, trials: int, log: Path) -> Tri
 
 
 def row(live: LiveRun, begun: float) -> dict[str, Any]:
-    """What the history says about the first change after `begun`."""
+    """The figures of the history about the first change after `begun`."""
     entries = sorted(live.entries(), key=lambda entry: float(entry["time"]))
     later = [entry for entry in entries if entry["time"] > begun]
     start = next(entry for entry in later if entry["kind"] == "started")
@@ -220,13 +218,12 @@ def measure_of(kind: str) -> Callable[..., Trials]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *UNNOTICED, *SIGNALS])
     parser.add_argument("--add", action="store_true", help="keeps the other kinds' results")
     arguments = parser.parse_args()
-    known = json.loads((RESULTS / "faults.json").read_text())["kinds"] if arguments.add else {}
-    results: dict[str, Any] = known
+    results: dict[str, Any] = known_result("faults")["kinds"] if arguments.add else {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = write_recipe(folder, steps=STEPS)

@@ -15,7 +15,6 @@ of workers, from the first group's start to the last step. Writes results/goodpu
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import tempfile
@@ -25,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata.run.history import effective_steps
@@ -40,9 +39,9 @@ from support.short_steps import CPUS, write_recipe
 
 STEPS = 100_000
 PARAMETERS = 40_000
-"""Of the model, about: so few that copies of its state take no time."""
+"""The size of the model, about: so few that copies of its state take no time."""
 Injected = list[tuple[str, float]]
-"""What was done, and when: Unix times."""
+"""The faults, and when: Unix times."""
 FIELDS = {"lose": "lost", "drain": "drained", "join": "joined"}
 
 
@@ -86,7 +85,7 @@ def paces(steps: list[Any]) -> dict[int, float]:
 
 
 def own_recovery(injected: Injected, entries: list[Any]) -> RecoverySeconds:
-    """What it took in this run, from each fault to the next group's first step."""
+    """The seconds it took in this run, from each fault to the next group's first step."""
     seconds: dict[str, list[float]] = {}
     for kind, begun in injected:
         started = next(e for e in entries if e["kind"] == "started" and e["time"] > begun)
@@ -107,7 +106,7 @@ def simulated(
     pace: dict[int, float],
     recovery: RecoverySeconds,
 ) -> dict[str, float]:
-    """The same faults, in simulated time. That starts a group before it can lose one: this much
+    """The run's faults in simulated time, which starts a group before it can lose one: this much
     earlier than the real one's history begins."""
     before = recovery.joined
     events = [Event(0.0, "join", 2)]
@@ -137,7 +136,7 @@ def simulated(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps-between", type=int, default=300)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a GPT has learned after a number of tokens, beside it in the Hugging Face Trainer.
+"""A GPT's loss after a number of tokens, beside that in the Hugging Face Trainer.
 
     python benchmarks/gpt_quality.py ../shared/data/wikitext --python ../rivals/bin/python
 
@@ -15,11 +15,8 @@ Writes `results/gpt-quality.json`, with texts that the trained model goes on wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, versions_in, write_result
-from training_text import ARTICLE, VOCABULARY, prepare
-from wikitext import command
+from harness import RESULTS, parser_of, picture, write_result
+from processes import elastrata, last_line, versions_in
+from texts import VOCABULARY, prepare, wikitext_source
 
 from elastrata.core.evaluate import held_out_step
 from elastrata.launch.quickstart import collect_corpus
@@ -53,8 +48,6 @@ Curve = list[tuple[int, float]]
 
 def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
     """Writes the recipe, and its data set unless it is there."""
-    article = {"document_start": ARTICLE}
-    texts = {part: str((wikitext / f"{part}.txt").resolve()) for part in ("train", "validation")}
     library = collect_corpus(scratch / "python").folder
     values = {
         "extends": "gpt/quick",
@@ -62,11 +55,11 @@ def write_recipe(wikitext: Path, scratch: Path, steps: int) -> Path:
             "path": str(scratch / "data"),
             "prepare": {
                 "sources": [
-                    {"name": "wikitext", "paths": texts["train"], **article},
+                    {**wikitext_source(wikitext, "train"), "name": "wikitext"},
                     {"name": "python", "paths": str(library), "documents": "file"},
                 ],
                 "tokenizer": {"vocab_size": VOCABULARY},
-                "held_out": [{"name": "validation", "paths": texts["validation"], **article}],
+                "held_out": [wikitext_source(wikitext, "validation")],
             },
         },
         "storage": str(scratch / "runs"),
@@ -112,7 +105,7 @@ def documents(rows: Sequence[Rows]) -> dict[str, np.ndarray]:
 
 def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
     """Trains; the curve, and the run's folder."""
-    trained = command("train", str(recipe), "--name", name)
+    trained = elastrata("train", str(recipe), "--name", name)
     entries = history.read(Storage(trained["run_dir"]).sub("history"))
     tokens = {step["step"]: step["tokens"] for step in history.effective_steps(entries)}
     evaluated = [entry for entry in entries if entry["kind"] == "evaluated"]
@@ -121,7 +114,7 @@ def our_run(recipe: Path, name: str) -> tuple[Curve, str]:
 
 
 def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
-    """What the recipe says, in the Trainer's words, for so many tokens."""
+    """The recipe's values in the Trainer's words, for so many tokens."""
     assert recipe.data.prepare is not None
     length, optimizer = recipe.data.prepare.seq_len, recipe.optimizer
     return {
@@ -140,30 +133,22 @@ def settings(recipe: Recipe, tokens: int) -> dict[str, Any]:
 
 
 def in_transformers(python: Path, *arguments: str) -> Any:
-    """What `measure_gpt.py` prints, run with two threads, as many as there are workers."""
+    """The output of `measure_gpt.py`, run with two threads, as many as there are workers."""
     script = Path(__file__).with_name("measure_gpt.py")
-    done = subprocess.run(
-        [python, script, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line([python, script, *arguments], OMP_NUM_THREADS="2")
 
 
 def continuations(run: str) -> dict[str, str]:
-    """What the trained model makes of each prompt, likelier tokens first."""
+    """The trained model's continuation of each prompt, likelier tokens first."""
     options = ("--tokens", "60", "--temperature", "0.7", "--top-k", "40")
     return {
-        prompt: command("generate", run, "--prompt", prompt, *options)["continuation"]["text"]
+        prompt: elastrata("generate", run, "--prompt", prompt, *options)["continuation"]["text"]
         for prompt in PROMPTS
     }
 
 
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(8, 5)
     axes = figure.subplots()
     for name, curve in curves.items():
         tokens, losses = zip(*curve, strict=True)
@@ -176,8 +161,7 @@ def draw(curves: Mapping[str, Curve], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--python", type=Path, required=True, help="a Python with the Trainer")
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
@@ -187,7 +171,7 @@ def main() -> None:
         recipe = load_recipe(str(path), [])
         hand_over(recipe, scratch)
         ours, run = our_run(path, "run")
-        command("export", run, "--out", str(scratch / "trained"))
+        elastrata("export", run, "--out", str(scratch / "trained"))
         files = (str(scratch / "train.npy"), str(scratch / "held_out.npz"))
         again = in_transformers(arguments.python, "loss", str(scratch / "trained"), files[1])
         if not math.isclose(again, ours[-1][1], rel_tol=TOLERANCE):

@@ -1,4 +1,4 @@
-"""What a copy in the hot tier costs the training, how soon it is complete, and how fast it loads.
+"""Copies in the hot tier: their cost to the training, how soon they are complete, and load.
 
     python benchmarks/hot_tier.py
 
@@ -13,7 +13,6 @@ a state of some 200 MB, one of as many tensors as BERT base but small, and a tin
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from report import write_result
+from harness import medians, parser_of, write_result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -43,7 +42,7 @@ STEP_SECONDS = 0.1
 MATRIX = 384
 LIMIT_BYTES = 4 * 2**30
 SHARE = 0.02
-"""Of the training time, that copies may cost."""
+"""The share of the training time that copies may cost."""
 
 
 class Rank:
@@ -153,7 +152,7 @@ def summary(by_rank: list[list[dict[str, float]]]) -> dict[str, float]:
         {name: max(rank[name] for rank in ranks) for name in ranks[0]}
         for ranks in zip(*by_rank, strict=True)
     ]
-    median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    median = medians(rounds)
     cost = median["stall_s"] + median["drag_s"]
     return {
         **{name: round(value, 4) for name, value in median.items()},
@@ -190,9 +189,7 @@ def measure_state(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds = parser_of(__doc__, rounds=9).parse_args().rounds
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with ray_session("local", num_cpus=WORLD_SIZE):
         figures = {name: measure_state(shape, rounds) for name, shape in STATES.items()}

@@ -13,8 +13,6 @@ measured again stays in it. A layout takes half a minute on two idle cores, minu
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -23,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import known_result, parser_of, write_result
 
 from support.ranks import run_fresh_ranks
 
@@ -106,7 +104,7 @@ def train(
 
 
 def measured(name: str, changes: dict[str, Any]) -> tuple[float, float, float]:
-    """Of the process that had most at its peak, and in the end; of the slowest."""
+    """The most bytes of a process at its peak, and in the end; the seconds of the slowest."""
     ranks = run_fresh_ranks(LAYOUTS[name][0], train, name, changes)
     peak, resident, seconds = map(max, zip(*ranks, strict=True))
     return peak, resident, seconds
@@ -175,11 +173,10 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
 
 def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     chosen: list[str] = parser.parse_args().only
-    result = RESULTS / "layouts.json"
-    known = json.loads(result.read_text()) if result.exists() else {}
+    known = known_result("layouts")
     before, reserved = known.get("layouts", {}), known.get("reserved_mib", {})
     for processes, name in (("1", "one process"), ("2", "two shards")):
         if processes not in reserved or len(chosen) == len(LAYOUTS):

@@ -12,18 +12,16 @@ Peak memory is what the process takes beyond its libraries.
 
 `prepare` itself is measured as well, with its Ray: CPU seconds and peak memory of all its processes
 (memory that several share counted once), beside those of a text of a few bytes.
-Results go to benchmarks/results/many_and_long.json.
+Writes benchmarks/results/many_and_long.json, or another that `--name` says.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.metadata
 import json
 import os
-import platform
 import random
 import resource
 import subprocess
@@ -35,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import parser_of, write_result
+from processes import last_line
 
 NUM_FILES = (5_000, 20_000, 60_000, 100_000)
 LINE_BYTES = 60 * 10**6
@@ -47,7 +47,7 @@ TASKS = (
 )
 SAMPLE_SECONDS = 0.5
 Work = Callable[[], dict[str, Any]]
-"""What is measured, after all that is not."""
+"""The work that is measured, after all that is not."""
 
 
 def words(size: int) -> str:
@@ -226,25 +226,20 @@ def _training(kind: str, path: str) -> Work:
 
 
 def measure(task: str, path: Path, pipelines: Path | None) -> dict[str, Any]:
-    environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
-    if pipelines:
-        environment["PYTHONPATH"] = str(pipelines.resolve())
+    other = {"PYTHONPATH": str(pipelines.resolve())} if pipelines else {}
     command = [sys.executable, __file__, "--here", task, str(path)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = last_line(command, TOKENIZERS_PARALLELISM="false", **other)
     result["load_average"] = round(os.getloadavg()[0], 1)
     print(json.dumps(result), flush=True)
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--here", nargs=2, metavar=("TASK", "PATH"), help="measure in this process")
     parser.add_argument("--pipelines", type=Path, help="the pipelines/ of another checkout")
     parser.add_argument("--most-files", type=int, default=max(NUM_FILES))
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results/many_and_long.json"
-    )
+    parser.add_argument("--name", default="many_and_long", help="of the file of results")
     arguments = parser.parse_args()
     if arguments.here:
         print(json.dumps(measure_here(*arguments.here)))
@@ -262,17 +257,12 @@ def main() -> None:
             small = Path(folder) / "small.txt"
             small.write_text(words(10_000))
             rows += [prepare(path, Path(folder)) for path in (small, line, files)]
-    result = {
-        "command": " ".join(["python benchmarks/many_and_long.py", *sys.argv[1:]]),
+    figures = {
         "machine": f"{os.cpu_count()} cores, shared with other work",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        },
         "line_megabytes": LINE_BYTES / 10**6,
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.name, figures, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,13 @@ the page cache.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
 import tempfile
 from typing import Any
 
-from report import write_result
+from harness import parser_of, write_result
+from processes import last_line, trained_steps
 
-from elastrata.run import history
-from elastrata_pipelines.storage import Storage
 from support.ceph import BUCKET, ceph
 from support.synthetic import Sizes, write_data_set
 
@@ -34,17 +30,13 @@ DISK, S3 = "disk", "s3"
 
 
 def trained(data: str) -> dict[str, float]:
-    """What training had, after its first steps."""
-    with tempfile.TemporaryDirectory() as storage:
-        overrides = (
-            *(f"data.path={data}", f"storage={storage}", f"steps={STEPS}", f"batch_size={BATCH}"),
-            *("schedule.warmup_steps=0", "workers.max=1", "workers.threads=1"),
-            *("workers.spares=false", "evaluation.every=100000", "checkpoint.every=100000"),
-        )
-        command = ["elastrata", "train", RECIPE, *overrides, "--name", "run"]
-        subprocess.run(command, check=True, capture_output=True)
-        steps = history.effective_steps(history.read(Storage(storage).sub("run", "history")))
-    counted = list(steps)[WARM_UP:]
+    """The rates of training after its first steps."""
+    overrides = (
+        *(f"data.path={data}", f"steps={STEPS}", f"batch_size={BATCH}"),
+        *("schedule.warmup_steps=0", "workers.max=1", "workers.threads=1"),
+        *("workers.spares=false", "evaluation.every=100000", "checkpoint.every=100000"),
+    )
+    counted = trained_steps(RECIPE, *overrides)[WARM_UP:]
     seconds = counted[-1]["time"] - counted[0]["time"]
     return {
         "tokens_per_second": sum(step["batch_tokens"] for step in counted[1:]) / seconds,
@@ -53,12 +45,11 @@ def trained(data: str) -> dict[str, float]:
 
 
 def read(data: str) -> dict[str, float]:
-    """What the input pipeline alone had."""
+    """The rates of the input pipeline alone."""
     steps = ("--workers", "1", "--steps", str(READ_STEPS), "--warm-up", str(READ_WARM_UP))
     overrides = (f"data.path={data}", f"batch_size={READ_BATCH}")
     command = ["elastrata", "bench", "data", RECIPE, *overrides, *steps, "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = last_line(command)
     return {name: found[name] for name in ("tokens_per_second", "seconds_to_first_batch")}
 
 
@@ -83,9 +74,7 @@ def rounds_of(measure: Any, places: dict[str, str], count: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, rounds=5).parse_args()
     with tempfile.TemporaryDirectory() as folder, ceph():
         places = {DISK: f"{folder}/data", S3: f"s3://{BUCKET}/data"}
         disk, s3 = (write_data_set(place, SAMPLES, sizes=SIZES) for place in places.values())

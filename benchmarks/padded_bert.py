@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elastrata_workloads.bert.model as bert_model
+from elastrata.bench.lengths import read_histogram
+from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
@@ -100,8 +102,8 @@ class PaddedBert(Bert):
 
 
 def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
-    """The same samples and predictions, every sample with `length` positions. For masked language
-    modelling alone, without dropout."""
+    """A batch with equal samples and predictions, every sample with `length` positions. For masked
+    language modelling alone, without dropout."""
     mask = length_mask(batch.segment_lengths, length)
     samples = len(mask)
     places = mask.flatten().nonzero().squeeze(1)
@@ -121,3 +123,13 @@ def pad(batch: BertBatch, length: int, pad_id: int) -> PaddedBatch:
         dropout_keys=None,
         mask=mask[:, None, None, :],
     )
+
+
+def padded_recipe(recipe: Recipe, histogram: str) -> Recipe:
+    """A recipe with padded samples, and micro-batches of as many positions."""
+    counts = read_histogram(histogram)
+    mean = sum(length * count for length, count in enumerate(counts)) / sum(counts)
+    length = recipe.workload.max_positions
+    budget = max(length, round(recipe.micro_batch_tokens * mean / length))
+    workload = PaddedBert(**recipe.workload.model_dump())
+    return recipe.model_copy(update={"workload": workload, "micro_batch_tokens": budget})

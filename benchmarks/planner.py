@@ -11,7 +11,6 @@ takes. Writes results/planner.json and results/planner.png.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -20,9 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, picture, write_result
 
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
@@ -136,8 +133,7 @@ def search_seconds() -> dict[str, Any]:
 
 
 def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[Setting]) -> None:
-    figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = picture(12, 4.2)
     one, two, three = figure.subplots(1, 3)
     published = [row["published"] for row in table["rows"]]
     sizes = [f"{row['params_billion']:g}" for row in table["rows"]]
@@ -167,7 +163,7 @@ def draw(table: dict[str, Any], compared: Sequence[Compared], llamas: Sequence[S
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, help="folder with Megatron-LM's tables")
     data: Path = parser.parse_args().data
     table = table1(rows(data / "megatron_sc21_table1.csv"), GPU)

@@ -8,23 +8,21 @@ document a file, some 100 MB in one JSON Lines file. `prepare` is timed whole: r
 shuffling, writing shards; `datasets` is timed for `map` alone, after reading. Both use two
 processes and the tokenizers trained here beforehand. Runs alternate; the result is the median of
 three. Every run of `prepare` has a Ray of its own, whose start is timed separately.
-Results go to benchmarks/results/preparation.json.
+Writes benchmarks/results/preparation.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from harness import parser_of, write_result
+from texts import write_json_lines
 
 from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare
@@ -35,31 +33,6 @@ RUNS = 3
 VOCAB_SIZE = 16384
 SEQ_LEN = 512
 PACKAGES = ("datasets", "pyarrow", "ray", "tiktoken", "tokenizers", "transformers")
-
-
-def documents(data: Path) -> Iterator[str]:
-    yield (data / "wikitext" / "train.txt").read_text()
-    yield (data / "wikitext" / "validation.txt").read_text()
-    for place in ("stdlib", "purelib"):
-        for path in sorted(Path(sysconfig.get_paths()[place]).rglob("*.py")):
-            try:
-                text = path.read_text()
-            except (UnicodeDecodeError, OSError):
-                continue
-            if text.strip():
-                yield text
-
-
-def write_corpus(data: Path, target: Path) -> int:
-    """Writes the corpus and returns its size: bytes of text."""
-    size = 0
-    with target.open("w") as stream:
-        for text in documents(data):
-            stream.write(json.dumps({"text": text}) + "\n")
-            size += len(text.encode())
-            if size >= CORPUS_BYTES:
-                break
-    return size
 
 
 def config(corpus: Path, tokenizer: dict[str, Any]) -> PrepareConfig:
@@ -137,30 +110,21 @@ def measure(kind: str, corpus: Path, megabytes: float, scratch: Path) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, help="folder that holds wikitext/")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results/preparation.json"
-    )
     arguments = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # two processes of one thread each, as here
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
-        size = write_corpus(arguments.data, corpus)
+        size = write_json_lines(arguments.data, corpus, CORPUS_BYTES)
         rows = [measure(kind, corpus, size / 1e6, Path(folder)) for kind in ("bpe", "wordpiece")]
-    result = {
-        "command": "python benchmarks/preparation.py ../shared/data",
+    figures = {
         "machine": f"{os.cpu_count()} cores, shared with other work",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        },
         "corpus_megabytes": round(size / 1e6, 1),
         "processes": PROCESSES,
         "rows": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result("preparation", figures, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ Writes benchmarks/results/schemes.json and schemes.png.
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
-from elastrata.cli.data_report import SCHEMES
+from elastrata.bench.lengths import read_histogram
+from elastrata.cli.inspect_report import SCHEMES
 from elastrata.tracking.plots import imbalance_curves
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.comparison import compare
@@ -31,7 +30,7 @@ HIDDEN = 1024
 WORK = WorkModel(linear=24 * HIDDEN**2, quadratic=4 * HIDDEN)
 
 
-def measure(histogram: list[int], workers: int) -> list[dict[str, Any]]:
+def measure(histogram: Sequence[int], workers: int) -> list[dict[str, Any]]:
     found = compare(
         drawn_batches(histogram, batch_size=SAMPLES_EACH * workers, steps=STEPS),
         workers=workers,
@@ -50,9 +49,9 @@ def measure(histogram: list[int], workers: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("histogram", type=Path, help="wikipedia_lengths_512.json")
-    histogram = [0, *json.loads(parser.parse_args().histogram.read_text())["counts"]]
+    parser = parser_of(__doc__)
+    parser.add_argument("histogram", help="wikipedia_lengths_512.json")
+    histogram = read_histogram(parser.parse_args().histogram)
     by_workers = {workers: measure(histogram, workers) for workers in WORKERS}
     curves: dict[str, dict[int, float]] = {name: {} for name in SCHEMES.values()}
     for workers, schemes in by_workers.items():

@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
-from elastrata.simulation.pace import Pace, step_seconds
 from elastrata.simulation.recovery import RecoverySeconds, read_recovery
 from elastrata.simulation.run import Conditions, Run
-from elastrata.simulation.simulate import conditions, simulate, sweep
+from elastrata.simulation.simulate import Pace, conditions, simulate, step_seconds, sweep
 from elastrata.simulation.trace import Event, Rates, drawn_events
 
 DAY = 86_400.0
@@ -207,6 +206,7 @@ def _chaos_events(faults: list[dict[str, Any]]) -> list[Event]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     figures = {
         "scale": scale(),
         "intervals": intervals(),

@@ -42,9 +42,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from clipping import steps_of
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
+from harness import RESULTS, known_result, parser_of, picture, write_result
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -61,7 +59,7 @@ RANKS = 2
 RATES = {"100M": 100, "1G": 1_000, "10G": 10_000, "unlimited": 0}
 """In megabits per second; 0: no limit."""
 ERRORS = "errors"
-RESULT = RESULTS / "slow_network.json"
+RESULT = "slow_network"
 ADDRESSES, PORT = ("10.77.77.1", "10.77.77.2"), 29511
 PATIENCE = timedelta(seconds=120)
 MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
@@ -73,7 +71,7 @@ LOSS_STEPS, LOSS_BATCH = 100, 8
 
 @dataclass(frozen=True)
 class Technique:
-    """What differs between the runs."""
+    """The differences between runs."""
 
     parallel: Mapping[str, Any]
     micro_batches: int = 4
@@ -357,7 +355,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 found over a cable of that rate."""
+    """The figures of rank 0 over a cable of that rate."""
     with tempfile.TemporaryDirectory() as folder, network(megabits) as names:
         found = Path(folder) / "found.json"
         command = [sys.executable, __file__, arguments.data_set, *arguments.overrides]
@@ -384,8 +382,7 @@ def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> 
 
 def draw(rates: Mapping[str, Any], path: Path) -> None:
     """A group of bars for every rate: tokens/s over those of the computation alone."""
-    figure = Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(9, 4.5)
     axes = figure.subplots()
     names = [
         name
@@ -408,7 +405,7 @@ def draw(rates: Mapping[str, Any], path: Path) -> None:
 
 def write(part: str, found: dict[str, Any]) -> None:
     """Puts a part beside those that were measured before."""
-    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    known = known_result(RESULT)
     measured_rates = {**known.get("rates", {}), **({part: found} if part in RATES else {})}
     errors = found if part == ERRORS else known.get(ERRORS)
     figures = {
@@ -416,15 +413,14 @@ def write(part: str, found: dict[str, Any]) -> None:
         "rates": {name: measured_rates[name] for name in RATES if name in measured_rates},
         **({ERRORS: errors} if errors else {}),
     }
-    draw(figures["rates"], RESULT.with_suffix(".png"))
-    write_result(RESULT.stem, figures, ("elastrata", "torch"))
+    draw(figures["rates"], RESULTS / f"{RESULT}.png")
+    write_result(RESULT, figures, ("elastrata", "torch"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=[*RATES, ERRORS], default=[*RATES, ERRORS])
     parser.add_argument("--techniques", nargs="*", choices=TECHNIQUES, default=[*TECHNIQUES])
     parser.add_argument("--only-print", action="store_true", help="write no result")

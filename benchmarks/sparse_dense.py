@@ -23,19 +23,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
-from training_text import ARTICLE, prepare, sources
-from wikitext import command
+from harness import RESULTS, parser_of, picture, scratch_folder, write_result
+from processes import elastrata
+from texts import prepare, sources
 
 from elastrata.run import history
 from elastrata.run.facts import flops_by_phase
@@ -60,17 +56,16 @@ class Trained:
     """One run."""
 
     losses: list[float]
-    """Of every step."""
+    """The loss of every step."""
     evaluated: dict[int, float]
     """Validation loss by step."""
     flops: list[dict[str, int]]
-    """Of every phase."""
+    """The FLOPs of every phase."""
 
 
 def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
     """The recipe that all runs vary, its data prepared."""
-    text = str((arguments.wikitext / "validation.txt").resolve())
-    train, _, library = sources(arguments.wikitext, folder / "python", "whole")
+    train, validation, library = sources(arguments.wikitext, folder / "python", "whole")
     values: dict[str, Any] = {
         "extends": "gpt/quick",
         "workload": TINY if arguments.tiny else SMALL,
@@ -80,7 +75,7 @@ def write_recipe(arguments: argparse.Namespace, folder: Path) -> Path:
             "prepare": {
                 "sources": [train, library],
                 "tokenizer": {"vocab_size": VOCABULARY},
-                "held_out": [{"name": "validation", "paths": text, "document_start": ARTICLE}],
+                "held_out": [validation],
             },
         },
         "evaluation": {"every": max(1, arguments.steps // EVALUATIONS), "samples": 256},
@@ -114,7 +109,7 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
         overrides.append(f"schedule={{shape: cosine, final: 0.1, warmup_steps: {warm_up}}}")
     else:
         overrides.append(f"phases={phases(arguments, CASES[case])}")
-    done = command("train", str(recipe), *overrides, "--name", name)
+    done = elastrata("train", str(recipe), *overrides, "--name", name)
     entries = history.read(Storage(done["run_dir"]).sub("history"))
     steps = history.effective_steps(entries)
     dense = round(arguments.steps * arguments.dense_share)
@@ -129,7 +124,7 @@ def train(arguments: argparse.Namespace, recipe: Path, case: str, seed: int) -> 
 
 
 def summary(runs: Sequence[Trained], dense: Sequence[Trained]) -> dict[str, Any]:
-    """What a case came to, beside the dense runs with the same seeds."""
+    """The figures of a case beside the dense runs with the same seeds."""
     last = [list(run.evaluated.values())[-1] for run in runs]
     beside = [list(run.evaluated.values())[-1] for run in dense]
     gaps = [one - other for one, other in zip(last, beside, strict=True)]
@@ -162,8 +157,7 @@ def spans(losses: Sequence[float]) -> list[Any]:
 
 def draw(cases: Mapping[str, Sequence[Trained]], path: Path) -> None:
     """Validation loss over the steps, and over the FLOPs that were needed; every seed a line."""
-    figure = Figure(figsize=(10, 4.5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(10, 4.5)
     left, right = figure.subplots(1, 2, sharey=True)
     for (case, runs), color in zip(cases.items(), COLORS, strict=False):
         for number, run in enumerate(runs):
@@ -186,20 +180,8 @@ def _needed(run: Trained, step: int) -> float:
     return float(np.interp(step / total * shares[-1], shares, ends))
 
 
-@contextmanager
-def scratch_folder(wanted: Path | None) -> Iterator[Path]:
-    """The one that is wanted, or one that goes away again."""
-    if wanted:
-        wanted.mkdir(parents=True, exist_ok=True)
-        yield wanted
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all runs")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--dense-share", type=float, default=0.2, help="of the steps")
@@ -207,7 +189,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--scratch", type=Path, help="a folder that keeps data and runs")
-    parser.add_argument("--cases", help="some of " + "; ".join(CASES) + ", with ';' between")
+    parser.add_argument("--cases", help="some, with ';' between")
     arguments = parser.parse_intermixed_args()
     chosen = arguments.cases.split(";") if arguments.cases else list(CASES)
     if unknown := set(chosen) - set(CASES):
@@ -221,7 +203,6 @@ def main() -> None:
                 last = list(found[case][-1].evaluated.values())[-1]
                 print(f"{case}, seed {seed}: {last:.4f}", flush=True)
     name = "sparse_dense_tiny" if arguments.tiny else "sparse_dense"
-    RESULTS.mkdir(exist_ok=True)
     draw(found, RESULTS / f"{name}.png")
     write_result(
         name,

@@ -8,17 +8,15 @@ and with two; medians over the rounds. DATA_SET is prepared by `elastrata prepar
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from report import write_result
+from harness import medians, parser_of, write_result
+from processes import last_line
 
 PHASES = {
     "imports": "Python, torch and the recipe, in the driver",
@@ -77,9 +75,8 @@ def one_start(data: str, workers: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, help="only print one start with that many workers")
     arguments = parser.parse_args()
     data = str(Path(arguments.data_set).resolve())
@@ -89,14 +86,9 @@ def main() -> None:
     figures: dict[str, Any] = {"phases": PHASES}
     for workers in (1, 2):
         command = [sys.executable, __file__, data, "--workers", str(workers)]
-        rounds = []
-        for _ in range(arguments.rounds):
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            rounds.append(json.loads(done.stdout.splitlines()[-1]))
-        figures[f"seconds_with_{workers}_workers"] = {
-            name: round(statistics.median(r.get(name, 0.0) for r in rounds), 2)
-            for name in (*PHASES, "total")
-        }
+        starts = [last_line(command) for _ in range(arguments.rounds)]
+        rounds = [{name: one.get(name, 0.0) for name in (*PHASES, "total")} for one in starts]
+        figures[f"seconds_with_{workers}_workers"] = medians(rounds, 2)
         figures[f"totals_with_{workers}_workers"] = [round(r["total"], 1) for r in rounds]
     write_result("startup", figures, ("elastrata", "ray", "torch", "mlflow"))
 

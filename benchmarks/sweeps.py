@@ -9,13 +9,12 @@ training, tokens that early stopping saves, and how near its best comes to that 
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from report import write_result
+from harness import parser_of, scratch_folder, write_result
+from texts import wikitext_source
 
 import elastrata
 from elastrata.cluster.ray_session import ray_session
@@ -24,7 +23,6 @@ from elastrata.sweeps.folder import JOURNAL
 from elastrata.sweeps.result import SweepResult
 from elastrata_pipelines.storage import Storage
 
-ARTICLE = r"^ = [^=].* = $"
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [3e-4, 1e-2], "points": 4},
     "optimizer.betas.1": {"uniform": [0.9, 0.999], "points": 2},
@@ -35,14 +33,10 @@ TRIALS, LEAST_CHECKS = 16, 12
 
 
 def changes(wikitext: Path, scratch: Path, steps: int) -> dict[str, Any]:
-    text = {
-        part: {"name": part, "paths": str(wikitext / f"{part}.txt"), "document_start": ARTICLE}
-        for part in ("train", "validation")
-    }
     return {
         "data.path": str(scratch / "data"),
-        "data.prepare.sources": [text["train"]],
-        "data.prepare.held_out": [text["validation"]],
+        "data.prepare.sources": [wikitext_source(wikitext, "train")],
+        "data.prepare.held_out": [wikitext_source(wikitext, "validation")],
         "data.prepare.seq_len": 64,
         "data.prepare.tokenizer.vocab_size": 8192,
         "storage": str(scratch / "runs"),
@@ -82,19 +76,17 @@ def figures(result: SweepResult, slots: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wikitext", type=Path)
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--only", choices=["asha"], help="Leave the grid out, to try things.")
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--folder", type=Path, help="of the sweeps, kept; they go on in it.")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, ray_session():
-        folder = arguments.folder or scratch
+    with scratch_folder(arguments.folder) as folder, ray_session():
         common: dict[str, Any] = {
             "recipe": "bert/tiny",
-            "changes": changes(arguments.wikitext.resolve(), Path(folder), arguments.steps),
+            "changes": changes(arguments.wikitext, folder, arguments.steps),
             "space": SPACE,
             "concurrency": arguments.slots,
             "trials": arguments.trials,

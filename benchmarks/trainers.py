@@ -31,12 +31,9 @@ Writes `results/trainers.json`, or `trainers-paragraphs.json`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +42,12 @@ from typing import Any
 import torch
 from data_loading import write_arrays
 from engine import NICENESS
-from report import versions_in, write_result
-from training_text import VOCABULARY, Documents, prepare, sources
-from wikitext import command
+from harness import parser_of, scratch_folder, write_result
+from processes import last_line, trained_steps, versions_in
+from texts import VOCABULARY, Documents, prepare, sources
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.run import history
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
@@ -79,12 +75,12 @@ DEFAULT = next(iter(RIVALS))
 PACKAGES = ("torch", "transformers", "accelerate")
 COMPOSER_PACKAGES = ("torch", "transformers", "mosaicml")
 Step = dict[str, float]
-"""Of one step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
+"""One step: its real tokens, computed positions, FLOPs, and when it ended, in seconds."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all trainers are given."""
+    """The data and environments that trainers are given."""
 
     scratch: Path
     rivals: Path
@@ -106,11 +102,8 @@ class Bench:
         return self.rival_steps(RIVALS[trainer], seed)
 
     def our_steps(self, workers: int, changes: Sequence[str], seed: int) -> list[Step]:
-        with tempfile.TemporaryDirectory() as storage:
-            size = (f"workers.min={workers}", f"workers.max={workers}")
-            overrides = (f"storage={storage}", f"seed={seed}", *size, *changes)
-            command("train", str(self.recipe_path), *overrides, "--name", "run")
-            entries = history.read(Storage(storage).sub("run", "history"))
+        size = (f"workers.min={workers}", f"workers.max={workers}")
+        steps = trained_steps(str(self.recipe_path), f"seed={seed}", *size, *changes)
         return [
             {
                 "tokens": step["batch_tokens"],
@@ -118,21 +111,16 @@ class Bench:
                 "flops": step["flops"],
                 "ended": step["time"],
             }
-            for step in history.effective_steps(entries)
+            for step in steps
         ]
 
     def rival_steps(self, rival: tuple[str, str], seed: int) -> list[Step]:
         recipe = self.recipe(seed)
         python = self.composer if rival == RIVALS["Composer"] else self.rivals
         script = Path(__file__).with_name("measure_trainer.py")
-        done = subprocess.run(
-            ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)],
-            capture_output=True,
-            text=True,
+        found = last_line(
+            ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)]
         )
-        if done.returncode:
-            raise RuntimeError(f"{', '.join(rival)}:\n{done.stderr[-4000:]}")
-        found = json.loads(done.stdout.splitlines()[-1])
         return [
             {
                 "tokens": tokens,
@@ -147,7 +135,7 @@ class Bench:
 
 
 def settings(recipe: Recipe) -> str:
-    """What the recipe says, as the rivals' `Settings`."""
+    """The recipe's values as the rivals' `Settings`."""
     optimizer, bert = recipe.optimizer, recipe.workload
     assert isinstance(bert, Bert)
     return json.dumps(
@@ -279,7 +267,7 @@ def ratio(
 
 
 def data_set(scratch: Path) -> dict[str, Any]:
-    """What the samples are like."""
+    """The sizes of the samples."""
     manifest = Manifest.read(Storage(str(scratch / "data")))
     shorter = sum(manifest.length_histogram[: manifest.seq_len]) / manifest.samples
     return {
@@ -293,20 +281,18 @@ def data_set(scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser = parser_of(__doc__, rounds=ROUNDS, wikitext=True)
     parser.add_argument("--python", type=Path, required=True, help="a Python with the rivals")
     parser.add_argument("--composer", type=Path, required=True, help="a Python with Composer")
     parser.add_argument(
         "--documents", choices=RESULT, default="whole", help="what a sample is cut from"
     )
     parser.add_argument("--scratch", type=Path, help="folder for data and rounds, kept")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="to add")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as temporary:
-        scratch = (arguments.scratch or Path(temporary)) / arguments.documents
-        scratch.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(arguments.scratch) as folder:
+        scratch = folder / arguments.documents
+        scratch.mkdir(exist_ok=True)
         prepare_all(arguments.wikitext, scratch, arguments.documents)
         rounds = measure(Bench(scratch, arguments.python, arguments.composer), arguments.rounds)
         data = data_set(scratch)

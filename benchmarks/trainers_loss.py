@@ -15,10 +15,7 @@ Writes `results/trainers-loss.json` and `.png`; `--parts batches` keeps the loss
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,10 +26,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from report import RESULTS, write_result
-from training_text import VOCABULARY, prepare, sources
+from harness import RESULTS, known_result, parser_of, picture, scratch_folder, write_result
+from texts import VOCABULARY, prepare, sources
 
 from elastrata.core.clip import build_clip
 from elastrata.core.evaluate import evaluate, held_out_step
@@ -51,7 +46,7 @@ DEALT, DRAWN = "Elastrata's order and deal", "batches drawn at random"
 PARTS = ("losses", "batches")
 RARE = 800
 """Ids from here on: tokens are numbered by how common they are, roughly."""
-RESULT = RESULTS / "trainers-loss.json"
+RESULT = "trainers-loss"
 Curve = list[tuple[int, float]]
 """Tokens seen, and the validation loss then."""
 Curves = dict[str, list[Curve]]
@@ -70,7 +65,7 @@ def dealt_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
 
 
 def drawn_steps(batches: Batches, recipe: Recipe) -> Iterator[list[Rows]]:
-    """The same of batches that one permutation of all samples is cut into.
+    """The micro-batches of steps that one permutation of all samples is cut into.
 
     Rows are sorted by length inside their batch, for speed alone: a loss is a sum over them.
     """
@@ -119,7 +114,7 @@ def train(name: str, recipe: Recipe) -> Curve:
 
 
 def batch_figures(name: str, recipe: Recipe) -> dict[str, float]:
-    """Of all batches of a run: their tokens, and the rare words that two of their samples share."""
+    """The batches of a run: their tokens, and the rare words that two of their samples share."""
     tokens, shared = [], []
     for micro_batches in STEPS_OF[name](training_data(recipe).train, recipe):
         tokens.append(sum(len(rows.tokens) for rows in micro_batches))
@@ -206,8 +201,7 @@ def comparison(curves: Curves) -> list[dict[str, Any]]:
 
 def draw(curves: Curves, path: Path) -> None:
     """Every seed as a line, the seeds of each kind as a band."""
-    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(8, 5)
     axes = figure.subplots()
     for name, runs in curves.items():
         tokens = [count for count, _ in runs[0]]
@@ -226,7 +220,7 @@ def draw(curves: Curves, path: Path) -> None:
 def loss_figures(curves: Curves) -> dict[str, Any]:
     """Both curves, drawn too."""
     compared = comparison(curves)
-    draw(curves, RESULT.with_suffix(".png"))
+    draw(curves, RESULTS / f"{RESULT}.png")
     return {
         "within_the_spread_of_seeds": all(
             abs(point["difference_of_means"]) <= point["spread_of_the_random_seeds"]
@@ -238,17 +232,13 @@ def loss_figures(curves: Curves) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt and validation.txt")
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--scratch", type=Path, help="folder for the data, kept")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="to measure")
     arguments = parser.parse_args()
-    figures = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    figures |= {"steps": STEPS, "samples_per_step": BATCH_SIZE}
-    with tempfile.TemporaryDirectory() as temporary:
-        scratch = arguments.scratch or Path(temporary)
-        scratch.mkdir(exist_ok=True)
+    figures = known_result(RESULT) | {"steps": STEPS, "samples_per_step": BATCH_SIZE}
+    with scratch_folder(arguments.scratch) as scratch:
         recipe = write_recipe(arguments.wikitext, scratch)
         if "losses" in arguments.parts:
             figures |= loss_figures(run_all(recipe, arguments.seeds))
@@ -260,9 +250,7 @@ def main() -> None:
                 ]
                 for name in STEPS_OF
             }
-    own = ("command", "machine", "versions")
-    figures = {key: value for key, value in figures.items() if key not in own}
-    write_result(RESULT.stem, figures, ("elastrata", "torch"))
+    write_result(RESULT, figures, ("elastrata", "torch"))
 
 
 if __name__ == "__main__":

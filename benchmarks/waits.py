@@ -20,7 +20,6 @@ Writes benchmarks/results/waits.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -33,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from corpus import SEQ_LEN, prepare_corpus
-from report import write_result
+from harness import parser_of, write_result
+from processes import on_ranks
+from texts import NATURAL_LENGTH, prepare_natural_lengths
 
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.workload import Workload
@@ -62,7 +62,7 @@ COUNTED = ("bert/mini", "bert/base")
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank took for its share of one batch."""
+    """The time of one rank for its share of one batch."""
 
     work: int
     cpu_seconds: float
@@ -130,7 +130,7 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self._workload: Workload = recipe.workload
         self._vocabulary, self._seed = vocabulary, recipe.seed
-        self._model = recipe.workload.build_model(vocabulary, SEQ_LEN)
+        self._model = recipe.workload.build_model(vocabulary, NATURAL_LENGTH)
         blocks = recipe.workload.blocks(self._model)
         self._optimizer = build_optimizer(recipe.optimizer, self._model, blocks)
         self._parameters = list(self._model.parameters())
@@ -159,11 +159,7 @@ class Trainer:
         self._optimizer.step()
 
 
-def on_rank(rank: int, folder: Path, ranks: int, data: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+def on_rank(rank: int, ranks: int, data: str, steps: int) -> dict[str, list[Taken]]:
     recipe = recipe_of(data, SAMPLES_EACH * ranks, steps + WARM_UP)
     batches = training_data(recipe).train
     trainer = Trainer(recipe, batches.manifest.vocabulary)
@@ -179,17 +175,11 @@ def on_rank(rank: int, folder: Path, ranks: int, data: str, steps: int) -> None:
             if number >= WARM_UP:
                 shares.setdefault(name, []).append(share)
         trainer.update()
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, shares)
-    if rank == 0:
-        torch.save(found, folder / "found")
-    dist.destroy_process_group()
+    return shares
 
 
 def measure(ranks: int, data: str, steps: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_rank, (Path(folder), ranks, data, steps), nprocs=ranks)
-        found = torch.load(Path(folder) / "found", weights_only=False)
+    found = on_ranks(ranks, on_rank, ranks, data, steps)
     by_scheme = {name: [rank[name] for rank in found] for name in (*SCHEMES, CONTROL)}
     return {
         "ranks": ranks,
@@ -205,7 +195,7 @@ def table(shares: Sequence[Sequence[Taken]], value: Callable[[Taken], float]) ->
 
 
 def waits(shares: Sequence[Sequence[Taken]], ranks: int) -> dict[str, Any]:
-    """What one scheme made the ranks wait."""
+    """The waiting of the ranks under one scheme."""
     work, cpu = table(shares, lambda s: s.work), table(shares, lambda s: s.cpu_seconds)
     figures: dict[str, Any] = {
         "predicted_max_over_mean": rounded(imbalance(work)),
@@ -275,7 +265,9 @@ def forms(data: str, ranks: int) -> dict[str, Any]:
             ]
             key = f"padded to the longest of a micro-batch, {name}"
             found.setdefault(key, []).extend(padded)
-        found.setdefault(f"padded to {SEQ_LEN}", []).append(np.full_like(unsorted, SEQ_LEN))
+        found.setdefault(f"padded to {NATURAL_LENGTH}", []).append(
+            np.full_like(unsorted, NATURAL_LENGTH)
+        )
     text = int(np.concatenate(found["without padding"]).sum())
     return {
         name: counted(np.concatenate(lengths), text, batches.manifest.vocabulary)
@@ -284,7 +276,7 @@ def forms(data: str, ranks: int) -> dict[str, Any]:
 
 
 def counted(lengths: Ints, text: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Of rows that are computed as long as `lengths` say, for `text` tokens."""
+    """The cost of rows that are computed as long as `lengths` say, for `text` tokens."""
     flops = {}
     for name in COUNTED:
         workload: Any = load_recipe(name).workload
@@ -301,19 +293,18 @@ def rounded(value: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wikitext", type=Path, help="folder with train.txt")
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        data = prepare_corpus(arguments.wikitext, Path(scratch) / "data")
+        data = prepare_natural_lengths(arguments.wikitext, Path(scratch) / "data")
         manifest = training_data(recipe_of(data, SAMPLES_EACH, 1)).train.manifest
         figures = {
             "corpus": {
                 "samples": manifest.samples,
                 "mean_length": round(manifest.tokens / manifest.samples, 1),
-                f"share_of_length_{SEQ_LEN}": rounded(
-                    manifest.length_histogram[SEQ_LEN] / manifest.samples
+                f"share_of_length_{NATURAL_LENGTH}": rounded(
+                    manifest.length_histogram[NATURAL_LENGTH] / manifest.samples
                 ),
             },
             "steps": arguments.steps,

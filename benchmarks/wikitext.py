@@ -9,17 +9,16 @@ Writes `results/wikitext.json` with the loss curve, and the curve as a picture.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import subprocess
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
+from processes import elastrata
+from texts import wikitext_source
 
 from elastrata.core.evaluate import EVALUATION_SEED, held_out_step
 from elastrata.recipe.file import load_recipe
@@ -29,14 +28,6 @@ from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
 
 RECIPE, CURVE_POINTS = "bert/wikitext-mini", 100
-
-
-def command(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def most_frequent_accuracy(overrides: list[str]) -> float:
@@ -57,26 +48,24 @@ def most_frequent_accuracy(overrides: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wikitext", type=Path)
+    parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
+
+    def source(part: str) -> str:
+        return json.dumps([wikitext_source(arguments.wikitext, part)])
+
     with tempfile.TemporaryDirectory() as scratch:
-        texts = [
-            f'"{(arguments.wikitext / f"{part}.txt").resolve()}"'
-            for part in ("train", "validation")
-        ]
-        article = "document_start: '^ = [^=].* = $'"
         overrides = [
             f"data.path={scratch}/data",
-            f"data.prepare.sources=[{{name: train, paths: {texts[0]}, {article}}}]",
-            f"data.prepare.held_out=[{{name: validation, paths: {texts[1]}, {article}}}]",
+            f"data.prepare.sources={source('train')}",
+            f"data.prepare.held_out={source('validation')}",
             f"storage={scratch}/runs",
             *arguments.overrides,
         ]
-        prepared = command("prepare", RECIPE, *overrides)
+        prepared = elastrata("prepare", RECIPE, *overrides)
         started = time.perf_counter()
-        trained = command("train", RECIPE, *overrides)
+        trained = elastrata("train", RECIPE, *overrides)
         seconds = time.perf_counter() - started
         run = Storage(trained["run_dir"])
         shutil.copy(run.path(FOLDER, LOSS_CURVE), RESULTS / "wikitext-loss.png")

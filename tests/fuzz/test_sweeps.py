@@ -18,9 +18,8 @@ from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.folder import JOURNAL, TRIALS, check_same_sweep, sweep_digest, write_sweep
 from elastrata.sweeps.launch import check_journal
 from elastrata.sweeps.past import Past
-from elastrata.sweeps.report import Report
 from elastrata.sweeps.result import read_result
-from elastrata.sweeps.standings import report_entry
+from elastrata.sweeps.standings import Report, report_entry
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.storage import Storage
 from support.histories import record

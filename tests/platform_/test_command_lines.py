@@ -20,7 +20,7 @@ from elastrata.cli.main import app, run
 from elastrata.cluster.ray_session import ray_session
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_reader import available_recipes
-from elastrata.sweeps.best import find_sweep
+from elastrata.sweeps.result import find_sweep
 from support.command_lines import NOT_RUN, READING, TO_A_BERT, TRAINING
 from support.documented import ROOT, documented_lines, documented_names
 from support.texts import plain_text

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
+from elastrata.recipe.data_spec import preparations
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.json_schema import recipe_schema
-from elastrata.recipe.preparations import preparations
 from elastrata.run import history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -360,3 +365,37 @@ def test_the_schema_takes_what_the_loader_takes(folder: Path) -> None:
         {**yaml.safe_load(to_yaml(load_recipe("good.yaml"))), "steps": "many"},
     ):
         assert not validator.is_valid(wrong)
+
+
+def _loads(folder: Path, values: dict[str, Any]) -> bool:
+    (folder / "tried.yaml").write_text(yaml.safe_dump(values))
+    with suppress(UserError):
+        return bool(load_recipe("tried.yaml"))
+    return False
+
+
+def _whole_numbers(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, dict | list):
+            yield from _whole_numbers(value, (*path, key))
+        elif type(value) is int:
+            yield (*path, key)
+
+
+def test_the_schema_and_the_loader_agree_on_whole_numbers_written_with_a_point(
+    folder: Path,
+) -> None:
+    validator = jsonschema.Draft202012Validator(recipe_schema())
+    text = to_yaml(load_recipe("good.yaml"))
+    paths = list(_whole_numbers(yaml.safe_load(text)))
+    assert ("steps",) in paths
+    for path in paths:
+        values = yaml.safe_load(text)
+        *above, key = path
+        section = reduce(getitem, above, values)
+        section[key] = float(section[key])
+        assert _loads(folder, values), path
+        assert validator.is_valid(values), path
+        section[key] += 0.25
+        assert _loads(folder, values) == validator.is_valid(values), path

@@ -11,11 +11,9 @@ import pytest
 
 from elastrata.cli.main import run
 from elastrata.recipe.file import load_recipe
-from elastrata.simulation.interval import daly_seconds, young_seconds
-from elastrata.simulation.pace import Pace, step_seconds
 from elastrata.simulation.recovery import RecoverySeconds, read_recovery
 from elastrata.simulation.run import Conditions, Outcome, Run
-from elastrata.simulation.simulate import sweep
+from elastrata.simulation.simulate import Pace, daly_seconds, step_seconds, sweep, young_seconds
 from elastrata.simulation.trace import Event, Rates, drawn_events, read_trace, write_trace
 from elastrata_pipelines.errors import UserError
 from support.documented import documented_keys

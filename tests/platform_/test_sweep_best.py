@@ -13,8 +13,8 @@ from elastrata.cli.main import run
 from elastrata.launch.launch import TrainResult
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.history import HistoryWriter
-from elastrata.sweeps.best import best_recipe, find_sweep
 from elastrata.sweeps.folder import JOURNAL, write_sweep
+from elastrata.sweeps.result import best_recipe, find_sweep
 from elastrata.sweeps.standings import CONCLUDED, SUGGESTED
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.errors import UserError

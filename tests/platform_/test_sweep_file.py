@@ -14,8 +14,8 @@ from elastrata.cli.main import run
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.sweeps.file import load_sweep
 from elastrata.sweeps.folder import check_same_sweep, write_sweep
-from elastrata.sweeps.json_schema import sweep_schema
 from elastrata.sweeps.slots import slots
+from elastrata.sweeps.sweep import sweep_schema
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -102,6 +102,8 @@ def test_what_does_not_even_fit_is_told_with_the_rest(tmp_path: Path) -> None:
         ({"space": {}}, False),
         ({"space": {"optimizer.lr": {"loguniform": [1e-4]}}}, False),
         ({"searcher": {"name": "grid", "seed": 3}}, False),
+        ({"trials": 16.0}, True),
+        ({"trials": 16.5}, False),
     ],
 )
 def test_the_schema_takes_what_the_loader_takes(
@@ -111,6 +113,17 @@ def test_the_schema_takes_what_the_loader_takes(
     assert jsonschema.Draft202012Validator(sweep_schema()).is_valid(values) == is_one
     with nullcontext() if is_one else pytest.raises(UserError, match=next(iter(changes), "")):
         load_sweep(_written(tmp_path, **changes))
+
+
+def test_the_schema_knows_sweeps_that_extend_others(tmp_path: Path) -> None:
+    validator = jsonschema.Draft202012Validator(sweep_schema())
+    _written(tmp_path)
+    shorter = {"extends": "sweep.yaml", "trials": 3}
+    assert validator.is_valid(shorter)
+    assert not validator.is_valid({"trials": 3})
+    assert not validator.is_valid({**shorter, "trails": 3})
+    (tmp_path / "shorter.yaml").write_text(yaml.safe_dump(shorter))
+    assert load_sweep(str(tmp_path / "shorter.yaml")).trials == 3
 
 
 def test_values_that_the_recipe_does_not_take(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from elastrata.sweeps.domains import Domain, LogUniform, Uniform
 from elastrata.sweeps.past import Past
-from elastrata.sweeps.report import Report
 from elastrata.sweeps.schedulers import (
     TOKENS,
     AshaConfig,
@@ -20,7 +19,7 @@ from elastrata.sweeps.schedulers import (
     build_scheduler,
 )
 from elastrata.sweeps.searchers import OptunaConfig, RandomConfig, SearcherConfig, build_searcher
-from elastrata.sweeps.standings import Standings, report_entry
+from elastrata.sweeps.standings import Report, Standings, report_entry
 from elastrata.sweeps.suggestions import Suggestions
 from support.histories import record
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from elastrata.bench.lengths import check_fits, choose_lengths
-from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.layout_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches

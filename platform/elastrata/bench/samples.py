@@ -9,8 +9,8 @@ import numpy as np
 
 from elastrata.bench.input import rank_steps
 from elastrata.bench.lengths import DATA, check_fits, choose_lengths
-from elastrata.recipe.automatic_rules import fixed_tokens
 from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.layout_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import drawn_batches

@@ -38,28 +38,28 @@ def audit(
     from elastrata.run.names import named_run
 
     console = open_console(as_json=json)
-    found = [audit_run(named_run(url)) for url in (run, other) if url is not None]
+    audits = [audit_run(named_run(url)) for url in (run, other) if url is not None]
     compared = (
-        compare(found[0].steps, found[1].steps, tolerance=tolerance) if len(found) == 2 else None
+        compare(audits[0].steps, audits[1].steps, tolerance=tolerance) if len(audits) == 2 else None
     )
-    for one in found:
-        _show(console, one, with_steps=steps)
+    for audited in audits:
+        _show(console, audited, with_steps=steps)
     if compared:
         _show_comparison(console, compared, tolerance)
     if json:
-        print_json_line(_result(found, compared))
+        print_json_line(_result(audits, compared))
     same = compared is None or (compared.equal and compared.first_difference is None)
-    if not (same and all(one.partition_ok for one in found)):
+    if not (same and all(audited.partition_ok for audited in audits)):
         raise typer.Exit(1)
 
 
-def _result(found: list[Audit], compared: Comparison | None) -> dict[str, Any]:
+def _result(audits: list[Audit], compared: Comparison | None) -> dict[str, Any]:
     """The JSON of the command: that of the first run, and what the second one adds."""
-    first, *others = (one.to_dict() for one in found)
+    first, *others = (audited.to_dict() for audited in audits)
     difference = compared and compared.first_difference
     return {
         **first,
-        "partition_ok": all(one.partition_ok for one in found),
+        "partition_ok": all(audited.partition_ok for audited in audits),
         "equal": compared and compared.equal,
         "first_difference": difference and asdict(difference),
         "max_relative_loss_difference": compared and compared.max_relative_loss_difference,
@@ -67,31 +67,31 @@ def _result(found: list[Audit], compared: Comparison | None) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, found: Audit, *, with_steps: bool) -> None:
-    console.print(f"run  {found.run}", markup=False)
-    _show_attempts(console, found.attempts)
+def _show(console: Console, audited: Audit, *, with_steps: bool) -> None:
+    console.print(f"run  {audited.run}", markup=False)
+    _show_attempts(console, audited.attempts)
     if with_steps:
-        _show_steps(console, found)
-    for line in found.problems[:_PROBLEM_LINES]:
+        _show_steps(console, audited)
+    for line in audited.problems[:_PROBLEM_LINES]:
         _verdict(console, "FAIL", line)
-    if (more := len(found.problems) - _PROBLEM_LINES) > 0:
+    if (more := len(audited.problems) - _PROBLEM_LINES) > 0:
         _verdict(console, "FAIL", f"and {more:,} more")
-    if found.data.state != "checked":
-        _verdict(console, "warn", f"the digests could not be checked: {found.data.text}")
-    for line in _proven(found) if found.partition_ok else ():
+    if audited.data.state != "checked":
+        _verdict(console, "warn", f"the digests could not be checked: {audited.data.text}")
+    for line in _proven(audited) if audited.partition_ok else ():
         _verdict(console, "ok", line)
     console.print()
 
 
-def _proven(found: Audit) -> list[str]:
-    last = found.steps[-1]
+def _proven(audited: Audit) -> list[str]:
+    last = audited.steps[-1]
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
-    if found.chain == "whole":
+    if audited.chain == "whole":
         lines.append("every part of the history goes on after the one before it")
-    if found.data.state == "checked":
-        times = " and ".join(f"{epochs:,.2f}" for epochs in found.epochs)
+    if audited.data.state == "checked":
+        times = " and ".join(f"{epochs:,.2f}" for epochs in audited.epochs)
         lines.append(
-            f"every digest is that of the data set{'s' * (len(found.epochs) > 1)}, {times} times "
+            f"every digest is that of the data set{'s' * (len(audited.epochs) > 1)}, {times} times "
             "through: every sample once in each epoch"
         )
     return lines
@@ -114,11 +114,11 @@ def _show_attempts(console: Console, attempts: tuple[Attempt, ...]) -> None:
     console.print(table)
 
 
-def _show_steps(console: Console, found: Audit) -> None:
+def _show_steps(console: Console, audited: Audit) -> None:
     """Lines, not a table: there may be very many."""
     form = "{:>10}  {:>7}  {:>7}  {:<16}  {}"
     console.print(form.format("step", "attempt", "workers", "digest", "loss"), style="bold")
-    for step in found.steps:
+    for step in audited.steps:
         loss = f"{step['loss']:.6f}" + (" (skipped)" if step.get("skipped") else "")
         numbers = step["step"], step["attempt"], step["world_size"]
         console.print(form.format(*numbers, step["digest"], loss), markup=False)
@@ -130,9 +130,9 @@ def _show_comparison(console: Console, compared: Comparison, tolerance: float) -
     largest = f"{compared.max_relative_loss_difference:.2g}, relative"
     difference = compared.first_difference
     if difference:
-        one, two = ("none" if value is None else value for value in difference.values)
+        first, second = ("none" if value is None else value for value in difference.values)
         where = f"step {difference.step}: {difference.what}"
-        _verdict(console, "FAIL", f"the runs first differ at {where}: {one} and {two}")
+        _verdict(console, "FAIL", f"the runs first differ at {where}: {first} and {second}")
         _verdict(console, "warn", f"losses differ by at most {largest}")
     else:
         _verdict(console, "ok", f"losses differ by at most {largest} (tolerance {tolerance:g})")

@@ -67,13 +67,13 @@ def step(
         f"{samples.seq_len} tokens; {_settings_line(chosen)}; {steps} steps after {warm_up}\n",
         markup=False,
     )
-    found = measure_steps(chosen, samples, warm_up=warm_up)
-    show_step(console, found)
+    figures = measure_steps(chosen, samples, warm_up=warm_up)
+    show_step(console, figures)
     if json:
         sizes = {"seq_len": samples.seq_len, "vocabulary": samples.vocabulary.size}
         counts = {"steps": steps, "warm_up": warm_up, "lengths": samples.lengths}
         settings = {"recipe": recipe, **_settings(chosen), **counts, **sizes}
-        print_json_line({**settings, **asdict(found), "versions": versions()})
+        print_json_line({**settings, **asdict(figures), "versions": versions()})
 
 
 @bench.command()
@@ -100,11 +100,11 @@ def data(
 
     console = open_console(as_json=json)
     chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
-    found = _read(chosen, workers, steps, warm_up, address)
-    show_input(console, found)
+    figures = _read(chosen, workers, steps, warm_up, address)
+    show_input(console, figures)
     if json:
         settings = {"recipe": recipe, "batch_size": chosen.batch_size, "warm_up": warm_up}
-        print_json_line({**settings, **asdict(found), "versions": versions()})
+        print_json_line({**settings, **asdict(figures), "versions": versions()})
 
 
 @bench.command()
@@ -129,10 +129,12 @@ def balance(
     numbers = numbers_of_workers(workers)
     console = open_console(as_json=json)
     chosen = _phase_alone(load_recipe(recipe, overrides or []), phase)
-    found = measure_balances(chosen, lengths, numbers, samples_per_worker=samples_per_worker)
-    show_balances(console, found)
+    by_workers = measure_balances(chosen, lengths, numbers, samples_per_worker=samples_per_worker)
+    show_balances(console, by_workers)
     if json:
-        balances = [{"workers": number, **asdict(one)} for number, one in found.items()]
+        balances = [
+            {"workers": number, **asdict(measured)} for number, measured in by_workers.items()
+        ]
         settings = {"recipe": recipe, "samples_per_worker": samples_per_worker}
         print_json_line({**settings, "balances": balances})
 
@@ -161,17 +163,17 @@ def reduce(
 
     console = open_console(as_json=json)
     chosen = load_recipe(recipe, overrides or [])
-    found = measure_reduction(
+    figures = measure_reduction(
         bucket_sizes(chosen),
         processes=processes or max(2, torch.cuda.device_count()),
         gathered=torch.bfloat16 if chosen.precision == "bf16" else torch.float32,
         rounds=steps,
         warm_up=warm_up,
     )
-    show_reduction(console, found)
+    show_reduction(console, figures)
     if json:
         settings = {"recipe": recipe, "steps": steps, "warm_up": warm_up}
-        print_json_line({**settings, **asdict(found), "versions": versions()})
+        print_json_line({**settings, **asdict(figures), "versions": versions()})
 
 
 def _phase_alone(recipe: Recipe, phase: int) -> Recipe:
@@ -203,7 +205,7 @@ def _read(
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe decides how fast its step is, beside the model."""
+    """The keys of a recipe that decide how fast its step is, beside the model."""
     return {
         "precision": recipe.precision,
         "compile": recipe.compile,

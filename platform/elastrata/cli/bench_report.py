@@ -23,46 +23,48 @@ _PHASES = {
 }
 
 
-def show_step(console: Console, found: StepFigures) -> None:
-    """What one device makes of a recipe's steps."""
+def show_step(console: Console, figures: StepFigures) -> None:
+    """Prints how fast one device does a recipe's steps."""
     rows = {
-        "sequences/s": _three(found.sequences_per_second, "{:,.4g}"),
-        "real tokens/s": _three(found.tokens_per_second, "{:,.0f}"),
-        "positions/s": _three(found.positions_per_second, "{:,.0f}"),
+        "sequences/s": _three(figures.sequences_per_second, "{:,.4g}"),
+        "real tokens/s": _three(figures.tokens_per_second, "{:,.0f}"),
+        "positions/s": _three(figures.positions_per_second, "{:,.0f}"),
     }
-    if found.mfu and found.peak_flops:
-        rows["MFU"] = _three(found.mfu, "{:.1%}")
-    rows["seconds a step"] = _three(found.seconds, "{:.4g}")
-    for name, phase in found.seconds_by_phase.items():
+    if figures.mfu and figures.peak_flops:
+        rows["MFU"] = _three(figures.mfu, "{:.1%}")
+    rows["seconds a step"] = _three(figures.seconds, "{:.4g}")
+    for name, phase in figures.seconds_by_phase.items():
         rows[f"  {_PHASES[name]}"] = _three(phase, "{:.4g}")
     _table(console, ("", "median", "lower", "upper quartile"), rows)
-    if found.peak_flops:
-        peak = f"{found.peak_flops / 1e12:.0f} TFLOP/s of {found.device}"
-        console.print(f"\nMFU          of {peak}: {found.mfu_convention}", markup=False)
+    if figures.peak_flops:
+        peak = f"{figures.peak_flops / 1e12:.0f} TFLOP/s of {figures.device}"
+        console.print(f"\nMFU          of {peak}: {figures.mfu_convention}", markup=False)
     else:
-        console.print(f"\nMFU          none: the peak of {found.device} is not known", markup=False)
-    console.print(f"padding      {found.padding:.1%} of the positions")
-    console.print(f"FLOPs        {found.flops_per_token:.4g} per real token")
-    console.print(f"memory       {found.peak_memory_bytes / 2**30:.2f} GiB at most")
-    console.print(f"warm-up      {found.seconds_warming_up:.1f} s")
-    console.print(f"loss         {found.loss:.4f} at the last step")
-    for line in found.substitutions:
+        console.print(
+            f"\nMFU          none: the peak of {figures.device} is not known", markup=False
+        )
+    console.print(f"padding      {figures.padding:.1%} of the positions")
+    console.print(f"FLOPs        {figures.flops_per_token:.4g} per real token")
+    console.print(f"memory       {figures.peak_memory_bytes / 2**30:.2f} GiB at most")
+    console.print(f"warm-up      {figures.seconds_warming_up:.1f} s")
+    console.print(f"loss         {figures.loss:.4f} at the last step")
+    for line in figures.substitutions:
         console.print(f"lacking      {line}", style="yellow", markup=False)
 
 
-def show_input(console: Console, found: InputFigures) -> None:
-    """How fast the input pipeline is."""
-    plural = "s" * (found.workers > 1)
+def show_input(console: Console, figures: InputFigures) -> None:
+    """Prints how fast the input pipeline is."""
+    plural = "s" * (figures.workers > 1)
     console.print(
-        f"through {found.through}, to {found.workers} worker{plural}: "
-        f"{quantity(found.tokens)} tokens in {found.steps:,} steps, {found.seconds:.3g} s\n"
-        f"tokens/s     {quantity(found.tokens_per_second)}\n"
-        f"first batch  {found.seconds_to_first_batch:.3g} s"
+        f"through {figures.through}, to {figures.workers} worker{plural}: "
+        f"{quantity(figures.tokens)} tokens in {figures.steps:,} steps, {figures.seconds:.3g} s\n"
+        f"tokens/s     {quantity(figures.tokens_per_second)}\n"
+        f"first batch  {figures.seconds_to_first_batch:.3g} s"
     )
 
 
-def show_balances(console: Console, found: Mapping[int, Balance]) -> None:
-    """Largest work of a worker over the mean, by number of workers."""
+def show_balances(console: Console, balances: Mapping[int, Balance]) -> None:
+    """Prints the largest work of a worker over the mean, by number of workers."""
     headings = ("workers", "max/mean", "worst", "least possible", "random", "micro-batches")
     rows = {
         f"{workers:,}": (
@@ -72,32 +74,32 @@ def show_balances(console: Console, found: Mapping[int, Balance]) -> None:
             f"{balance.imbalance_random:.4f}",
             f"{balance.micro_batches:.3g}",
         )
-        for workers, balance in found.items()
+        for workers, balance in balances.items()
     }
     _table(console, headings, rows)
 
 
-def show_reduction(console: Console, found: ReductionFigures) -> None:
-    """What the collectives of a model cost."""
+def show_reduction(console: Console, figures: ReductionFigures) -> None:
+    """Prints the cost of a model's collectives."""
     console.print(
-        f"{found.processes} processes over {found.backend}, {found.parameters:,} parameters in "
-        f"{found.buckets} buckets"
+        f"{figures.processes} processes over {figures.backend}, "
+        f"{figures.parameters:,} parameters in {figures.buckets} buckets"
     )
     headings = ("seconds", "median", "lower", "upper", "MB", "GB/s")
     rows = {
-        one.collective: (
-            *_three(one.seconds, "{:.3g}"),
-            f"{one.bytes / 1e6:,.1f}",
-            f"{one.gigabytes_per_second:.3g}",
+        cost.collective: (
+            *_three(cost.seconds, "{:.3g}"),
+            f"{cost.bytes / 1e6:,.1f}",
+            f"{cost.gigabytes_per_second:.3g}",
         )
-        for one in found.collectives
+        for cost in figures.collectives
     }
-    rows["scatter and gather"] = (*_three(found.seconds_scattered, "{:.3g}"), "", "")
+    rows["scatter and gather"] = (*_three(figures.seconds_scattered, "{:.3g}"), "", "")
     _table(console, headings, rows)
 
 
-def _three(found: Quartiles, form: str) -> tuple[str, str, str]:
-    return form.format(found.median), form.format(found.lower), form.format(found.upper)
+def _three(quartiles: Quartiles, form: str) -> tuple[str, str, str]:
+    return form.format(quartiles.median), form.format(quartiles.lower), form.format(quartiles.upper)
 
 
 def _table(console: Console, headings: Iterable[str], rows: Mapping[str, tuple[str, ...]]) -> None:

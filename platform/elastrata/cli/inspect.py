@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.data_report import (
+from elastrata.cli.inspect_report import (
     SCHEMES,
+    model_result,
     show_balance,
     show_excerpts,
     show_lengths,
     show_manifest,
+    show_model,
     show_sources,
 )
-from elastrata.cli.model_report import model_result, show_model
 from elastrata.cli.options import Json, Overrides, Phase, Workers, numbers_of_workers, part_of
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
@@ -109,20 +110,20 @@ def inspect(
     show_manifest(console, storage.uri(), manifest)
     show_sources(console, accounts)
     show_lengths(console, manifest.length_histogram)
-    found = []
+    inspections = []
     for number in numbers:
-        found.append(_inspect(storage, manifest, subject, number, ranks_per_node))
-        show_balance(console, found[-1])
+        inspections.append(_inspect(storage, manifest, subject, number, ranks_per_node))
+        show_balance(console, inspections[-1])
     show_excerpts(console, shown)
     if plot:
-        _draw(console, found, plot)
+        _draw(console, inspections, plot)
     if json:
         told = {
             "sources": [asdict(account) for account in accounts],
             "excerpts": [asdict(excerpt) for excerpt in shown],
         }
         whole = {"model": model} if model else {}
-        print_json_line({**_result(found, manifest, verify), **told, **whole})
+        print_json_line({**_result(inspections, manifest, verify), **told, **whole})
 
 
 def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str, Any]:
@@ -130,9 +131,9 @@ def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str,
     from elastrata.launch.model_inspection import inspect_model
 
     assert recipe is not None
-    found = inspect_model(recipe)
-    show_model(console, name, recipe, found)
-    return model_result(found)
+    inspection = inspect_model(recipe)
+    show_model(console, name, recipe, inspection)
+    return model_result(inspection)
 
 
 def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:
@@ -144,15 +145,15 @@ def _check_plot(plot: Path | None, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is inspected, as the arguments and the recipe have it."""
+    """The data set and how to look at it, as the arguments and the recipe have it."""
 
     url: str
     model: Recipe | None
-    """Whose workload gives the cost of a sample; None: BERT-base."""
+    """Its workload gives the cost of a sample; None: BERT-base."""
     batch_size: int | None
     tokens_per_micro_batch: int | None
     order: dict[str, int]
-    """Of a recipe: what decides the order of its samples."""
+    """The arguments that decide the order of a recipe's samples."""
 
 
 def _subject(
@@ -247,20 +248,22 @@ def _verify(console: Console, storage: Storage) -> None:
     console.print("every file is there and has its checksum\n", style="green")
 
 
-def _draw(console: Console, found: Sequence[Inspection], plot: Path) -> None:
+def _draw(console: Console, inspections: Sequence[Inspection], plot: Path) -> None:
     from elastrata.tracking.plots import imbalance_curves
 
     curves: dict[str, dict[int, float]] = {name: {} for name in SCHEMES.values()}
-    for one in found:
-        for scheme in one.schemes:
-            curves[SCHEMES[scheme.scheme]][one.workers] = scheme.imbalance_max_over_mean
+    for inspection in inspections:
+        for scheme in inspection.schemes:
+            curves[SCHEMES[scheme.scheme]][inspection.workers] = scheme.imbalance_max_over_mean
     imbalance_curves(curves, plot)
     console.print(f"plot {plot}", markup=False)
 
 
-def _result(found: Sequence[Inspection], manifest: Manifest, verified: bool) -> dict[str, Any]:
+def _result(
+    inspections: Sequence[Inspection], manifest: Manifest, verified: bool
+) -> dict[str, Any]:
     """The JSON of the command."""
-    first = found[0]
+    first = inspections[0]
     return {
         "samples": first.samples,
         "tokens": first.tokens,
@@ -277,11 +280,11 @@ def _result(found: Sequence[Inspection], manifest: Manifest, verified: bool) -> 
         "verified": verified,
         "comparison": [
             {
-                "workers": one.workers,
-                "batch_size": one.batch_size,
-                "advice": one.advice,
-                "schemes": [asdict(scheme) for scheme in one.schemes],
+                "workers": inspection.workers,
+                "batch_size": inspection.batch_size,
+                "advice": inspection.advice,
+                "schemes": [asdict(scheme) for scheme in inspection.schemes],
             }
-            for one in found
+            for inspection in inspections
         ],
     }

@@ -20,15 +20,13 @@ from elastrata.cli.export import export
 from elastrata.cli.generate import generate
 from elastrata.cli.guard import guard
 from elastrata.cli.inspect import inspect
+from elastrata.cli.jobs import stop, submit
 from elastrata.cli.plan import plan
 from elastrata.cli.prepare import prepare
 from elastrata.cli.quickstart import quickstart
-from elastrata.cli.runs import runs
+from elastrata.cli.runs import runs, status
 from elastrata.cli.schema import schema
 from elastrata.cli.simulate import simulate
-from elastrata.cli.status import status
-from elastrata.cli.stop import stop
-from elastrata.cli.submit import submit
 from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
 from elastrata.cluster.interrupt import SIGNALS, is_ending

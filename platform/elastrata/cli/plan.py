@@ -59,61 +59,61 @@ def plan(
         where = replace(where, price=price)
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
-    found = make_plan(loaded, part_of(loaded, phase), where)
-    families = found.result.families[:best]
+    made = make_plan(loaded, part_of(loaded, phase), where)
+    families = made.result.families[:best]
     console.print(
-        f"{recipe} on {where.devices}x{where.device.name}: {found.model.parameters / 1e9:.4g} "
-        f"billion parameters, {found.batch_size:,} samples of {found.model.seq_len:,} tokens a "
-        f"step, {found.steps:,} steps\n",
+        f"{recipe} on {where.devices}x{where.device.name}: {made.model.parameters / 1e9:.4g} "
+        f"billion parameters, {made.batch_size:,} samples of {made.model.seq_len:,} tokens a "
+        f"step, {made.steps:,} steps\n",
         markup=False,
     )
-    show_plan(console, found, families)
+    show_plan(console, made, families)
     if explain:
-        show_terms(console, found, families[0])
-    chosen = _runnable(loaded, found)
+        show_terms(console, made, families[0])
+    chosen = _runnable(loaded, made)
     if chosen is not None and chosen is not families[0]:
         console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
-    left_open = _left_open(loaded, part_of(loaded, phase), found)
+    left_open = _left_open(loaded, part_of(loaded, phase), made)
     if left_open is not None:
-        show_automatic(console, found, left_open)
+        show_automatic(console, made, left_open)
     if write is not None:
-        _write(write, recipe, overrides or [], loaded, found, chosen)
+        _write(write, recipe, overrides or [], loaded, made, chosen)
         console.print(f"\nrecipe {write}", markup=False)
     if plot is not None:
-        _draw(found, plot)
+        _draw(made, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
         written = None if write is None else str(write)
         print_json_line(
             {
                 "recipe": recipe,
-                **plan_result(found, families),
+                **plan_result(made, families),
                 "automatic": left_open and asdict(left_open),
                 "written": written,
             }
         )
 
 
-def _left_open(recipe: Recipe, part: PhaseKeys, found: Plan) -> AutomaticPlan | None:
-    """What `auto` would stand for with all devices, divided as the recipe says; None where it
-    leaves nothing open, or those devices cannot be divided so."""
+def _left_open(recipe: Recipe, part: PhaseKeys, made: Plan) -> AutomaticPlan | None:
+    """The values that `auto` would stand for with all devices, divided as the recipe says; None
+    where it leaves nothing open, or those devices cannot be divided so."""
     from elastrata.planner.group import planned
 
     size = recipe.parallel.group_size
-    if not recipe.is_automatic or found.cluster.devices % size:
+    if not recipe.is_automatic or made.cluster.devices % size:
         return None
-    return planned(recipe, part, found.model, found.cluster)
+    return planned(recipe, part, made.model, made.cluster)
 
 
-def _runnable(recipe: Recipe, found: Plan) -> Forecast | None:
+def _runnable(recipe: Recipe, made: Plan) -> Forecast | None:
     """The fastest layout that recipes of this version can say."""
     from elastrata.planner.plan import problems_of
 
     return next(
         (
-            one
-            for one in found.result.families
-            if not problems_of(recipe, one.layout, found.model.seq_len)
+            forecast
+            for forecast in made.result.families
+            if not problems_of(recipe, forecast.layout, made.model.seq_len)
         ),
         None,
     )
@@ -124,7 +124,7 @@ def _write(
     recipe: str,
     overrides: list[str],
     loaded: Recipe,
-    found: Plan,
+    made: Plan,
     chosen: Forecast | None,
 ) -> None:
     """A variant of the recipe that says the layout, and what the command line changed."""
@@ -137,11 +137,11 @@ def _write(
     for override in overrides:
         dotted, _, raw = override.partition("=")
         _set(values, dotted, parse_yaml(raw, dotted, count_lines=False))
-    for dotted, value in recipe_keys(loaded, chosen.layout, found.model.seq_len).items():
+    for dotted, value in recipe_keys(loaded, chosen.layout, made.model.seq_len).items():
         _set(values, dotted, value)
     base = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
-    header = f"# {chosen.layout}, by elastrata plan for {found.cluster.devices}x"
-    header += f"{found.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
+    header = f"# {chosen.layout}, by elastrata plan for {made.cluster.devices}x"
+    header += f"{made.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
 
@@ -153,16 +153,16 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[key] = value
 
 
-def _draw(found: Plan, plot: Path) -> None:
+def _draw(made: Plan, plot: Path) -> None:
     from elastrata.tracking.plots import layout_cloud
 
     layout_cloud(
         [
-            (one.memory.total / 2**30, one.tokens_per_second, one.layout.pipeline)
-            for one in found.result.forecasts
+            (forecast.memory.total / 2**30, forecast.tokens_per_second, forecast.layout.pipeline)
+            for forecast in made.result.forecasts
         ],
-        [(one.memory.total / 2**30, one.tokens_per_second, str(one.layout))
-         for one in found.result.families[:3]],
-        found.cluster.device.memory_bytes / 2**30,
+        [(forecast.memory.total / 2**30, forecast.tokens_per_second, str(forecast.layout))
+         for forecast in made.result.families[:3]],
+        made.cluster.device.memory_bytes / 2**30,
         plot,
     )  # fmt: skip

@@ -34,7 +34,7 @@ _TERMS = {
 }
 
 
-def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
+def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
     """The best layouts in a table, with what makes each slower than the first."""
     headings = (
         "layout",
@@ -48,42 +48,42 @@ def show_plan(console: Console, found: Plan, best: Sequence[Forecast]) -> None:
         "cost",
         "",
     )
-    rows = [headings, *(_cells(best[0], one) for one in best)]
+    rows = [headings, *(_cells(best[0], forecast) for forecast in best)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *numbers, why in rows:
         cells = [first.ljust(widths[0])]
         cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
         console.print("  ".join([*cells, why]).rstrip(), markup=False)
     console.print(
-        f"\n{len(found.result.forecasts):,} layouts fit, {len(found.result.families):,} ways to "
-        f"divide the model; {found.result.too_large:,} need more memory than a device has",
+        f"\n{len(plan.result.forecasts):,} layouts fit, {len(plan.result.families):,} ways to "
+        f"divide the model; {plan.result.too_large:,} need more memory than a device has",
         markup=False,
     )
 
 
-def _cells(best: Forecast, one: Forecast) -> tuple[str, ...]:
+def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
     return (
-        str(one.layout),
-        f"{one.memory.total / _GIB:.1f}",
-        f"{one.time.total:.4g}",
-        f"{one.tokens_per_second:,.0f}",
-        f"{one.mfu:.1%}",
-        f"{one.bubble:.1%}",
-        f"{one.exposed:.1%}",
-        f"{one.hours:,.1f}",
-        "" if one.cost is None else f"{one.cost:,.0f}",
-        one.why_slower(best),
+        str(forecast.layout),
+        f"{forecast.memory.total / _GIB:.1f}",
+        f"{forecast.time.total:.4g}",
+        f"{forecast.tokens_per_second:,.0f}",
+        f"{forecast.mfu:.1%}",
+        f"{forecast.bubble:.1%}",
+        f"{forecast.exposed:.1%}",
+        f"{forecast.hours:,.1f}",
+        "" if forecast.cost is None else f"{forecast.cost:,.0f}",
+        forecast.why_slower(best),
     )
 
 
-def show_terms(console: Console, found: Plan, one: Forecast) -> None:
+def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
     """Every term of one layout's memory and time, and the figures that they are computed from."""
-    device, efficiency = found.cluster.device, found.machine.efficiency
-    console.print(f"\n{one.layout}\n\nmemory, GiB", markup=False)
-    for name, value in asdict(one.memory).items():
+    device, efficiency = plan.cluster.device, plan.machine.efficiency
+    console.print(f"\n{forecast.layout}\n\nmemory, GiB", markup=False)
+    for name, value in asdict(forecast.memory).items():
         console.print(f"  {name:<18}{value / _GIB:9.3f}  {_TERMS[name]}", markup=False)
     console.print("\ntime, seconds a step")
-    for name, value in asdict(one.time).items():
+    for name, value in asdict(forecast.time).items():
         console.print(f"  {name:<18}{value:9.4f}  {_TERMS[name]}", markup=False)
     console.print(
         f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
@@ -96,46 +96,46 @@ def show_terms(console: Console, found: Plan, one: Forecast) -> None:
     )
 
 
-def show_automatic(console: Console, found: Plan, planned: AutomaticPlan) -> None:
-    """What the recipe leaves open, as a group on all devices would choose it."""
+def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None:
+    """Prints the keys that the recipe leaves open, as a group on all devices would choose them."""
     fits = "" if planned.fits else ", which is too much"
     console.print(
         f"\nauto, where the recipe's own layout has all devices ({planned.layout}): "
         f"micro_batch_tokens {planned.micro_batch_tokens:,}, activation_checkpointing "
         f"{planned.activation_checkpointing}: {planned.memory_bytes / _GIB:.1f} GiB of "
-        f"{found.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
+        f"{plan.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
         "least and goes by what its first steps measure",
         markup=False,
     )
 
 
-def plan_result(found: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
-    """The same as JSON values."""
+def plan_result(plan: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
+    """The plan as JSON values."""
     return {
-        "device": found.cluster.device.name,
-        "devices": found.cluster.devices,
-        "per_node": found.cluster.per_node,
-        "parameters": found.model.parameters,
-        "batch_size": found.batch_size,
-        "steps": found.steps,
-        "seq_len": found.model.seq_len,
-        "fitting": len(found.result.forecasts),
-        "too_large": found.result.too_large,
+        "device": plan.cluster.device.name,
+        "devices": plan.cluster.devices,
+        "per_node": plan.cluster.per_node,
+        "parameters": plan.model.parameters,
+        "batch_size": plan.batch_size,
+        "steps": plan.steps,
+        "seq_len": plan.model.seq_len,
+        "fitting": len(plan.result.forecasts),
+        "too_large": plan.result.too_large,
         "layouts": [
             {
-                "layout": asdict(one.layout),
-                "memory_bytes": one.memory.total,
-                "step_seconds": one.time.total,
-                "tokens_per_second": one.tokens_per_second,
-                "mfu": one.mfu,
-                "bubble": one.bubble,
-                "exposed": one.exposed,
-                "hours": one.hours,
-                "cost": one.cost,
-                "memory": asdict(one.memory),
-                "time": asdict(one.time),
-                "why_not": one.why_slower(best[0]),
+                "layout": asdict(forecast.layout),
+                "memory_bytes": forecast.memory.total,
+                "step_seconds": forecast.time.total,
+                "tokens_per_second": forecast.tokens_per_second,
+                "mfu": forecast.mfu,
+                "bubble": forecast.bubble,
+                "exposed": forecast.exposed,
+                "hours": forecast.hours,
+                "cost": forecast.cost,
+                "memory": asdict(forecast.memory),
+                "time": asdict(forecast.time),
+                "why_not": forecast.why_slower(best[0]),
             }
-            for one in best
+            for forecast in best
         ],
     }

@@ -138,7 +138,7 @@ def _given(
     packing: str | None,
     held_out: float | None,
 ) -> dict[str, Any]:
-    """What the options say, by dotted key of `data.prepare`."""
+    """The values of the options, by dotted key of `data.prepare`."""
     said: dict[str, Any] = {}
     if tokenizer is not None:
         said["tokenizer.train" if tokenizer in _TRAINED else "tokenizer.load"] = tokenizer
@@ -181,8 +181,8 @@ def _from_options(
 def _from_recipe(
     arguments: list[str], out: str | None, given: dict[str, Any]
 ) -> dict[str, PrepareConfig]:
+    from elastrata.recipe.data_spec import preparations
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.preparations import preparations
 
     if not arguments:
         raise UserError("expected a recipe, or --text PATH... --out DIR")

@@ -27,7 +27,7 @@ _NEXT = {
     "--seq-len 256 --out data/mine-gpt\n"
     "            elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt",
 }
-"""What to do after it, by workload."""
+"""The commands to go on with, by workload."""
 
 
 def quickstart(
@@ -88,9 +88,9 @@ def _write(console: Console, model: Path) -> dict[str, Any]:
 
     console.print("5/5  write: what it would put after the beginning of a line")
     written = write_on(model)
-    for one in written:
-        console.print(f"     {one.prompt}[{_one_line(one.text)}]", markup=False)
-    return {"written": [asdict(one) for one in written]}
+    for name in written:
+        console.print(f"     {name.prompt}[{_one_line(name.text)}]", markup=False)
+    return {"written": [asdict(name) for name in written]}
 
 
 def _one_line(text: str) -> str:

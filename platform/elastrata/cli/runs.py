@@ -1,21 +1,25 @@
-"""`elastrata runs`: the runs there are, and how each of them stands."""
+"""`elastrata runs` and `elastrata status`: how runs stand, wherever they run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.cli.options import Json
+from elastrata.cli.options import Json, RunName
 from elastrata.terminal.console import STATE_STYLES, open_console, print_json_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from elastrata.run.names import ListedRun
+    from elastrata.run.status import Status
+
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
@@ -31,26 +35,28 @@ def runs(
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
-    found = list_runs(Storage(storage))
-    if found:
-        console.print(_table(found))
+    listed = list_runs(Storage(storage))
+    if listed:
+        console.print(_table(listed))
     else:
         console.print(f"{Storage(storage).uri()}: no runs here", markup=False)
-    for run in found:
+    for run in listed:
         if run.state is None:
             console.print(f"{run.name}: {run.text}", markup=False, style="red")
     if json:
-        print_json_line({"storage": Storage(storage).uri(), "runs": [asdict(run) for run in found]})
+        print_json_line(
+            {"storage": Storage(storage).uri(), "runs": [asdict(run) for run in listed]}
+        )
 
 
-def _table(found: Sequence[ListedRun]) -> Table:
+def _table(listed: Sequence[ListedRun]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
     for heading in ("run", "state", "step", "loss", "workers", "seen"):
         table.add_column(heading, justify="left" if heading in ("run", "state") else "right")
-    for run in found:
+    for run in listed:
         state = run.state or "unreadable"
         table.add_row(
             Text(run.name),
@@ -68,3 +74,88 @@ def _age(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+_CHAINS = {
+    "whole": "whole: every part of the history goes on after the one before it",
+    "none": "none: the history was written by an earlier version",
+    "broken": "broken: the history is not as it was written",
+}
+
+
+def status(
+    run: RunName,
+    json: Json = False,
+) -> None:
+    """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
+    from elastrata.run.names import named_run
+    from elastrata.run.status import status as look_at
+
+    console = open_console(as_json=json)
+    standing = look_at(named_run(run))
+    _show_state(console, standing)
+    _show_faults(console, standing)
+    _show_recoveries(console, standing)
+    if json:
+        print_json_line(standing.to_dict())
+
+
+def _show_state(console: Console, standing: Status) -> None:
+    from rich.text import Text
+
+    sizes = ", ".join(
+        f"{size.world_size} from step {size.step + 1}" for size in standing.world_sizes
+    )
+    newest = standing.checkpoint
+    rows: dict[str, str | Text] = {
+        "run": standing.run,
+        "state": Text(standing.text, style=STATE_STYLES[standing.state]),
+        "progress": f"step {standing.steps:,} of {standing.steps_in_all:,} "
+        f"({standing.progress:.1%}), "
+        f"{standing.samples_seen:,} samples, {standing.tokens_seen:,} tokens"
+        + (f", loss {standing.loss:.4f}" if standing.loss is not None else ""),
+        **({"target": str(standing.target)} if standing.target else {}),
+        "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
+        "workers": sizes or "none yet",
+        "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
+        f"({standing.share_lost:.1%})",
+        "chain": Text(
+            _CHAINS[standing.chain], style="bold red" if standing.chain == "broken" else ""
+        ),
+    }
+    for name, value in rows.items():
+        console.print(Text.assemble(f"{name:<12}", value))
+    for line in standing.problems:
+        console.print(Text.assemble(("altered     ", "bold red"), line))
+
+
+def _show_faults(console: Console, standing: Status) -> None:
+    from elastrata.run.state import utc
+
+    if standing.faults:
+        console.print("\nfaults")
+    for fault in standing.faults:
+        ranks = f", rank {', '.join(map(str, fault.ranks))}" if fault.ranks else ""
+        line = f"  {utc(fault.time)}  attempt {fault.attempt}{ranks}: {fault.text}"
+        console.print(line, markup=False)
+
+
+def _show_recoveries(console: Console, standing: Status) -> None:
+    from elastrata.run.state import utc
+
+    if standing.recoveries:
+        console.print("\nrecoveries")
+    for recovery in standing.recoveries:
+        seconds = f"{recovery.seconds_rolled_back:.1f} s"
+        again = f"{recovery.steps_rolled_back:,} steps done again ({seconds})"
+        workers = f"{recovery.world_size} worker{'s' * (recovery.world_size > 1)}"
+        parts = [
+            f"{recovery.cause}: {_duration(recovery.seconds)} without a step",
+            *([again] if recovery.steps_rolled_back else []),
+            f"on with {workers} from {recovery.state} state (attempt {recovery.attempt})",
+        ]
+        console.print(f"  {utc(recovery.time)}  {', '.join(parts)}", markup=False)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))

@@ -29,8 +29,8 @@ def schema(
     editor."""
     if keys and kind != "recipe":
         raise UserError(f"--keys: unexpected with {kind}: the page has the keys of all kinds")
-    found = _schema(kind)
-    text = _page() if keys else json_text.dumps(found, indent=1) + "\n"
+    schema_of_kind = _schema(kind)
+    text = _page() if keys else json_text.dumps(schema_of_kind, indent=1) + "\n"
     if out is not None:
         _write(out, text)
         console = open_console(as_json=json)
@@ -44,7 +44,7 @@ def schema(
         if json:
             print_json_line({"path": str(out.resolve())})
     elif json:
-        print_json_line(found)
+        print_json_line(schema_of_kind)
     else:
         typer.echo(text, nl=False)
 
@@ -56,7 +56,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
 
             return recipe_schema()
         case "sweep":
-            from elastrata.sweeps.json_schema import sweep_schema
+            from elastrata.sweeps.sweep import sweep_schema
 
             return sweep_schema()
         case "cluster":

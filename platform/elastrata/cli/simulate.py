@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastrata.cli.options import Json, Overrides, RecipeName
-from elastrata.cli.simulation_report import show_simulation, show_sweep, simulation_result
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from elastrata.planner.cluster import Cluster
     from elastrata.recipe.recipe import Recipe
-    from elastrata.simulation.pace import Pace
-    from elastrata.simulation.simulate import Prices
+    from elastrata.simulation.simulate import IntervalSweep, Pace, Prices, Simulation
     from elastrata.simulation.trace import Event
+
 
 _DAY = 86_400.0
 
@@ -64,8 +67,8 @@ def simulate(
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import as_if_full, in_steps
     from elastrata.simulation import simulate as simulation
-    from elastrata.simulation.pace import step_seconds as paced
     from elastrata.simulation.recovery import RecoverySeconds, read_recovery
+    from elastrata.simulation.simulate import step_seconds as paced
     from elastrata.simulation.trace import Rates, drawn_events, read_trace
 
     console = open_console(as_json=json)
@@ -95,9 +98,9 @@ def simulate(
     def events() -> Iterable[Event]:
         return given or drawn_events(where.devices, rates, seconds=days * _DAY, seed=seed)
 
-    found = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
+    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
     tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
-    show_simulation(console, found, loaded.steps_in_all)
+    show_simulation(console, simulated, loaded.steps_in_all)
     if tried is not None:
         show_sweep(console, tried)
     elif intervals:
@@ -105,27 +108,27 @@ def simulate(
     if plot is not None:
         from elastrata.tracking.plots import workers_over_time
 
-        workers_over_time(found.outcome.sizes, found.outcome.seconds, plot)
+        workers_over_time(simulated.outcome.sizes, simulated.outcome.seconds, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
-        print_json_line({"recipe": recipe, **simulation_result(found, tried)})
+        print_json_line({"recipe": recipe, **simulation_result(simulated, tried)})
 
 
 def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace, int]:
-    """What steps cost, and how many workers compute a sample together: as given, or by the fastest
-    layout that this version trains."""
+    """The cost of steps, and how many workers compute a sample together: as given, or by the
+    fastest layout that this version trains."""
     from elastrata.planner.plan import plan, problems_of
-    from elastrata.simulation.pace import Pace
+    from elastrata.simulation.simulate import Pace
 
     if seconds is not None:
         work = seconds * cluster.devices
         return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
-    found = plan(recipe, recipe.parts[0], cluster)
-    for one in found.result.families:
-        if not problems_of(recipe, one.layout, found.model.seq_len):
-            fixed = one.time.messages + one.time.update
-            work = (one.time.total - fixed) * cluster.devices
-            group = one.layout.tensor * one.layout.pipeline
+    planned = plan(recipe, recipe.parts[0], cluster)
+    for forecast in planned.result.families:
+        if not problems_of(recipe, forecast.layout, planned.model.seq_len):
+            fixed = forecast.time.messages + forecast.time.update
+            work = (forecast.time.total - fixed) * cluster.devices
+            group = forecast.layout.tensor * forecast.layout.pipeline
             return Pace(worker_seconds=work, fixed_seconds=fixed), group
     raise UserError("--step-seconds: expected: this version trains under none of the layouts")
 
@@ -136,3 +139,63 @@ def _prices(cluster: Cluster) -> Prices | None:
     if cluster.price is None or cluster.spot_price is None:
         return None
     return Prices(on_demand=cluster.price, spot=cluster.spot_price)
+
+
+def show_simulation(console: Console, simulation: Simulation, steps: int) -> None:
+    """Where the time went, and what it costs."""
+    outcome = simulation.outcome
+    faults = ", ".join(f"{count:,} {kind}" for kind, count in sorted(outcome.faults.items()))
+    rows = {
+        "steps": f"{outcome.steps:,} of {steps:,}, in {_duration(outcome.seconds)}",
+        "undisturbed": _duration(simulation.undisturbed_seconds),
+        "goodput": f"{outcome.goodput:.2%} of the time in steps that count",
+        "  again": f"{_share(outcome.seconds_again, outcome.seconds)}: "
+        f"{outcome.lost_steps:,} steps",
+        "  recovering": _share(outcome.seconds_recovering, outcome.seconds),
+        "  saving": _share(outcome.seconds_saving, outcome.seconds),
+        "  waiting": f"{_share(outcome.seconds_waiting, outcome.seconds)}: too few workers",
+        "faults": faults or "none",
+        "resizes": f"{outcome.resizes:,}",
+        "workers": f"{outcome.worker_seconds / max(1e-9, outcome.seconds):,.1f} there on average",
+    }
+    if simulation.cost is not None and simulation.cost_on_demand:
+        rows["cost"] = (
+            f"{simulation.cost:,.2f}; on demand and undisturbed {simulation.cost_on_demand:,.2f}: "
+            f"{simulation.cost / simulation.cost_on_demand:.1%} of it"
+        )
+    for name, value in rows.items():
+        console.print(f"{name:<13}{value}", markup=False)
+
+
+def show_sweep(console: Console, sweep: IntervalSweep) -> None:
+    """The goodput by interval, beside the formulas."""
+    console.print(
+        f"\nsteps between durable checkpoints, one fault that goes back to them every "
+        f"{_duration(sweep.seconds_between_faults)}: best {sweep.best:,}, Young {sweep.young:,}, "
+        f"Daly {sweep.daly:,}",
+        markup=False,
+    )
+    for interval, goodput in sweep.goodput.items():
+        console.print(f"  {interval:>9,}  {goodput:.3%}")
+
+
+def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> dict[str, Any]:
+    """The simulation as JSON values."""
+    outcome = asdict(simulation.outcome)
+    outcome.pop("sizes")
+    return {
+        **outcome,
+        "goodput": simulation.outcome.goodput,
+        "undisturbed_seconds": simulation.undisturbed_seconds,
+        "cost": simulation.cost,
+        "cost_on_demand": simulation.cost_on_demand,
+        "intervals": None if sweep is None else asdict(sweep),
+    }
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0.0:.2%}"

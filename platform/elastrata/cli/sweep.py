@@ -73,8 +73,8 @@ def _go_on(
     json: bool,
 ) -> int:
     """Shows the best trial, or trains its values."""
-    from elastrata.sweeps.best import best_recipe, find_sweep
     from elastrata.sweeps.file import changes_of
+    from elastrata.sweeps.result import best_recipe, find_sweep
 
     result = find_sweep(place)
     if not train:

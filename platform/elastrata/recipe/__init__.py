@@ -1,1 +1,1 @@
-"""What to train: recipes, from YAML to checked values."""
+"""Recipes, from YAML to checked values."""

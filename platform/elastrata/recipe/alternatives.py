@@ -38,10 +38,10 @@ def replaced_keys(annotation: Any, base: Mapping[str, Any], said: Mapping[str, A
     sections = [model for member in members(annotation) if (model := model_of(member))]
     if len(sections) > 1:
         return (base.keys() - said.keys()) & _of_other_kinds(sections, said)
-    found = {key for model in sections for key in _of_other_groups(model, said)}
-    found |= {key for model in sections for key in _of_other_values(model, said)}
-    found |= {key for model in sections for key in _of_other_name(model, base, said)}
-    return (base.keys() - said.keys()) & found
+    replaced = {key for model in sections for key in _of_other_groups(model, said)}
+    replaced |= {key for model in sections for key in _of_other_values(model, said)}
+    replaced |= {key for model in sections for key in _of_other_name(model, base, said)}
+    return (base.keys() - said.keys()) & replaced
 
 
 def type_below(annotation: Any, values: Any, key: Any) -> Any:
@@ -60,14 +60,14 @@ def type_below(annotation: Any, values: Any, key: Any) -> Any:
 def merged(annotation: Any, base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Two sections as one: sections in them are merged, anything else is replaced."""
     left_out = replaced_keys(annotation, base, values)
-    found = {key: value for key, value in base.items() if key not in left_out}
+    kept = {key: value for key, value in base.items() if key not in left_out}
     for key, value in values.items():
-        below = found.get(key)
+        below = kept.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            found[key] = merged(type_below(annotation, {**base, **values}, key), below, value)
+            kept[key] = merged(type_below(annotation, {**base, **values}, key), below, value)
         else:
-            found[key] = value
-    return found
+            kept[key] = value
+    return kept
 
 
 def _mapping(annotation: Any) -> Any:
@@ -108,7 +108,7 @@ def _of_other_values(model: Model, said: Mapping[str, Any]) -> set[str]:
 
 
 def _of_other_name(model: Model, base: Mapping[str, Any], said: Mapping[str, Any]) -> set[str]:
-    """Of a section whose kinds are registered by name elsewhere: workloads."""
+    """The keys of a section whose kinds are registered by name elsewhere: workloads."""
     registered = getattr(model, "registered", None)
     before, now = base.get("name"), said.get("name")
     if registered is None or not isinstance(before, str) or not isinstance(now, str):

@@ -27,20 +27,32 @@ def recipe_schema() -> dict[str, Any]:
     del defs["Workload"]
     described = recipe["properties"]["workload"]["description"]
     recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "description": described}
-    recipe["properties"]["extends"] = {
-        "type": "string",
-        "description": "A recipe's file or name; this one says only what is different.",
-    }
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
-    defs["Recipe"] = recipe
-    variants = {f"{name}{_VARIANT}": _relaxed(schema) for name, schema in defs.items()}
+    base = "A recipe's file or name; this one says only what is different."
+    schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
+    whole = {"allOf": [schema["else"], _HAS_LENGTH]}
+    return {**schema, "title": "Elastrata recipe", "else": whole}
+
+
+def extending_schema(name: str, schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """The schema of a file that has to be whole, or extends another one and says any part.
+
+    Args:
+        name: of what the file holds.
+        schema: of a whole one.
+        base: the description of the key `extends`.
+    """
+    defs: dict[str, Any] = {}
+    whole = _hoisted(dict(schema), defs)
+    extends = {"type": "string", "description": base}
+    defs[name] = {**whole, "properties": {**whole["properties"], "extends": extends}}
+    variants = {f"{key}{_VARIANT}": _relaxed(value) for key, value in defs.items()}
     return {
         "$schema": DRAFT,
-        "title": "Elastrata recipe",
         "type": "object",
         "if": {"required": ["extends"]},
-        "then": {"$ref": f"{_DEFS}Recipe{_VARIANT}"},
-        "else": {"allOf": [{"$ref": f"{_DEFS}Recipe"}, _HAS_LENGTH]},
+        "then": {"$ref": f"{_DEFS}{name}{_VARIANT}"},
+        "else": {"$ref": f"{_DEFS}{name}"},
         "$defs": {**defs, **variants},
     }
 

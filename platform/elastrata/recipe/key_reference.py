@@ -78,14 +78,12 @@ def key_reference(recipe: Schema, *, sweep: Schema, cluster: Schema) -> str:
 
 def recipe_keys(schema: Schema) -> list[Key]:
     """All keys of a recipe but those below `phases`, which are the same once more."""
-    defs: Schema = schema["$defs"]
-    found = dict.fromkeys(_keys(defs["Recipe"], defs, ()))
-    return [key for key in found if not key.path.startswith("phases.")]
+    return [key for key in file_keys(schema) if not key.path.startswith("phases.")]
 
 
 def file_keys(schema: Schema) -> list[Key]:
-    """All keys of another file, such as a sweep's."""
-    return list(dict.fromkeys(_keys(schema, schema.get("$defs", {}), ())))
+    """All keys of a file, such as a sweep's, that extends no other."""
+    return list(dict.fromkeys(_keys(schema.get("else", schema), schema.get("$defs", {}), ())))
 
 
 def _sections(keys: Iterable[Key]) -> Iterator[str]:
@@ -154,7 +152,7 @@ def _has_plain_default(schema: Schema) -> bool:
 
 
 def _values(schema: Schema, defs: Schema) -> str:
-    words = dict.fromkeys(_value(one) for one in _alternatives(schema, defs))
+    words = dict.fromkeys(_value(alternative) for alternative in _alternatives(schema, defs))
     return ", ".join(words)
 
 

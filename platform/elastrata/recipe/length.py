@@ -48,7 +48,7 @@ def as_if_full(recipe: Recipe, seq_len: int) -> Recipe:
 
 
 def full_part(part: Part, seq_len: int) -> Part:
-    """The same of a phase."""
+    """A phase as if its batches were full throughout."""
     if part.steps is not None or part.tokens is None:
         return part
     samples = -(-part.tokens // seq_len)

@@ -12,9 +12,21 @@ from elastrata.core.optimizer import OptimizerConfig
 from elastrata.core.schedule import ScheduleConfig
 from elastrata.core.sparsity.config import SparsityConfig
 from elastrata.recipe.alternatives import merged
-from elastrata.recipe.data import DataConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation import PrepareConfig
+
+
+class DataConfig(Config):
+    """The data set to train on."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
+    prepare: PrepareConfig | None = None
+    """How `elastrata prepare` makes it. Training does not need this part."""
+    window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
+    """Stripes shuffled together: more makes batches more random and reading costlier."""
+
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys that say how long a phase is: one of them."""
@@ -22,12 +34,12 @@ NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]
 
 
 class PhaseKeys(Config):
-    """What may change while a run goes on, as it is planned from the start."""
+    """The keys that may change while a run goes on, as planned from the start."""
 
     either: ClassVar = tuple((key,) for key in LENGTHS)
 
     data: DataConfig
-    """What it trains on."""
+    """The data set that it trains on."""
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Optimizer steps; or give `epochs`, or `tokens`."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, one line per mistake, in the words of the one who wrote it."""
+"""The mistakes in a recipe, a line each, in the words of the one who wrote it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elastrata_pipelines.errors import UserError, nearest
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 50
 _TOO_MUCH = {"less_than", "less_than_equal", "too_long", "string_too_long"}
-"""What pydantic calls a value beyond an upper bound."""
+"""The types of pydantic's errors about values beyond an upper bound."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
 
 
 def _fullest(lines: list[str]) -> list[str]:
-    """Of lines about one value, which members of a union refuse for reasons of their own, the one
+    """From lines about one value, which members of a union refuse for reasons of their own, the one
     that says most."""
     by_value: dict[str, str] = {}
     for line in lines:

@@ -36,10 +36,10 @@ def _read_workload(value: Any) -> Any:
         if not isinstance(name, str):
             raise ValueError("needs a name, such as 'bert'")
         try:
-            found = workload_class(name)
+            known = workload_class(name)
         except UserError as error:
             raise ValueError(str(error)) from error
-        return found.model_validate(value)
+        return known.model_validate(value)
     return value
 
 
@@ -102,14 +102,14 @@ class Recipe(PhaseKeys):
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run
     through."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Of the first weights, of the order of samples, and of all that is drawn for each of them."""
+    """Decides the first weights, the order of samples, and all that is drawn for each of them."""
     target: TargetConfig | None = None
     """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
     """How gradients are kept in bounds."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when loss or gradient are NaN or infinite: stop the run, or leave the batch out,
-    note it in the history, and go on."""
+    """Stops the run where loss or gradient are NaN or infinite, or leaves the batch out, notes it
+    in the history, and goes on."""
     precision: Precision = "fp32"
     """bf16: parameters are gathered and applied in bfloat16, kept and updated in fp32."""
     activation_checkpointing: Recomputation | Literal["auto"] = "none"

@@ -9,10 +9,8 @@ from elastrata.core.optimizers.adamw import AdamWConfig
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.problems import sparsity_problems
-from elastrata.core.workload import tensor_problems
-from elastrata.recipe.automatic_rules import automatic_problems
+from elastrata.recipe.layout_rules import Problem, automatic_problems, layout_problems, over_group
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
-from elastrata.recipe.pipeline_rules import Problem, over_group, pipeline_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import nearest
 
@@ -23,10 +21,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
-        *_tensor(recipe),
-        *pipeline_problems(recipe),
-        *_groups(recipe),
-        *_replicas(recipe),
+        *layout_problems(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
         *_clip(recipe),
@@ -36,7 +31,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
 
 
 def _parts(recipe: Recipe) -> Iterator[Problem]:
-    """What is impossible within a phase."""
+    """Everything that is impossible within a phase."""
     for number, part in enumerate(recipe.parts):
         place = ("phases", str(number)) if recipe.phases else ()
         prefix = "".join(f"{key}." for key in place)
@@ -49,7 +44,7 @@ def _parts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _phases(recipe: Recipe) -> Iterator[Problem]:
-    """What is impossible from phase to phase."""
+    """Everything that is impossible from phase to phase."""
     if recipe.phases and recipe.batch_size_warmup:
         yield (
             ("batch_size_warmup",),
@@ -141,49 +136,8 @@ def _least_samples(recipe: Recipe) -> tuple[int, str]:
 
 
 def _sharing_out(tensor: int) -> str:
-    """What shares a batch out."""
+    """The name of those among whom a batch is shared out."""
     return "worker" if tensor == 1 else "group of workers"
-
-
-def _tensor(recipe: Recipe) -> Iterator[Problem]:
-    tensor = recipe.parallel.tensor
-    if recipe.parallel.sequence and tensor == 1:
-        yield (
-            ("parallel", "sequence"),
-            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
-            "the tokens",
-        )
-    if tensor == 1:
-        return
-    for line in tensor_problems(recipe.workload, tensor):
-        yield ("parallel", "tensor"), line
-
-
-def _groups(recipe: Recipe) -> Iterator[Problem]:
-    """Workers come in whole groups that compute every sample together."""
-    size, workers = recipe.parallel.group_size, recipe.workers
-    sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
-    named = " x ".join(f"parallel.{name}" for name, part in sizes if part > 1)
-    for key, count in (("min", workers.min), ("max", workers.most)):
-        if count % size:
-            below, above = count // size * size, -(-count // size) * size
-            nearest_counts = f"{below} or {above}" if below else f"{above}"
-            yield (
-                ("workers", key),
-                f"workers.{key}: {count}: expected a multiple of {named} ({size}), such as "
-                f"{nearest_counts}",
-            )
-
-
-def _replicas(recipe: Recipe) -> Iterator[Problem]:
-    replicate = recipe.parallel.replicate
-    most = recipe.workers.most // recipe.parallel.group_size
-    if replicate != "all" and recipe.workers.max != "auto" and replicate > most:
-        name = f"workers.max{over_group(recipe)}"
-        yield (
-            ("parallel", "replicate"),
-            f"parallel.replicate: {replicate}: expected at most {name} ({most})",
-        )
 
 
 def _virtual_ranks(recipe: Recipe) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 Model = type[BaseModel]
 _FAR_AWAY = 1000
-"""Of a bound that is there for what nobody means."""
+"""The size of a bound that is there for values that nobody means."""
 
 _PLAIN = {
     int: "a whole number",

@@ -23,7 +23,7 @@ _MOST_SHOWN = 200
 
 @dataclass
 class RecipeText:
-    """What a recipe says, with its bases and overrides, before anything gives it a meaning."""
+    """The values of a recipe, with its bases and overrides, before they have a meaning."""
 
     file: str
     """The recipe's own file, as the user named it."""
@@ -36,9 +36,9 @@ class RecipeText:
     def origin(self, path: Sequence[str]) -> str:
         """Where the value at `path`, or the section it is missing from, was written."""
         for end in range(len(path), 0, -1):
-            found = self.origins.get(".".join(path[:end]))
-            if found:
-                return found
+            source = self.origins.get(".".join(path[:end]))
+            if source:
+                return source
         return self.file
 
 
@@ -98,13 +98,13 @@ def available_recipes(workload: str | None = None) -> dict[str, Path]:
     Args:
         workload: one that is wanted, also where it was installed a moment ago.
     """
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for point in installed_workloads(workload).values():
         spec = importlib.util.find_spec(point.module)
         if spec and spec.origin:
             for path in sorted((Path(spec.origin).parent / "recipes").glob("*.yaml")):
-                found[f"{point.name}/{path.stem}"] = path
-    return found
+                recipes[f"{point.name}/{path.stem}"] = path
+    return recipes
 
 
 def _looks_like_file(name_or_path: str) -> bool:
@@ -222,7 +222,7 @@ def _set(text: RecipeText, path: Sequence[str], value: Any, annotation: Any) -> 
 
 
 def _key(at: Any, part: str, path: Sequence[str]) -> str | int:
-    """What a part of a dotted path means to what stands there."""
+    """The key or the index that a part of a dotted path means to the value there."""
     if isinstance(at, dict):
         return part
     if not isinstance(at, list):

@@ -21,9 +21,9 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 MOST_BYTES = 2**20
-"""Of a file. The longest that ships has 2,000."""
+"""The size of a file. The longest that ships has 2,000."""
 MOST_VALUES = 50_000
-"""Of a file: keys, their values and the items of lists."""
+"""The values in a file: keys, their values and the items of lists."""
 MOST_DEPTH = 64
 """Sections and lists inside one another."""
 _MOST_DIGITS = 100
@@ -72,12 +72,12 @@ def read_text(path: Path, shown: str, most: int = MOST_BYTES) -> str:
         UserError: it is no regular file of UTF-8 text, too large, or cannot be read.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            kind = "folder" if stat.S_ISDIR(status.st_mode) else "device, pipe or socket"
             raise UserError(f"{shown}: a {kind}, expected a file")
-        if found.st_size > most:
-            raise UserError(f"{shown}: {found.st_size:,} bytes, expected at most {most:,}")
+        if status.st_size > most:
+            raise UserError(f"{shown}: {status.st_size:,} bytes, expected at most {most:,}")
         return _decoded(path.read_bytes(), shown)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise UserError(f"{shown}: cannot be read ({reason(error)})") from None
@@ -124,11 +124,11 @@ class _Bounded(yaml.SafeLoader):
 
     def documents(self) -> list[Any]:
         """The values of every document."""
-        found = []
+        values = []
         while self.check_node():
             if (node := self.get_node()) is not None:
-                found.append(self._value(node))
-        return found
+                values.append(self._value(node))
+        return values
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -177,9 +177,9 @@ class _Bounded(yaml.SafeLoader):
         raise _Refused(problem=f"the tag '{tag}': expected none", problem_mark=node.start_mark)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
-        if found := _UNWRITABLE.search(node.value):
+        if odd := _UNWRITABLE.search(node.value):
             raise _Refused(
-                problem=f"a text with the character {found.group()!r}", problem_mark=node.start_mark
+                problem=f"a text with the character {odd.group()!r}", problem_mark=node.start_mark
             )
         is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
         try:

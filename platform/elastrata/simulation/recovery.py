@@ -49,15 +49,15 @@ def read_recovery(path: str) -> RecoverySeconds:
     kinds = table.get("kinds") if isinstance(table, dict) else None
     if not isinstance(kinds, dict):
         raise UserError(f"{where}: expected a table of benchmarks/faults.py, with 'kinds'")
-    found = {name: _median(kinds, kind) for name, kind in _KINDS.items()}
+    medians = {name: _median(kinds, kind) for name, kind in _KINDS.items()}
     problems = [
         f"{where}: {_KINDS[name]!r}: expected next_step_after_s with a median, in seconds"
-        for name, seconds in found.items()
+        for name, seconds in medians.items()
         if seconds is None
     ]
     if problems:
         raise UserError(*problems)
-    return replace(RecoverySeconds(), **{name: s for name, s in found.items() if s is not None})
+    return replace(RecoverySeconds(), **{name: s for name, s in medians.items() if s is not None})
 
 
 def _median(kinds: Mapping[str, Any], kind: str) -> float | None:

@@ -14,11 +14,11 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a run is, and how it deals with faults: as the engine does."""
+    """The sizes of a run, and how it deals with faults: as the engine does."""
 
     steps: int
     step_seconds: Callable[[int], float]
-    """Of a step, by number of workers that compute."""
+    """The time of a step, by number of workers that compute."""
     workers_min: int
     workers_max: int
     group: int = 1
@@ -42,13 +42,13 @@ class Conditions:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a run. Seconds are those of the clock."""
+    """The outcome of a run. Seconds are those of the clock."""
 
     finished: bool = False
     steps: int = 0
     seconds: float = 0.0
     worker_seconds: float = 0.0
-    """Of all workers that were there, idle ones too: what is paid for."""
+    """The time of all workers that were there, idle ones too: it is paid for."""
     useful_seconds: float = 0.0
     """In steps that count."""
     lost_steps: int = 0

@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
+
+from elastrata.bench.balance import batches_of_lengths
+from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
-from elastrata.simulation.interval import daly_seconds, young_seconds
 from elastrata.simulation.recovery import RecoverySeconds
 from elastrata.simulation.run import Conditions, Outcome, Run
 from elastrata.simulation.trace import Event
+from elastrata_pipelines.deal import least_loaded
+
+_GRAIN = 0.01
+"""Numbers of workers that differ by less share one deal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The cost of a step."""
+
+    worker_seconds: float
+    """That all workers together compute."""
+    fixed_seconds: float
+    """That a step takes however many there are."""
+
+
+def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[int], float]:
+    """Seconds of a step by number of workers: the work of the one that was dealt most.
+
+    The global batch stays what it is; its first one is dealt, by the engine's own order and deal,
+    to every number of workers that occurs, to within 1%.
+
+    Args:
+        recipe: its data, batch and model.
+        pace: of its steps.
+        group: workers that compute a sample together.
+    """
+    batches = batches_of_lengths(recipe, None)
+    work = recipe.workload.work(data_spec(recipe).vocabulary)
+    lengths = next(iter(batches(recipe.batch_size)))
+    costs = work(np.sort(lengths)[::-1])
+
+    @cache
+    def imbalance(ranks: int) -> float:
+        loads = np.bincount(least_loaded(costs, ranks), weights=costs, minlength=ranks)
+        return float(loads.max() / loads.mean())
+
+    def seconds(workers: int) -> float:
+        ranks = max(1, workers // group)
+        computed = pace.worker_seconds / workers * imbalance(_coarse(ranks))
+        return pace.fixed_seconds + computed
+
+    return seconds
+
+
+def _coarse(ranks: int) -> int:
+    """The nearest of numbers that are 1% apart."""
+    exponent = round(math.log(ranks) / math.log1p(_GRAIN))
+    near = round((1 + _GRAIN) ** exponent)
+    return near if ranks > 1 / _GRAIN else ranks
+
 
 _HOUR = 3600.0
 _STATE_BYTES = 12
-"""Of a parameter: itself in fp32 and AdamW's two moments."""
+"""The size of a parameter's state: itself in fp32 and AdamW's two moments."""
 _COPIED_PER_SECOND = 9.4e9
 """Bytes a worker copies aside while training stands still: benchmarks/results/checkpoint.json,
 101 MB a rank in 10.7 ms."""
@@ -26,12 +82,12 @@ _TRIED = tuple(2.0**power for power in range(-4, 5))
 """Intervals over the one that Young's formula gives."""
 
 Events = Callable[[], Iterable[Event]]
-"""What happens, from the beginning each time."""
+"""The events, from the beginning each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Of a worker for an hour."""
+    """The price of a worker for an hour."""
 
     on_demand: float
     spot: float
@@ -43,11 +99,11 @@ class Simulation:
 
     outcome: Outcome
     undisturbed_seconds: float
-    """Of the steps that were done, on all workers throughout."""
+    """The time of the steps that were done, on all workers throughout."""
     cost: float | None
     """None where there are no prices."""
     cost_on_demand: float | None
-    """Of the undisturbed run."""
+    """The cost of the undisturbed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +127,7 @@ def conditions(
     workers: int,
     group: int,
 ) -> Conditions:
-    """What a recipe says about its run.
+    """The conditions that a recipe gives its run.
 
     Args:
         recipe: that is trained.
@@ -151,3 +207,27 @@ def sweep(
         daly=steps(daly_seconds(at.checkpoint_seconds, between)),
         seconds_between_faults=between,
     )
+
+
+def young_seconds(checkpoint_seconds: float, seconds_between_faults: float) -> float:
+    """sqrt(2 d M) (Young 1974, A first order approximation to the optimum checkpoint interval).
+
+    Args:
+        checkpoint_seconds: d, that a checkpoint keeps the run from computing.
+        seconds_between_faults: M, mean, of the whole run.
+    """
+    return math.sqrt(2 * checkpoint_seconds * seconds_between_faults)
+
+
+def daly_seconds(checkpoint_seconds: float, seconds_between_faults: float) -> float:
+    """The higher-order estimate of Daly (2006, equation 37), M where d is 2 M and more.
+
+    Args:
+        checkpoint_seconds: d.
+        seconds_between_faults: M.
+    """
+    d, between = checkpoint_seconds, seconds_between_faults
+    if d >= 2 * between:
+        return between
+    ratio = d / (2 * between)
+    return math.sqrt(2 * d * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - d

@@ -1,4 +1,4 @@
-"""What happens to the workers of a run: from a file, or drawn at given rates."""
+"""The trace of a run's workers, who come and go: from a file, or drawn at given rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rates:
     """How often workers go and come back."""
 
     lost_per_hour: float
-    """Of each worker."""
+    """The rate of each worker."""
     with_notice: float = 0.0
     """Share of the losses that are told before."""
     hours_away: float = 1.0

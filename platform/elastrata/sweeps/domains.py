@@ -25,14 +25,14 @@ Conditions = Mapping[str, Value | tuple[Value, ...]]
 
 
 class DomainKeys(Config):
-    """What every domain has, and what the searchers ask of it."""
+    """The keys that every domain has, and the questions that searchers ask of it."""
 
     when: Conditions = Field(default_factory=dict)
     """The key has a value only where other keys of the space have these ones, a value or a list
     each: `{optimizer.name: lamb}`."""
 
     def problems(self) -> list[str]:
-        """What is wrong with it, each without the place where it was written."""
+        """A line for each mistake in it, without the place where it was written."""
         return []
 
     def value_at(self, share: float) -> Value:

@@ -24,7 +24,6 @@ from elastrata.run.facts import recipe_params, start_tags
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.domains import Value
 from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE, read_journal, sweep_digest
-from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
 from elastrata.sweeps.schedulers import PbtConfig, build_scheduler
@@ -33,8 +32,8 @@ from elastrata.sweeps.slots import Slots
 from elastrata.sweeps.standings import CONCLUDED, LAUNCHED, SUGGESTED, Standings
 from elastrata.sweeps.suggestions import Suggestions
 from elastrata.sweeps.sweep import SweepConfig
-from elastrata.sweeps.trainable import TrialActor
-from elastrata.sweeps.watch import Watch
+from elastrata.sweeps.trainable import TrialActor, Watch
+from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, open_tracker
 from elastrata.trainer.preflight import training_data
@@ -228,8 +227,8 @@ class SweepDriver:
         if best is None:
             return
         checkpoints = self.job.folder.sub(best.id, "checkpoints")
-        found = commits(checkpoints)
-        newest = (checkpoints.uri(found[0].folder), found[0].step) if found else None
+        saved = commits(checkpoints)
+        newest = (checkpoints.uri(saved[0].folder), saved[0].step) if saved else None
         name = self.folder.url.rpartition("/")[2]
         export = self._exported(best.id, scratch) if newest else None
         self.record.crown(best, best.value(self.config.metric), newest, name, export)

@@ -62,7 +62,7 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 
 def _base_values(base: Recipe) -> dict[str, Any]:
-    """What decides over what a trial learns."""
+    """The values that decide what a trial learns."""
     return base.model_dump(mode="json", exclude=set(_WHERE_AND_HOW))
 
 

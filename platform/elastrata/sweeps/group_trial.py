@@ -14,7 +14,7 @@ from elastrata.core.target import is_over
 from elastrata.launch.launch import train
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.past import Past, curve
-from elastrata.sweeps.report import Report
+from elastrata.sweeps.standings import Report
 from elastrata.tracking.silent import SilentTracker
 from elastrata_pipelines.storage import Storage
 
@@ -56,8 +56,8 @@ class GroupTrial:
                 seconds += event.seconds
                 self._newest = event
             elif isinstance(event, Evaluated) and self._newest:
-                found = event.to_metrics()
-                is_last = self._is_end(event.step, found)
+                metrics = event.to_metrics()
+                is_last = self._is_end(event.step, metrics)
                 if is_last:
                     self._end()
                 return Report(
@@ -65,7 +65,7 @@ class GroupTrial:
                     samples=self._newest.samples,
                     tokens=self._newest.tokens,
                     seconds=seconds + event.seconds,
-                    metrics=found,
+                    metrics=metrics,
                     steps=tuple(steps),
                     state="finished" if is_last else "running",
                 )

@@ -11,22 +11,21 @@ import ray
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
+from elastrata.recipe.data_spec import preparations
 from elastrata.recipe.length import in_steps
-from elastrata.recipe.preparations import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run, read_owner
 from elastrata.run.parts import part_names
 from elastrata.sweeps.driver import Show, SweepDriver
 from elastrata.sweeps.file import check_sweep
 from elastrata.sweeps.folder import TRIALS, check_same_sweep, read_journal, write_sweep
-from elastrata.sweeps.job import TrialJob
 from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.searchers import GridConfig
 from elastrata.sweeps.slots import slots
 from elastrata.sweeps.space import grid_points
 from elastrata.sweeps.standings import Standings
 from elastrata.sweeps.sweep import SweepConfig
-from elastrata.sweeps.trial_recipe import at_home
+from elastrata.sweeps.trial_recipe import TrialJob, at_home
 from elastrata.trainer.preflight import check_storage, training_data
 from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
@@ -112,16 +111,16 @@ def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
     Raises:
         UserError: it cannot be read, contradicts itself, or holds what does not belong to it.
     """
-    found = read_journal(folder)
-    standings = Standings(config.metric, config.mode, found.entries)
+    journal = read_journal(folder)
+    standings = Standings(config.metric, config.mode, journal.entries)
     trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
     gone = [trial for trial in trials if not part_names(trial.sub("history"))]
-    return (*found.chain.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
+    return (*journal.chain.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
 
 
 def _resources() -> dict[str, float]:
-    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return found
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
 
 
 def _most(config: SweepConfig) -> int:

@@ -25,7 +25,7 @@ from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.succession import take_over
 from elastrata.sweeps.lone_channel import LoneChannel
 from elastrata.sweeps.past import Past, curve
-from elastrata.sweeps.report import Report
+from elastrata.sweeps.standings import Report
 from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
@@ -104,7 +104,7 @@ class LoneTrial:
         return next(self._reports)
 
     def evaluation(self) -> Mapping[str, float]:
-        """What an evaluation of the model as it is now reports; not part of the run's history."""
+        """The metrics of the model as it is now; not part of the run's history."""
         step = self.start.step
         held_out = self._held_out.of(step)
         assert held_out is not None
@@ -166,7 +166,7 @@ class LoneTrial:
             raise failure
 
     def _told(self, manager: CheckpointManager) -> Iterator[Report]:
-        """What the run has done already and was not told, then what it does now."""
+        """The reports of earlier steps that were not told, then those of the steps it does now."""
         over = False
         for report in self._past.reports():
             over = self._is_end(report.step, report.metrics)
@@ -209,7 +209,7 @@ class LoneTrial:
 
 
 def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
-    """What is left of a run's steps, all rows of each, read and decoded in this process."""
+    """The steps that are left of a run, all rows of each, read and decoded in this process."""
     for phase in phases:
         stripes = phase.batches.stripes()
         for group in phase.groups(start, max_tokens=_GROUP_TOKENS):
@@ -238,9 +238,9 @@ def _origin(run: Storage, origin: tuple[Storage, str] | None) -> tuple[Storage, 
     """
     if origin is None:
         newest = newest_state(run, None, lambda _: None)
-        found = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
-        return run.sub("checkpoints"), found[0] if found else None
+        named = [c for c in commits(run.sub("checkpoints")) if c.folder == newest.commit]
+        return run.sub("checkpoints"), named[0] if named else None
     other, folder = origin
     there = commits(other.sub("checkpoints"))
-    found = [commit for commit in there if commit.folder == folder]
-    return other.sub("checkpoints"), (found or there)[0]
+    named = [commit for commit in there if commit.folder == folder]
+    return other.sub("checkpoints"), (named or there)[0]

@@ -11,11 +11,11 @@ from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
 from elastrata.run.succession import restore_history
-from elastrata.sweeps.report import Report
+from elastrata.sweeps.standings import Report
 from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
-"""What is told of every step, beside its number: the rest is in the run's history."""
+"""The metrics that are told of every step; the rest is in the run's history."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Past:
     def of(
         cls, run: Storage, warn: Callable[[str], None] = lambda line: None, step: int | None = None
     ) -> Self:
-        """That of a run, up to a step; of a run that is not there, nothing.
+        """The past of a run, up to a step; empty where the run is not there.
 
         Lines that died with their writer and that its newest checkpoint has are written first.
         `warn` is called with a line for each part of the history that is not as it was written;
@@ -37,10 +37,10 @@ class Past:
         """
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
-        found = history.look(run.sub("history"))
-        for line in found.chain.problems:
+        written = history.look(run.sub("history"))
+        for line in written.chain.problems:
             warn(line)
-        entries = found.entries
+        entries = written.entries
         counting = history.effective_steps(entries), history.surviving_evaluations(entries)
         return cls(*([e for e in part if step is None or e["step"] <= step] for part in counting))
 
@@ -75,7 +75,7 @@ class Past:
 
 
 def curve(record: StepRecord) -> Mapping[str, float]:
-    """What is told of a step."""
+    """The metrics that are told of a step."""
     metrics = record.to_metrics()
     return {"step": record.step, **{name: metrics[name] for name in CURVES}}
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from elastrata.sweeps.domains import Domain, LogUniform
 from elastrata.sweeps.importance import importance
-from elastrata.sweeps.report import Trial
 from elastrata.sweeps.scale import Scale
-from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.standings import Standings, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,12 +46,12 @@ def png(figure: Figure) -> bytes:
 def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, float]:
     """Importance by key, the largest first; of the trials that have a report."""
     sign = 1.0 if standings.mode == "min" else -1.0
-    found = {}
+    by_key = {}
     for key in space:
         trials = [t for t in standings.trials.values() if key in t.values and t.reports]
         results = [sign * t.value(standings.metric) if t.counts else math.nan for t in trials]
-        found[key] = importance([t.values[key] for t in trials], results)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        by_key[key] = importance([t.values[key] for t in trials], results)
+    return dict(sorted(by_key.items(), key=lambda item: -item[1]))
 
 
 def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
@@ -89,8 +88,8 @@ def _keys(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(4.2 * columns, 3.4 * rows)
     best = standings.best()
     scale = Scale.of(standings)
-    for place, (key, domain) in enumerate(space.items(), start=1):
-        axes = _axes(figure, (rows, columns, place), key, "", standings.metric)
+    for number, (key, domain) in enumerate(space.items(), start=1):
+        axes = _axes(figure, (rows, columns, number), key, "", standings.metric)
         for trial in standings.trials.values():
             if key in trial.values and trial.reports:
                 color, _ = _look(trial, best)
@@ -130,14 +129,14 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         color = _BEST if trial is best else colormaps["viridis"](good)
         axes.plot(range(len(names)), [*places, share], color=color, alpha=0.9,
                   linewidth=3 if trial is best else 1.2, marker="o", markersize=3)  # fmt: skip
-    for place, name in enumerate(names):
+    for number, name in enumerate(names):
         ends = [low, high] if name == standings.metric else _ends(space[name])
         for height, end in zip((0.0, 1.0), ends, strict=True):
             text = f"{end:.3g}" if isinstance(end, float) else str(end)
-            axes.annotate(text, (place, height), xytext=(0, -13 if height == 0 else 6),
+            axes.annotate(text, (number, height), xytext=(0, -13 if height == 0 else 6),
                           textcoords="offset points", ha="center", color=_QUIET,
                           fontsize=8)  # fmt: skip
-        axes.axvline(place, color=_GRID, zorder=0)
+        axes.axvline(number, color=_GRID, zorder=0)
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_yticks([])
     axes.set_ylim(-0.12, 1.12)
@@ -149,11 +148,11 @@ def _importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(8.0, 1.2 + 0.45 * len(space))
     title = f"Share of the differences in {standings.metric} that each key explains by itself"
     axes = _axes(figure, 111, title, "", "")
-    found = importances(standings, space)
-    names = list(reversed(found))
-    axes.barh(names, [found[name] for name in names], color="#1769aa", height=0.6)
-    for place, name in enumerate(names):
-        axes.annotate(f"{found[name]:.0%}", (found[name], place), xytext=(5, 0),
+    by_key = importances(standings, space)
+    names = list(reversed(by_key))
+    axes.barh(names, [by_key[name] for name in names], color="#1769aa", height=0.6)
+    for number, name in enumerate(names):
+        axes.annotate(f"{by_key[name]:.0%}", (by_key[name], number), xytext=(5, 0),
                       textcoords="offset points", va="center", color=_INK)  # fmt: skip
     axes.set_xlim(0, 1.08)
     axes.set_xticks([])

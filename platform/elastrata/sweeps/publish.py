@@ -4,16 +4,69 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from elastrata.sweeps.domains import Domain
 from elastrata.sweeps.folder import PLOTS, REPORT_FILE
 from elastrata.sweeps.plots import PICTURES, draw, png
-from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.standings import Standings, Trial
 from elastrata.sweeps.sweep import SweepConfig
-from elastrata.sweeps.table import headings, ordered, rows
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
+
+
+def headings(standings: Standings, space: Mapping[str, Domain]) -> list[str]:
+    """The names of the columns."""
+    return ["", "trial", *map(_short, space), standings.metric, "step", "tokens", "state"]
+
+
+def rows(standings: Standings, space: Mapping[str, Domain]) -> list[list[str]]:
+    """The cells of every trial, in the order of `ordered`."""
+    best = standings.best()
+    return [_row(trial, standings.metric, space, trial is best) for trial in ordered(standings)]
+
+
+def ordered(standings: Standings) -> list[Trial]:
+    """All trials, those that run first, then the best ones; those without a value last."""
+    sign = 1.0 if standings.mode == "min" else -1.0
+
+    def place(trial: Trial) -> tuple[bool, float, str]:
+        value = sign * trial.value(standings.metric)
+        return (
+            trial.is_over,
+            value if trial.counts and not math.isnan(value) else math.inf,
+            trial.id,
+        )
+
+    return sorted(standings.trials.values(), key=place)
+
+
+def _row(trial: Trial, metric: str, space: Mapping[str, Domain], is_best: bool) -> list[str]:
+    last = trial.last
+    return [
+        "*" if is_best else "",
+        trial.id,
+        *(_shown(trial.values.get(key)) for key in space),
+        f"{trial.value(metric):.4f}" if last and trial.counts else "",
+        str(last.step) if last else "",
+        f"{trial.tokens:,}" if last else "",
+        trial.state,
+    ]
+
+
+def _short(key: str) -> str:
+    """The end of a dotted key that tells what it is: `betas.1`, `lr`."""
+    parts = key.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:70rem;margin:2rem auto;"
@@ -49,17 +102,17 @@ def html_table(standings: Standings, space: Mapping[str, Domain]) -> str:
 def _page(config: SweepConfig, standings: Standings, pictures: Sequence[bytes]) -> str:
     best = standings.best()
     title = html.escape(f"Sweep {config.name} of {config.recipe}")
-    found = "No trial has a value."
+    verdict = "No trial has a value."
     if best:
         values = ", ".join(f"{key} = {value}" for key, value in best.values.items())
         value = f"{best.value(config.metric):.5g}"
-        found = f"Best: trial {best.id}, {config.metric} {value} with {values}."
+        verdict = f"Best: trial {best.id}, {config.metric} {value} with {values}."
     images = "".join(
         f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
         for name, data in zip(PICTURES, pictures, strict=True)
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(found)}</p>{images}"
+        f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(verdict)}</p>{images}"
         f'<div class="wide">{html_table(standings, config.space)}</div></html>\n'
     )

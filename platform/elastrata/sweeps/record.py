@@ -8,7 +8,7 @@ from typing import Any
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.facts import recipe_params
 from elastrata.sweeps.past import Past
-from elastrata.sweeps.report import Report, State, Trial
+from elastrata.sweeps.standings import Report, State, Trial
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata_pipelines.storage import Storage

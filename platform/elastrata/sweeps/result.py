@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.folder import SWEEP_FILE, read_journal, read_sweep, sweep_digest
-from elastrata.sweeps.report import Trial
-from elastrata.sweeps.standings import LAUNCHED, Standings
+from elastrata.sweeps.standings import LAUNCHED, Standings, Trial
 from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.trial_recipe import base_recipe
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
 
 Picture = Literal["curves", "keys", "parallel", "importance"]
 
@@ -34,9 +38,9 @@ class SweepResult:
     standings: Standings = field(repr=False)
     """All trials with all their reports."""
     seconds: float
-    """Of the launch, from its start to its end; 0 where it was read back."""
+    """The time from the start of the launch to its end; 0 where it was read back."""
     problems: tuple[str, ...] = ()
-    """What in the sweep's folder is not as it was written, a line each."""
+    """A line for each thing in the sweep's folder that is not as it was written."""
 
     @property
     def best(self) -> Trial | None:
@@ -133,3 +137,42 @@ def _problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[st
     if launched in (None, sweep_digest(folder)):
         return []
     return [f"{folder.uri(SWEEP_FILE)}: altered since the sweep was last continued"]
+
+
+_LENGTH = re.compile(r"(phases\.\d+\.)?(steps|epochs|tokens)")
+"""Keys by which a sweep's trials are shorter than the recipe."""
+
+
+def find_sweep(place: str) -> SweepResult:
+    """Reads a sweep back.
+
+    Args:
+        place: its folder or URL, or the name of one in `runs`.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = Storage("runs").sub(place)
+    is_name = not Storage(place).exists(SWEEP_FILE) and named.exists(SWEEP_FILE)
+    return read_result(named.uri() if is_name else place)
+
+
+def best_recipe(result: SweepResult, changes: Mapping[str, Any]) -> Recipe:
+    """The sweep's recipe with the values of its best trial, and with the steps that the recipe has,
+    not those of the trials; a run of its own beside the sweep.
+
+    Args:
+        result: of the sweep.
+        changes: by dotted key: what is to differ from that.
+
+    Raises:
+        UserError: no trial has a value, or recipe and values do not go together any more.
+    """
+    best = result.best
+    if best is None:
+        raise UserError(f"{result.folder}: no trial has a value of {result.config.metric} yet")
+    root, _, name = result.folder.rpartition("/")
+    common = {k: v for k, v in result.config.changes.items() if not _LENGTH.fullmatch(k)}
+    own = {"name": f"{name}-best", "storage": root, **changes}
+    base = base_recipe(result.config.recipe, {**common, **own})
+    return base.trial({key: value for key, value in best.values.items() if key not in changes})

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastrata.sweeps.report import Trial
-from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.standings import Standings, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROOM = 0.12
-"""Of an axis, below the best value and, where nothing is cut off, above the worst."""
+"""The share of an axis below the best value and, where nothing is cut off, above the worst."""
 _MOST_LISTED = 8
 _OUTLIER = 3.0
 """Values farther above the best half than this many of its widths are drawn at the edge."""
@@ -64,7 +63,7 @@ class Scale:
             axes.set_ylim(*sorted((best - _ROOM * (worst - best), worst)))
 
     def note(self, standings: Standings) -> str:
-        """What a reader must know of trials that are not drawn where they are; maybe nothing."""
+        """A line about the trials that are not drawn where they are; maybe empty."""
         trials = standings.trials.values()
         beyond = [t.id for t in trials if t.counts and self.is_beyond(t.value(standings.metric))]
         lost = [t.id for t in trials if t.is_over and not t.counts]

@@ -23,7 +23,7 @@ class RandomConfig(Config):
     name: Literal["random"] = "random"
     """This searcher; the default."""
     seed: Seed = 0
-    """The same seed draws the same points."""
+    """Equal seeds draw equal points."""
 
 
 class GridConfig(Config):
@@ -40,7 +40,7 @@ class OptunaConfig(Config):
     name: Literal["optuna"]
     """This searcher."""
     seed: Seed = 0
-    """The same seed and the same results propose the same points."""
+    """Equal seeds and results propose equal points."""
     startup_trials: Annotated[int, Field(ge=0, le=10**6)] = 8
     """So many points are drawn at random first."""
 
@@ -51,7 +51,7 @@ class HyperoptConfig(Config):
     name: Literal["hyperopt"]
     """This searcher."""
     seed: Seed = 0
-    """The same seed and the same results propose the same points."""
+    """Equal seeds and results propose equal points."""
     startup_trials: Annotated[int, Field(ge=0, le=10**6)] = 8
     """So many points are drawn at random first."""
 
@@ -62,7 +62,7 @@ class NevergradConfig(Config):
     name: Literal["nevergrad"]
     """This searcher."""
     seed: Seed = 0
-    """The same seed and the same results propose the same points."""
+    """Equal seeds and results propose equal points."""
 
 
 SearcherConfig = Annotated[
@@ -210,5 +210,5 @@ def _pruned(searcher: Any, space: Mapping[str, Domain]) -> Any:
 
 def _plain(value: Any) -> Value:
     """NumPy's numbers as Python's own: they go into the journal."""
-    found: Value = value.item() if hasattr(value, "item") else value
-    return found
+    plain: Value = value.item() if hasattr(value, "item") else value
+    return plain

@@ -10,7 +10,7 @@ from elastrata.recipe.recipe import WorkersConfig
 from elastrata_pipelines.errors import UserError
 
 _CPUS_OF_A_GROUP = 0.001
-"""What the process beside a group of workers claims, as Tune wants a claim from it; the workers
+"""The claim of the process beside a group of workers, as Tune wants one from it; the workers
 have their own."""
 
 

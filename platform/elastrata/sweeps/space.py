@@ -86,7 +86,7 @@ def reaching(space: Mapping[str, Domain], key: str) -> Point:
 
 
 def condition_problems(space: Mapping[str, Domain]) -> Iterator[tuple[str, str]]:
-    """What is wrong with the conditions: the key, and the line about it."""
+    """The mistakes in the conditions: the key, and the line about it."""
     for key, domain in space.items():
         for other, condition in domain.when.items():
             parent = space.get(other)

@@ -25,7 +25,7 @@ _ID_DIGITS = 4
 
 
 class Suggestions(SearchAlgorithm):
-    """What Tune asks for the next trial.
+    """The algorithm that Tune asks for the next trial.
 
     Args:
         searcher: Tune's, with the points of the space.
@@ -123,9 +123,11 @@ class Suggestions(SearchAlgorithm):
         """Searcher and scheduler hear of everything again, as it came."""
         told: dict[str, Any] = {}
         newest: dict[str, dict[str, Any]] = {}
-        last = {e["trial"]: place for place, e in enumerate(self._entries) if e["kind"] == REPORTED}
+        last = {
+            e["trial"]: number for number, e in enumerate(self._entries) if e["kind"] == REPORTED
+        }
         replays = not isinstance(self._scheduler, PopulationBasedTraining)
-        for place, entry in enumerate(self._entries):
+        for number, entry in enumerate(self._entries):
             match entry["kind"]:
                 case "suggested":
                     id = entry["trial"]
@@ -137,7 +139,7 @@ class Suggestions(SearchAlgorithm):
                 case "reported":
                     id = entry["trial"]
                     newest[id] = _result(entry, newest.get(id))
-                    ended = self._standings.trials[id].state == "finished" and place == last[id]
+                    ended = self._standings.trials[id].state == "finished" and number == last[id]
                     if replays and not ended:
                         self._scheduler.on_trial_result(None, told[id], newest[id])
                     self._searcher.on_trial_result(id, newest[id])

@@ -20,13 +20,13 @@ class SweepConfig(Config):
     """The sweep's name and its folder's; the same name continues the same sweep. Default: the
     file's name."""
     recipe: str
-    """What is trained: a recipe's file, or a name such as `bert/tiny`."""
+    """The recipe that is trained: a file, or a name such as `bert/tiny`."""
     changes: dict[str, Any] = Field(default_factory=dict)
-    """What all trials have different from the recipe, by dotted key: `steps: 400`."""
+    """Values of the recipe that all trials have instead, by dotted key: `steps: 400`."""
     space: Annotated[dict[str, Domain], Field(min_length=1, max_length=200)]
     """By dotted key of the recipe the values to try."""
     metric: str = "eval/loss"
-    """What trials are compared by: a metric of the recipe's evaluations."""
+    """The metric of the recipe's evaluations that trials are compared by."""
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest value of the metric is the best."""
     searcher: SearcherConfig = RandomConfig()
@@ -50,3 +50,12 @@ class SweepConfig(Config):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The schema of a sweep file. Which keys a recipe has is not in it: the command checks them."""
+    from elastrata.recipe.json_schema import extending_schema  # imports torch
+
+    base = "A sweep's file; this one says only what is different."
+    schema = extending_schema("Sweep", SweepConfig.model_json_schema(), base)
+    return {**schema, "title": "Elastrata sweep"}

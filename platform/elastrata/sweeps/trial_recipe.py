@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,18 +18,19 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.sweeps.domains import Value
+from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRecipe:
-    """What all trials of a sweep share. A value: it can be sent to any process."""
+    """The recipe that all trials of a sweep share. A value: it can be sent to any process."""
 
     values: Mapping[str, Any]
     """As it was written, without what nobody said: another optimizer has other keys."""
     recipe: Recipe
-    """The same, checked."""
+    """The values as a recipe, checked."""
 
     def trial(self, point: Mapping[str, Value]) -> Recipe:
         """The base with these values.
@@ -53,7 +54,7 @@ class BaseRecipe:
 
 
 def at_home(base: BaseRecipe) -> BaseRecipe:
-    """The same with full paths of its data, as other processes need them."""
+    """The recipe with full paths of its data, as other processes need them."""
     values = copy.deepcopy(dict(base.values))
     for section in (values, *values.get("phases", ())):
         for name in ("data", "evaluation"):
@@ -109,3 +110,39 @@ def _item(tree: Any, part: str) -> Any:
 
 def _key(tree: Any, part: str) -> Any:
     return int(part) if isinstance(tree, list) else part
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialJob:
+    """A value: it can be sent to any process."""
+
+    base: BaseRecipe
+    folder: Storage
+    """Every trial is a run in it."""
+    threads: int
+    """Threads of a worker, where the recipe does not say."""
+    metric: str
+    told: Mapping[str, int] = field(default_factory=dict)
+    """By trial the step of the newest report that the sweep has had of it before."""
+
+    def recipe(self, trial: str, point: Mapping[str, Value]) -> Recipe:
+        """The recipe of a trial.
+
+        Raises:
+            UserError: its values cannot be.
+        """
+        recipe = self.base.trial(point)
+        workers = recipe.workers
+        if workers.threads is None:
+            workers = workers.model_copy(update={"threads": self.threads})
+        if workers.most > 1:
+            workers = workers.model_copy(update={"spares": False})  # a trial is short
+        base = self.base.recipe  # in whose storage the record of the whole sweep is
+        uri = tracking_uri(base.tracking.uri, Storage(base.storage))
+        changed = {
+            "name": trial,
+            "storage": self.folder.uri(),
+            "workers": workers,
+            "tracking": recipe.tracking.model_copy(update={"uri": uri}),
+        }
+        return recipe.model_copy(update=changed)

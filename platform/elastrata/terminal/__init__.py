@@ -1,1 +1,1 @@
-"""What people see while something long is going on."""
+"""The views that people see while something long is going on."""

@@ -68,7 +68,7 @@ class LiveView:
 
 
 class ShownLive:
-    """What shows a live view as long as its block runs, and lines beside it.
+    """A block that shows a live view as long as it runs, and lines beside it.
 
     Args:
         console: where to show it.

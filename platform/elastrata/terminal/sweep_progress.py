@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from elastrata.sweeps.domains import Domain
-from elastrata.sweeps.publish import html_table
+from elastrata.sweeps.publish import headings, html_table, ordered, rows
 from elastrata.sweeps.standings import Standings
-from elastrata.sweeps.table import headings, ordered, rows
 from elastrata.terminal.live_view import ShownLive
 
 _ROWS_OF_OTHERS = 8

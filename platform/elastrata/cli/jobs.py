@@ -1,4 +1,4 @@
-"""`elastrata submit`: a recipe to a cluster, as a job."""
+"""`elastrata submit` and `elastrata stop`: jobs on a cluster elsewhere."""
 
 from __future__ import annotations
 
@@ -60,3 +60,23 @@ def submit(
         print_json_line({"job": job, "run_dir": folder, "status": status})
     if status == "FAILED":
         raise typer.Exit(1)
+
+
+def stop(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's name, its URL, or the id of its job.")
+    ],
+    cluster: ClusterAddress,
+    json: Json = False,
+) -> None:
+    """Stop a submitted run: it saves a checkpoint first; submitting it again continues it."""
+    from elastrata.deploy import jobs
+    from elastrata.deploy.job_server import job_server
+
+    console = open_console(as_json=json)
+    with job_server(cluster) as server:
+        ended = jobs.stop(server, run)
+    for job, status in ended.items():
+        console.print(f"job {job}: {status}", markup=False)
+    if json:
+        print_json_line({"jobs": ended})

@@ -1,17 +1,26 @@
-"""The rules of pipelines: what must go together for a model to be cut into stages."""
+"""The rules of layouts: how a model may be divided and copied, and what may be left open."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastrata.core.workload import stage_problems
+from elastrata.core.workload import stage_problems, tensor_problems
 from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.errors import UserError
 
 Problem = tuple[tuple[str, ...], str]
 """The key to change, and the line about it."""
 
 
-def pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
+def layout_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Everything about dividing and copying a model that cannot work."""
+    yield from _tensor(recipe)
+    yield from _pipeline(recipe)
+    yield from _groups(recipe)
+    yield from _replicas(recipe)
+
+
+def _pipeline(recipe: Recipe) -> Iterator[Problem]:
     """Everything about `parallel.pipeline`, and the keys that go with it, that cannot work."""
     parallel = recipe.parallel
     if parallel.pipeline > 1:
@@ -29,6 +38,47 @@ def pipeline_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"parallel.{key}: {value}: expected parallel.pipeline of 2 or more, whose stages "
                 "it is about",
             )
+
+
+def _tensor(recipe: Recipe) -> Iterator[Problem]:
+    tensor = recipe.parallel.tensor
+    if recipe.parallel.sequence and tensor == 1:
+        yield (
+            ("parallel", "sequence"),
+            "parallel.sequence: True: expected parallel.tensor of 2 or more, whose workers divide "
+            "the tokens",
+        )
+    if tensor == 1:
+        return
+    for line in tensor_problems(recipe.workload, tensor):
+        yield ("parallel", "tensor"), line
+
+
+def _groups(recipe: Recipe) -> Iterator[Problem]:
+    """Workers come in whole groups that compute every sample together."""
+    size, workers = recipe.parallel.group_size, recipe.workers
+    sizes = (("tensor", recipe.parallel.tensor), ("pipeline", recipe.parallel.pipeline))
+    named = " x ".join(f"parallel.{name}" for name, part in sizes if part > 1)
+    for key, count in (("min", workers.min), ("max", workers.most)):
+        if count % size:
+            below, above = count // size * size, -(-count // size) * size
+            nearest_counts = f"{below} or {above}" if below else f"{above}"
+            yield (
+                ("workers", key),
+                f"workers.{key}: {count}: expected a multiple of {named} ({size}), such as "
+                f"{nearest_counts}",
+            )
+
+
+def _replicas(recipe: Recipe) -> Iterator[Problem]:
+    replicate = recipe.parallel.replicate
+    most = recipe.workers.most // recipe.parallel.group_size
+    if replicate != "all" and recipe.workers.max != "auto" and replicate > most:
+        name = f"workers.max{over_group(recipe)}"
+        yield (
+            ("parallel", "replicate"),
+            f"parallel.replicate: {replicate}: expected at most {name} ({most})",
+        )
 
 
 def over_group(recipe: Recipe) -> str:
@@ -112,3 +162,43 @@ def _partners(recipe: Recipe) -> Iterator[Problem]:
             "compile: True: expected false with parallel.schedule zero_bubble: a compiled block's "
             "backward pass cannot be divided; or schedule 1f1b or interleaved_1f1b",
         )
+
+
+def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Everything about keys that are `auto` that cannot work."""
+    for number, part in enumerate(recipe.parts):
+        place = ("phases", str(number)) if recipe.phases else ()
+        if part.micro_batch_tokens == "auto" and recipe.parallel.virtual_ranks is not None:
+            key = (*place, "micro_batch_tokens")
+            yield (
+                key,
+                f"{'.'.join(key)}: 'auto': expected a number where parallel.virtual_ranks is set, "
+                "as the last bits of sums depend on it",
+            )
+    if recipe.activation_checkpointing == "auto" and recipe.compile:
+        yield (
+            ("activation_checkpointing",),
+            "activation_checkpointing: 'auto': expected none, selective or full with compile, "
+            "whose blocks stay as they are compiled",
+        )
+
+
+def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
+    """`micro_batch_tokens` of a recipe without phases that must leave nothing open.
+
+    Args:
+        recipe: that has it, or not.
+        wanted_by: who needs one value of every key, in words.
+
+    Raises:
+        UserError: a key is `auto`; one line for each.
+    """
+    tokens, problems = recipe.micro_batch_tokens, []
+    if tokens == "auto":
+        problems.append(f"micro_batch_tokens: 'auto': {wanted_by} needs a number, such as 8192")
+    if recipe.activation_checkpointing == "auto":
+        line = f"activation_checkpointing: 'auto': {wanted_by} needs none, selective or full"
+        problems.append(line)
+    if problems or tokens == "auto":
+        raise UserError(*problems)
+    return tokens
