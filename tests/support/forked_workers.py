@@ -125,6 +125,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     import torch
     from ray._raylet import Config
 
+    os.setpgid(0, 0)  # a raylet ends the whole group of a worker that has gone
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
