@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from support.forked_worker import SOCKET
-from support.forks import fork, forks
+from support.forks import fork, forks, take_environment
 
 _PROGRAM = Path(__file__).with_name("forked_worker.py")
 _PARENT_DEATH = 1
@@ -123,16 +123,13 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     """Runs in the fork: Ray's own program of a worker."""
     import ray
     import torch
-    from ray._raylet import Config
 
     os.setpgid(0, 0)  # a raylet ends the whole group of a worker that has gone
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.environ.clear()
-    os.environ.update(asked["environment"])
+    take_environment(asked["environment"])
     os.chdir(asked["cwd"])
-    Config.initialize("")  # Ray reads its settings from the environment anew
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

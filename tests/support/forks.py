@@ -63,6 +63,14 @@ def _call(
     environment: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
     """Runs in the new process."""
+    take_environment(environment)
+    function(*args)
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Gives a fork an environment, of which Ray has read its settings when it was imported."""
+    from ray._raylet import Config
+
     os.environ.clear()
     os.environ.update(environment)
-    function(*args)
+    Config.initialize("")
