@@ -15,7 +15,7 @@ from support.command import wait_until
 MODULE = "wsgiref.simple_server"
 """Of the standard library, and nothing here imports it."""
 
-pytestmark = pytest.mark.usefixtures("ray_local")
+pytestmark = pytest.mark.usefixtures("ray_local_of_own_workers")
 
 
 @ray.remote(num_cpus=0)
