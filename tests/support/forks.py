@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 MODULES = (
+    "support.unseeded",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -43,8 +45,9 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(MODULES))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_JOB_ID": _FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}.items():
-            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        patch.setenv("RAY_JOB_ID", _FIRST_JOB)
+        patch.setenv("RAY_RAYLET_PID", str(os.getpid()))
         forkserver.ensure_running()
     return context
 
