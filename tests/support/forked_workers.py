@@ -8,11 +8,13 @@ among a raylet's children, or that kill them, have Ray's own way: `own_workers`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -64,7 +66,9 @@ def own_workers() -> Iterator[None]:
 @cache
 def _server() -> str:
     """Where the server of this process of tests listens."""
-    path = str(Path(tempfile.mkdtemp(prefix="forks-")) / "socket")
+    folder = tempfile.mkdtemp(prefix="forks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = str(Path(folder) / "socket")
     reading, writing = forks().Pipe(duplex=False)
     fork(_serve, path, writing, daemon=True)
     reading.recv()
