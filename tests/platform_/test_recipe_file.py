@@ -112,7 +112,7 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         "bad.yaml: optimizer.betas.1: missing: expected a number at least 0 and below 1",
         "bad.yaml: schedule.shape: 'lin': expected 'linear', 'cosine', 'constant' or 'polynomial' "
         "(did you mean 'linear'?)",
-        "bad.yaml: workers.gpus: 'some': expected a number at least 0 or 'auto'",
+        "bad.yaml: workers.gpus: 'some': expected a whole number at least 0 or 'auto'",
         "bad.yaml: precission: 'bf16': unknown key (did you mean 'precision'?)",
         "command line: clip.max_norm: 'big': expected a number above 0",
     ]
@@ -136,6 +136,10 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("workload={}", "command line: workload: needs a name, such as 'bert'"),
         ("workload=3", "command line: workload: 3: expected a section with name"),
         ("optimizer=3", "command line: optimizer: 3: expected a section with name, lr, betas, eps"),
+        (
+            "workers.gpus=0.5",
+            "command line: workers.gpus: 0.5: expected a whole number at least 0 or 'auto'",
+        ),
         ("steps=", "command line: steps: missing: expected steps, epochs or tokens"),
         ("steps=[1", "command line: steps: [1: not valid YAML"),
         ("name=a/b", "command line: name: 'a/b': expected letters, digits"),

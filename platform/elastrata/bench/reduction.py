@@ -21,7 +21,7 @@ from elastrata.core.fsdp_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from elastrata.core.mesh import rank_mesh
+from elastrata.core.mesh import backends, rank_mesh
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 
@@ -137,7 +137,7 @@ def _on_rank(rank: int, group: _Group, store: Path, rounds: int, results: Any) -
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        group.backend,
+        backends(device.type),
         init_method=f"file://{store}",
         rank=rank,
         world_size=group.processes,

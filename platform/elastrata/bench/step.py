@@ -13,7 +13,6 @@ from elastrata.bench.measurement import Quartiles, quartiles
 from elastrata.bench.samples import Samples
 from elastrata.core.control_signal import Action
 from elastrata.core.device import (
-    capabilities,
     current_device,
     device_name,
     peak_flops,
@@ -23,7 +22,13 @@ from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import divided_model, missing_here, phase_masks, training_loop
+from elastrata.trainer.engine import (
+    divided_model,
+    looked_for,
+    missing_here,
+    phase_masks,
+    training_loop,
+)
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 
@@ -119,7 +124,7 @@ def measure_steps(recipe: Recipe, samples: Samples, *, warm_up: int) -> StepFigu
         timed = list(_timed((record for record, _ in run), device))
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     figures = _figures(timed, warm_up, device, parameters)
-    return replace(figures, substitutions=tuple(missing_here(recipe, capabilities(device))))
+    return replace(figures, substitutions=tuple(missing_here(recipe, looked_for(recipe, device))))
 
 
 def _timed(records: Iterable[StepRecord], device: torch.device) -> Iterator[_TimedStep]:

@@ -20,7 +20,7 @@ from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.device import DeviceCapabilities, capabilities, current_device
+from elastrata.core.device import DeviceCapabilities, current_device
 from elastrata.core.ends import Stopped
 from elastrata.core.events import Refused, Started, Substituted, Warned
 from elastrata.core.mesh import data_rank
@@ -30,7 +30,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.succession import take_over
 from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
-from elastrata.trainer.engine import missing_here
+from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import ResumePoint
 from elastrata.trainer.trainer import Trainer
@@ -109,7 +109,7 @@ def _train(job: Job, sender: Sender) -> None:
     )
     with manager:
         manager.started(started)
-        for line in _all_substitutions(recipe, capabilities(device), world_size):
+        for line in _all_substitutions(recipe, looked_for(recipe, device), world_size):
             sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
             Spares(per_node, after=SPARES_AFTER_SECONDS)

@@ -34,6 +34,7 @@ from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
 from elastrata.core.events import Lost
+from elastrata.core.mesh import backends
 from elastrata.core.workload import Workload
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata_pipelines.errors import UserError
@@ -84,7 +85,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         train_worker,
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if gpus_per_worker else "gloo"
+            backend=backends("cuda" if gpus_per_worker else "cpu")
         ),
         scaling_config=scaling,
         run_config=RunConfig(  # type: ignore[arg-type]

@@ -29,16 +29,26 @@ class Peak:
 
 
 PEAKS = {
+    "A10": Peak(125e12, "bf16"),  # NVIDIA A10 data sheet
+    "A10G": Peak(70e12, "bf16"),  # NVIDIA A10G data sheet
     "A100": Peak(312e12, "bf16"),  # NVIDIA A100 data sheet
+    "L40S": Peak(362e12, "bf16"),  # NVIDIA L40S data sheet
     "H100 PCIe": Peak(756e12, "bf16"),  # NVIDIA H100 data sheet
     "H100 NVL": Peak(835e12, "bf16"),  # NVIDIA H100 data sheet
     "H100": Peak(989e12, "bf16"),  # NVIDIA H100 SXM data sheet
+    "H200 NVL": Peak(835e12, "bf16"),  # NVIDIA H200 data sheet
     "H200": Peak(989e12, "bf16"),  # NVIDIA H200 data sheet
+    "GH200": Peak(990e12, "bf16"),  # NVIDIA GH200 data sheet
+    "B200": Peak(2250e12, "bf16"),  # NVIDIA HGX B200 data sheet: 36 PFLOP/s, 8 GPUs, with sparsity
+    "GB200": Peak(2500e12, "bf16"),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOP/s, 72 GPUs, likewise
+    "MI300A": Peak(980.6e12, "bf16"),  # AMD Instinct MI300A data sheet
+    "MI300X": Peak(1307.4e12, "bf16"),  # AMD Instinct MI300X data sheet
     "V100": Peak(125e12, "fp16"),  # NVIDIA V100 data sheet (SXM2)
     "T4": Peak(65e12, "fp16"),  # NVIDIA T4 data sheet
 }
-"""By a part of the device's name; the first that fits counts. A peak without bf16 is fp16's: these
-devices compute bf16 slower."""
+"""By whole words of the device's name (an A100 is no A10); the first that fits counts. Half of what
+data sheets say of sparse matrices. A peak without bf16 is fp16's: these devices compute bf16
+slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +64,7 @@ class DeviceCapabilities:
     missing_compiler: str | None
     """The compiler that torch.compile needs and does not find; None where nothing is missing."""
     skips_zeros: bool = False
-    """Whether there are semi-structured (2:4) kernels, and they multiply as they should."""
+    """Whether semi-structured (2:4) kernels were tried, and multiply as they should."""
 
     @property
     def can_compile(self) -> bool:
@@ -62,8 +72,14 @@ class DeviceCapabilities:
         return self.missing_compiler is None
 
 
-def capabilities(device: torch.device) -> DeviceCapabilities:
-    """Looks at the device and at the machine that this process runs on."""
+def capabilities(device: torch.device, *, tries_kernels: bool = False) -> DeviceCapabilities:
+    """Looks at the device and at the machine that this process runs on.
+
+    Args:
+        device: of this process.
+        tries_kernels: whether 2:4 kernels are tried, where there are any: a library is loaded and
+            two products are computed for it.
+    """
     if device.type != "cuda":
         return DeviceCapabilities(
             device="this CPU",
@@ -77,7 +93,7 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
         capability=capability,
         has_bf16=capability >= (8, 0),
         missing_compiler=_missing("CC", "gcc", "clang"),
-        skips_zeros=has_kernels(device),
+        skips_zeros=tries_kernels and has_kernels(device),
     )
 
 
@@ -111,10 +127,17 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, or None where it is not known."""
-    if device.type != "cuda":
+    return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def named_peak_flops(name: str) -> float | None:
+    """The dense bf16 peak in FLOP/s of a GPU that its driver calls `name`; None where it is not
+    known, as of a slice (MIG), which bears the name of the whole device."""
+    words = name.replace("-", " ").split()
+    if "MIG" in words:
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((peak for family, peak in PEAKS.items() if family in name), None)
+    there = f" {' '.join(words)} "
+    peak = next((peak for family, peak in PEAKS.items() if f" {family} " in there), None)
     return peak.flops if peak and peak.dtype == "bf16" else None
 
 

@@ -1,4 +1,4 @@
-"""The mesh of all ranks, the place of each in it, and the group of a process alone."""
+"""The mesh of all ranks, the place of each in it, and the groups that its collectives need."""
 
 from __future__ import annotations
 
@@ -81,12 +81,17 @@ def _data_ranks(world_size: int, group_size: int) -> int:
     return world_size // group_size
 
 
+def backends(device_type: str) -> str:
+    """What the collectives of a group of any size go through, as PyTorch names it: on GPUs NCCL,
+    and beside it gloo for tensors in main memory, which savers and decisions reduce."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
 @contextmanager
 def lone_group(device: torch.device) -> Iterator[None]:
-    """Runs its block in a group of one rank: NCCL for a GPU, else gloo."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    """Runs its block in a group of one rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    dist.init_process_group(backends(device.type), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -53,8 +53,9 @@ class WorkersConfig(Config):
     GPU that the cluster has when the run starts; without any, one for every two CPUs."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 0.5
     """Logical CPUs each worker claims from Ray. Leave some for reading the data."""
-    gpus: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
-    """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0."""
+    gpus: Annotated[int, Field(ge=0, le=1000)] | Literal["auto"] = "auto"
+    """GPUs each worker claims; `auto`: 1 where the cluster has any, else 0. Whole ones: NCCL wants
+    one for every worker."""
     max_failures: Annotated[int, Field(ge=-1, le=10**9)] = 8
     """Losses of workers that the run survives before it gives up; -1: any number."""
     resize_seconds: Annotated[float, Field(ge=0, le=1e9)] = 60.0
@@ -86,7 +87,7 @@ class WorkersConfig(Config):
         """GPUs that each worker claims of a cluster which has so many."""
         if self.gpus == "auto":
             return 1.0 if gpus >= 1 else 0.0
-        return self.gpus
+        return float(self.gpus)
 
 
 class Recipe(PhaseKeys):

@@ -137,6 +137,11 @@ def training_loop(
     )
 
 
+def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
+    """The abilities that the recipe may ask for: 2:4 kernels are tried only where it does."""
+    return capabilities(device, tries_kernels=_skips_zeros(recipe))
+
+
 def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
     dtype = DTYPES[recipe.precision]

@@ -1,0 +1,76 @@
+"""What is known of a device by its name, and what a start asks of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from elastrata.core.device import PEAKS, named_peak_flops
+from elastrata.core.mesh import backends
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import looked_for
+from support.synthetic import tiny_recipe
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 990),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1307.4),
+        ("Tesla T4", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_of_this_very_name(
+    name: str, teraflops: float | None
+) -> None:
+    """A slice of a device has no peak that anybody publishes; a T4's is not of bf16."""
+    assert named_peak_flops(name) == (teraflops and teraflops * 1e12)
+
+
+def test_every_peak_is_found_by_its_own_name() -> None:
+    """None hides another one that comes later."""
+    for family, peak in PEAKS.items():
+        expected = peak.flops if peak.dtype == "bf16" else None
+        assert named_peak_flops(f"NVIDIA {family}") == expected
+
+
+def test_groups_with_gpus_reduce_tensors_in_main_memory_too() -> None:
+    config = BackendConfig(Backend(backends("cuda"))).get_device_backend_map()
+    assert (config["cuda"], config["cpu"]) == ("nccl", "gloo")
+    assert BackendConfig(Backend(backends("cpu"))).get_device_backend_map()["cpu"] == "gloo"
+
+
+def test_kernels_are_tried_only_where_the_recipe_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every product on a GPU raises here: there is none."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    values = {**tiny_recipe(tmp_path, tmp_path), "precision": "bf16"}
+    masks, kernels = (
+        Recipe.model_validate({**values, "sparsity": {"method": "two_four", "kernels": wanted}})
+        for wanted in (False, True)
+    )
+    for recipe in (Recipe.model_validate(values), masks):
+        assert not looked_for(recipe, CUDA).skips_zeros
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        looked_for(kernels, CUDA)
