@@ -1,0 +1,140 @@
+"""The ledger of a rehearsal: messages, copies, waits, and the device's live memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from elastrata.rehearsal.lines import Line, current_line
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A kind of message between ranks."""
+
+    kind: str
+    """As torch calls it, such as `all_gather_into_tensor`."""
+    axis: str
+    """The mesh's name for the ranks that take part, such as `shard`; `world` for all of them."""
+    ranks: int
+    """So many take part."""
+    dtype: str
+    device: str
+    """cuda or cpu: of the numbers that are sent."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A place of copies between host and device."""
+
+    direction: str
+    """`to device` or `to host`."""
+    line: Line
+    pinned: bool
+    """Whether the host's memory is page-locked."""
+    waits: bool
+    """Whether the host waits for the device: of all copies, those that are `non_blocking` between
+    the device and page-locked memory alone let it go on."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A place where the host waits for the device."""
+
+    reason: str
+    """`item`: reads a number. `copy to host`, `copy to device`: see `Copy.waits`. `shape`: the
+    size of a result depends on numbers. Else the function that waits."""
+    line: Line
+
+
+@dataclass
+class Amount:
+    """How often, and how many bytes in all."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def add(self, size: int) -> None:
+        """One more, of so many bytes."""
+        self.count += 1
+        self.bytes += size
+
+
+@dataclass
+class Entries:
+    """All that happened between two looks at a ledger."""
+
+    collectives: dict[Collective, Amount] = field(default_factory=dict)
+    """Bytes: of the largest tensor that is given or received."""
+    copies: dict[Copy, Amount] = field(default_factory=dict)
+    waits: Counter[Wait] = field(default_factory=Counter)
+
+
+class Ledger:
+    """Entries, and the device's live bytes. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.entries = Entries()
+        self.groups: Counter[tuple[str, int]] = Counter()
+        """Process groups that were made: by the backend that was asked for, and its ranks."""
+        self.live_bytes = 0
+        """Of tensors on the device."""
+        self.peak_bytes = 0
+        self._lock = threading.RLock()
+        self._sizes: dict[int, int] = {}
+
+    def take(self) -> Entries:
+        """The entries since the last call."""
+        with self._lock:
+            taken, self.entries = self.entries, Entries()
+        return taken
+
+    def reset_peak(self) -> None:
+        """The peak counts from here."""
+        self.peak_bytes = self.live_bytes
+
+    def collective(self, collective: Collective, size: int) -> None:
+        """A message of so many bytes."""
+        with self._lock:
+            self.entries.collectives.setdefault(collective, Amount()).add(size)
+
+    def copy(self, direction: str, size: int, *, pinned: bool, non_blocking: bool) -> None:
+        """A copy of so many bytes, `to device` or `to host`."""
+        waits, line = not (pinned and non_blocking), current_line()
+        with self._lock:
+            copy = Copy(direction, line, pinned, waits)
+            self.entries.copies.setdefault(copy, Amount()).add(size)
+            if waits:
+                self.entries.waits[Wait(f"copy {direction}", line)] += 1
+
+    def host_waits(self, reason: str) -> None:
+        """The host waits for the device."""
+        with self._lock:
+            self.entries.waits[Wait(reason, current_line())] += 1
+
+    def sees(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Counts memory of the device that is new, until it is freed."""
+        for storage in storages:
+            key = storage._cdata
+            if key not in self._sizes:
+                self._sizes[key] = 0
+                weakref.finalize(storage, self._freed, key)
+            self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was seen may have another size now."""
+        key, size = storage._cdata, storage.nbytes()
+        if (before := self._sizes.get(key)) is not None and before != size:
+            with self._lock:
+                self._sizes[key] = size
+                self.live_bytes += size - before
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            self.live_bytes -= self._sizes.pop(key)

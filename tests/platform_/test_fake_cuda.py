@@ -1,0 +1,61 @@
+"""Fake CUDA: what a GPU would be asked for is entered in the ledger, with the line that asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastrata.rehearsal import shim
+from elastrata_pipelines.errors import UserError
+from support import rehearsed
+from support.fake_cuda import on_fake_cuda
+
+
+def test_waits_for_the_device_are_entered_with_their_line() -> None:
+    waits = on_fake_cuda(rehearsed.waits_of_a_few_lines)
+    assert waits == [
+        (reason, "waits_of_a_few_lines", 1)
+        for reason in (
+            *("item", "item", "copy to host", "copy to device"),
+            *("shape", "synchronize", "Event.synchronize"),
+        )
+    ]
+
+
+def test_memory_statistics_follow_the_live_tensors() -> None:
+    assert on_fake_cuda(rehearsed.memory_in_use) == [8192, 4096, 8192, 4096, 0]
+
+
+def test_messages_are_entered_by_the_axis_of_their_mesh() -> None:
+    found = on_fake_cuda(rehearsed.messages_on_a_mesh)
+    assert found["messages"] == [
+        ("allreduce", "replicate", 4, "bfloat16", 1, 16),
+        ("reduce_scatter_base", "shard", 2, "bfloat16", 1, 16),
+        ("allreduce", "world", 8, "bfloat16", 1, 16),
+    ]
+    assert found["objects"] == ["mine"] * 8
+    assert found["gloo groups"] == 1
+
+
+def test_tensors_of_different_devices_do_not_mix() -> None:
+    assert "devices" in on_fake_cuda(rehearsed.device_mixed_up)
+
+
+def test_threads_are_on_fake_cuda_too() -> None:
+    assert on_fake_cuda(rehearsed.copy_of_a_thread) == [("copy", False)]
+
+
+def test_without_a_compiler_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"needs g\+\+ or clang\+\+"):
+        shim.shim(shim._torch_folder())
+
+
+def test_the_shim_is_refused_once_torch_is_there() -> None:
+    with pytest.raises(RuntimeError, match="before torch"):
+        shim.load_shim()

@@ -1,0 +1,89 @@
+"""Calls a function on fake CUDA, in a process of its own: there the engine runs as on GPUs.
+
+The processes are forked from one that has loaded the shim before torch, which no process of the
+tests itself has.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+import pytest
+
+
+def on_fake_cuda(
+    function: Callable[..., Any], *args: Any, world_size: int | None = 8, rank: int = 0
+) -> Any:
+    """`function(ledger, *args)` within `rehearsal(world_size=world_size, rank=rank)`.
+
+    Args:
+        function: of a module that other processes can import, such as one of `support`.
+        args: like its result, with no fake tensors in them.
+        world_size: ranks of the default process group; None: it is not there.
+        rank: the one that is played.
+    """
+    server = _server()
+    server.send((function, args, world_size, rank))
+    done, value = server.recv()
+    if not done:
+        pytest.fail(value, pytrace=False)
+    return value
+
+
+@cache
+def _server() -> Connection:
+    """Ends with the process of the tests: its end of the socket is then closed."""
+    ours, theirs = socketpair()
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "support.fake_cuda", str(theirs.fileno())]
+    subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, pass_fds=[theirs.fileno()]
+    ).returncode = 0  # else Python warns that it was not waited for
+    theirs.close()
+    return Connection(ours.detach())
+
+
+def _serve(tests: Connection) -> None:
+    """Forks for every request."""
+    from elastrata.rehearsal.shim import load_shim
+
+    load_shim()
+    import elastrata.rehearsal.session
+    import elastrata.trainer.engine  # noqa: F401
+
+    while True:
+        try:
+            request = tests.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if not child:
+            tests.send(_answer(*request))
+            os._exit(0)
+        if code := os.waitpid(child, 0)[1]:
+            tests.send((False, f"the process on fake CUDA ended with {code}"))
+
+
+def _answer(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int | None, rank: int
+) -> tuple[bool, Any]:
+    from elastrata.rehearsal.session import rehearsal
+
+    try:
+        with rehearsal(world_size=world_size, rank=rank) as ledger:
+            return True, function(ledger, *args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

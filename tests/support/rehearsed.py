@@ -1,0 +1,84 @@
+"""Functions that tests call on fake CUDA."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from elastrata.rehearsal.ledger import Ledger
+
+CUDA = torch.device("cuda", 0)
+
+
+def waits_of_a_few_lines(ledger: Ledger) -> list[tuple[str, str, int]]:
+    """Of lines that wait for the device, and of some that do not."""
+    values = torch.ones(4, device=CUDA, requires_grad=True)
+    (values * 2).sum().backward()
+    assert values.grad is not None
+    values.grad.sum().item()
+    values.detach().tolist()
+    values.detach().cpu()
+    torch.ones(4).to(CUDA)
+    torch.ones(4).pin_memory().to(CUDA, non_blocking=True)
+    torch.empty(4, pin_memory=True).copy_(values.detach(), non_blocking=True)
+    values[values > 0].sum()
+    torch.cuda.synchronize()
+    torch.cuda.Event().synchronize()
+    waits = ledger.take().waits
+    return [(wait.reason, wait.line.function, count) for wait, count in waits.items()]
+
+
+def memory_in_use(ledger: Ledger) -> list[int]:
+    """Before and after a tensor was freed; with a storage that is resized."""
+    kept = torch.ones(1024, device=CUDA)
+    freed = torch.ones(1024, device=CUDA)
+    found = [torch.cuda.memory_allocated()]
+    del freed
+    found += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+    torch.cuda.reset_peak_memory_stats()
+    found.append(torch.cuda.max_memory_allocated())
+    kept.untyped_storage().resize_(0)
+    found.append(torch.cuda.memory_allocated())
+    return found
+
+
+def messages_on_a_mesh(ledger: Ledger) -> dict[str, Any]:
+    """One for each axis, and what objects and groups come to."""
+    mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("replicate", "shard"))
+    values = torch.ones(8, device=CUDA, dtype=torch.bfloat16)
+    dist.all_reduce(values, group=mesh.get_group("replicate"))
+    dist.reduce_scatter_tensor(values.new_empty(4), values, group=mesh.get_group("shard"))
+    dist.all_reduce(values)
+    objects: list[Any] = [None] * 8
+    dist.all_gather_object(objects, "mine")
+    dist.new_group(backend="gloo")
+    messages = [
+        (one.kind, one.axis, one.ranks, one.dtype, amount.count, amount.bytes)
+        for one, amount in ledger.take().collectives.items()
+    ]
+    return {"messages": messages, "objects": objects, "gloo groups": ledger.groups["gloo", 8]}
+
+
+def device_mixed_up(ledger: Ledger) -> str:
+    """What adding a tensor of the host to one of the device says."""
+    try:
+        torch.ones(2, device=CUDA) + torch.ones(2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def copy_of_a_thread(ledger: Ledger) -> list[tuple[str, bool]]:
+    """Copies that a thread makes."""
+
+    def copy() -> None:
+        torch.ones(2).pin_memory().to(CUDA, non_blocking=True)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    return [(copy.line.function, copy.waits) for copy in ledger.take().copies]
