@@ -105,14 +105,14 @@ def parallelize(
     parallel: ParallelConfig,
     tensor_parallel: Division | None = None,
 ) -> nn.Module:
-    """Tensor parallelism, then checkpointing, then compilation, then FSDP2 on every block and on
-    what is left, over the data axes.
+    """Tensor parallelism, then checkpointing and compilation, then FSDP2 on every block and on what
+    is left, over the data axes.
 
     Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
     global batch already. With virtual ranks they are summed in the order of these.
 
     Args:
-        model: plain, with the same weights on every rank.
+        model: plain; on the meta device, or with the same weights on every rank.
         blocks: its repeated blocks.
         mesh: as `rank_mesh` returned it.
         precision: what parameters are applied in.
@@ -129,9 +129,7 @@ def parallelize(
             raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
         tensor_parallel(model, mesh["tensor"], parallel.sequence)
     for block in blocks:
-        recompute(block, activation_checkpointing)
-        if compile:
-            block.compile(dynamic=True)
+        recompute(block, activation_checkpointing, compile=compile)
     _shard(model, blocks, data_axes(mesh), precision, parallel)
     return model
 

@@ -4,11 +4,12 @@ again there."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 Recomputation = Literal["none", "selective", "full"]
 RECOMPUTED: Mapping[Recomputation, float] = {"none": 0.0, "selective": 0.5, "full": 1.0}
 """The share of a block's forward pass, about, that its backward pass computes again."""
+_Forward = Callable[..., Any]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEPT = frozenset(
@@ -30,6 +32,7 @@ _KEPT = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "torch_attn::_varlen_attn",
+        "elastrata::attention_by_runs",
         # Sums over the ranks that compute a sample together: they would be sent again.
         "_c10d_functional::all_reduce",
         "_c10d_functional::reduce_scatter_tensor",
@@ -43,7 +46,7 @@ def way_at_first(policy: Recomputation | Literal["auto"]) -> Recomputation:
     return "none" if policy == "auto" else policy
 
 
-def recompute(block: nn.Module, way: Recomputation) -> None:
+def recompute(block: nn.Module, way: Recomputation, *, compile: bool = False) -> None:
     """Has a block compute again, in its backward pass, what it does not keep of its forward pass.
 
     full: it keeps its input only (Chen et al. 2016, arXiv 1604.06174). selective: also the results
@@ -53,14 +56,35 @@ def recompute(block: nn.Module, way: Recomputation) -> None:
     is what grows with the square of the length.
 
     May be called again, between steps, with another way.
+
+    Args:
+        block: whose forward pass it is.
+        way: what is computed again.
+        compile: whether the forward pass is compiled, too.
     """
     vars(block).pop("forward", None)
+    forward = _compiled(block.forward) if compile and way != "selective" else block.forward
     if way == "full":
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        # Inside: torch compiles nothing that a checkpoint calls but what is told to be compiled.
+        forward = partial(checkpoint, forward, use_reentrant=False)
     if way == "selective":
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, context_fn=_selective
-        )
+        forward = _selectively(forward)
+        # Around it: what of a graph is kept must be known where the graph is made.
+        forward = _compiled(forward) if compile else forward
+    if compile or way != "none":
+        block.forward = forward
+
+
+def _compiled(forward: _Forward) -> _Forward:
+    # Dynamic shapes from the start: unpadded micro-batches are hardly ever of one length.
+    return torch.compile(forward, dynamic=True)
+
+
+def _selectively(forward: _Forward) -> _Forward:
+    def selective(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_selective)
+
+    return selective
 
 
 def _selective() -> _Contexts:

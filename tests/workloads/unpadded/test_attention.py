@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from inspect import signature
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
+from elastrata_workloads.unpadded.kernel import shares_heads
 
 LENGTHS = (6, 6, 1, 4)
 SEGMENTS = Segments(torch.tensor([0, 6, 12, 13, 17], dtype=torch.int32), LENGTHS, 8)
@@ -42,23 +45,76 @@ def test_attention_is_what_its_definition_says(causal: bool, kv_heads: int) -> N
     torch.testing.assert_close(found, by_definition(query, key, value, causal=causal))
 
 
+def _kernel_of_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """What torch's does, with its signature before 2.12: as many heads of each."""
+    assert query.shape == key.shape == value.shape
+    assert torch.equal(cu_seq_q, SEGMENTS.offsets)
+    return by_definition(query, key, value, causal=window_size == (-1, 0))
+
+
+def _kernel_of_2_12(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Likewise since then: fewer heads of key and value, where that is said."""
+    assert enable_gqa == (query.shape != key.shape)
+    assert max_q == max_k == SEGMENTS.longest
+    return by_definition(query, key, value, causal=window_size == (-1, 0))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kernel", [_kernel_of_2_11, _kernel_of_2_12])
 def test_the_kernel_of_gpus_is_asked_for_the_same(
-    causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    kernel: Callable[..., Tensor], causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on GPUs alone: a window of nothing to the right is what it calls causal."""
-    asked: dict[str, Any] = {}
-
-    def kernel(query: Tensor, *others: object, **options: object) -> Tensor:
-        asked.update(options)
-        return query
-
     monkeypatch.setattr(attention_module, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_module, "_SHARES_HEADS", shares_heads(kernel))
     monkeypatch.setattr(attention_module, "has_varlen", lambda capability, dtype: True)
-    query, key = torch.randn(17, 4, 8), torch.randn(17, kv_heads, 8)
-    attention(query, key, key, SEGMENTS, causal=causal)
-    assert asked == {
-        "window_size": (-1, 0 if causal else -1),
-        **({"enable_gqa": True} if kv_heads != 4 else {}),
-    }
+    query, key, value = (torch.randn(17, heads, 8) for heads in (4, kv_heads, kv_heads))
+    found = attention(query, key, value, SEGMENTS, causal=causal)
+    torch.testing.assert_close(found, by_definition(query, key, value, causal=causal))
+
+
+def test_the_kernel_that_is_installed_takes_what_it_is_asked() -> None:
+    parameters = signature(varlen_attn).parameters
+    assert "window_size" in parameters
+    assert shares_heads(varlen_attn) == ("enable_gqa" in parameters)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_in_a_graph_it_is_the_same(causal: bool, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(17, heads, 8) for heads in (4, kv_heads, kv_heads, 4)]
+    in_graph = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for form in (attention, in_graph):
+        *leaves, weight = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = form(*leaves, SEGMENTS, causal=causal)
+        (out * weight).sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for graphs, plain in zip(*found, strict=True):
+        torch.testing.assert_close(graphs, plain)

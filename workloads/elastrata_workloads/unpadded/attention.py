@@ -6,17 +6,17 @@ head; G: segments.
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.kernel import Kernel, has_varlen
+from elastrata_workloads.unpadded.kernel import Kernel, has_varlen, shares_heads
+from elastrata_workloads.unpadded.runs import by_runs, compiled_by_runs
+
+_SHARES_HEADS = shares_heads(varlen_attn)
 
 
 def attention(
@@ -45,14 +45,17 @@ def attention(
     Returns:
         Shape [T, H, D].
     """
-    if kernel == "dense" or not has_varlen(_capability(query), query.dtype):
-        out: Tensor = _by_runs(query, key, value, segments, causal)
-        return out
     is_grouped = query.shape[1] != key.shape[1]
-    attend = partial(varlen_attn, enable_gqa=True) if is_grouped else varlen_attn
+    if kernel == "dense" or not has_varlen(_capability(query), query.dtype):
+        return _dense(query, key, value, segments, causal, is_grouped)
+    options: dict[str, Any] = {}
+    if is_grouped and _SHARES_HEADS:
+        options["enable_gqa"] = True
+    elif is_grouped:
+        key, value = (_for_each_head(query, shared) for shared in (key, value))
     return cast(
         Tensor,
-        attend(
+        varlen_attn(
             query,
             key,
             value,
@@ -61,30 +64,31 @@ def attention(
             segments.longest,
             segments.longest,
             window_size=(-1, 0 if causal else -1),
+            **options,
         ),
     )
 
 
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool, is_grouped: bool
+) -> Tensor:
+    if query.is_cuda:
+        return cast(Tensor, _outside_of_graphs(query, key, value, segments.lengths, causal))
+    if not torch.compiler.is_compiling():
+        return by_runs(query, key, value, segments.lengths, causal)
+    if is_grouped:
+        key, value = (_for_each_head(query, shared) for shared in (key, value))
+    out: Tensor = compiled_by_runs(query, key, value, segments.offsets, causal)[0]
+    return out
+
+
+_outside_of_graphs = torch.compiler.disable(by_runs)  # type: ignore[no-untyped-call]
+
+
+def _for_each_head(query: Tensor, shared: Tensor) -> Tensor:
+    """Key or value of shape [T, K, D] as [T, H, D]."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+
+
 def _capability(query: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(query.device) if query.is_cuda else None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """One dense attention call per run of equally long neighbours; rows come sorted by length.
-
-    Padding neighbours of nearly equal length to share a call is slower, as
-    `benchmarks/bert_attention.py` shows. Kept out of compiled graphs, which would be made anew for
-    every list of lengths.
-    """
-    runs = [(len(list(run)), length) for length, run in groupby(segments.lengths)]
-    sizes = [count * length for count, length in runs]
-    grouped = query.shape[1] != key.shape[1]
-    parts = []
-    for (count, length), *qkv in zip(
-        runs, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
-    ):
-        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in qkv)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Literal
 
 import torch
@@ -22,6 +24,12 @@ def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
         dtype: of query, key and value.
     """
     return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
+
+
+def shares_heads(varlen_attn: Callable[..., object]) -> bool:
+    """Whether torch's varlen attention takes fewer heads of key and value than of query; before
+    torch 2.12 it does not."""
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
