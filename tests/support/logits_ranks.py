@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -33,7 +32,7 @@ def divided_cross_entropy(
     found = []
     for logits, targets in cases:
         part = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
-        divided = of_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids, torch.float32)
+        divided = of_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids)
         assert isinstance(divided, DTensor)
         total, right = cross_entropy(divided, targets)
         (2 * total).backward()

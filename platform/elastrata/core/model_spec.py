@@ -15,6 +15,9 @@ _FORWARD = 2
 _FORWARD_AND_BACKWARD = 6
 """Per parameter and token: the backward pass multiplies twice, for the input and for the weight."""
 
+LOGITS_AT_ONCE = 2**25
+"""On a GPU the loss is computed of so many logits at a time, where there are more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:

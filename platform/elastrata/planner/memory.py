@@ -188,8 +188,8 @@ def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """Logits of one micro-batch, with what the loss makes of them."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
-    columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
-    return tokens * columns * stack.logit_bytes
+    logits = tokens * model.vocabulary / (1 if stack.whole_logits else layout.tensor)
+    return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
 
 
 def _gathered(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastrata.core.model_spec import LOGITS_AT_ONCE
 from elastrata.core.parallelize import DTYPES, Precision
 
 FP32_BYTES = 4
@@ -42,6 +43,8 @@ class Stack:
     logit_bytes: int
     """A logit with all that the loss keeps and makes of it at once: for cross-entropy in fp32
     the softmax, and its gradient twice."""
+    logits_at_once: int = 0
+    """So many logits, where there are more, take one fp32 number each beside that."""
     link_factor: float = 1.0
     """Share of the rate of collectives inside a node that this system reaches."""
     network_factor: float = 1.0
@@ -72,7 +75,8 @@ def elastrata(precision: Precision, reduced: Precision) -> Stack:
         overlap=0.9,
         accumulates=True,
         whole_logits=False,
-        logit_bytes=12,
+        logit_bytes=element,  # the gradient is written over it
+        logits_at_once=LOGITS_AT_ONCE,
         attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
     )
 

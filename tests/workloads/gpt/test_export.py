@@ -67,7 +67,8 @@ def test_export_loads_whole_and_gives_equal_logits(
 
     batch = gpt.collate(make_rows([64]), vocabulary, seed=0)
     theirs = loaded.eval()(batch.input_ids[None]).logits[0, batch.predicted]
-    torch.testing.assert_close(model.eval()(batch), theirs, **CLOSE)
+    ours = model.eval()(batch)[:, : vocabulary.size]
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize(

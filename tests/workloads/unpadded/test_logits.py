@@ -1,4 +1,5 @@
-"""Logits that are divided over ranks give what whole ones give."""
+"""The cross entropy of logits, whole or divided over ranks, is what its definition says, and takes
+little memory."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from elastrata_workloads.unpadded import logits as logits_module
 from elastrata_workloads.unpadded.logits import cross_entropy, of_ids
-from support.logits_ranks import divided_cross_entropy
+from support.live_bytes import LiveBytes
+from support.logits_ranks import Found, divided_cross_entropy
 from support.ranks import run_fresh_ranks
 
 NUM_IDS, ROWS = 7, 12
@@ -24,10 +28,11 @@ def _case(predictions: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def _wanted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
-    total, right = cross_entropy(of_ids(logits, NUM_IDS, torch.float32), targets)
+    ids = logits[:, :NUM_IDS]
+    total, right = F.cross_entropy(ids, targets, reduction="sum"), ids.argmax(-1) == targets
     (2 * total).backward()
     assert logits.grad is not None
-    return total.detach(), right, logits.grad
+    return total.detach(), right.sum().float(), logits.grad
 
 
 def test_sum_right_answers_and_gradient_are_the_same() -> None:
@@ -36,13 +41,50 @@ def test_sum_right_answers_and_gradient_are_the_same() -> None:
     large = _case(20, seed=2)[0] * 1e4
     cases = [_case(50), (ties, targets), (large, targets), _case(0)]
     assert 0 < float(_wanted(ties, targets)[1]) < len(targets)
-    for found in run_fresh_ranks(3, divided_cross_entropy, cases, NUM_IDS):
+    whole = [_whole(*case) for case in cases]
+    for found in [*run_fresh_ranks(3, divided_cross_entropy, cases, NUM_IDS), whole]:
         for (logits, targets), case in zip(cases, found, strict=True):
             total, right, gradient = _wanted(logits, targets)
             torch.testing.assert_close(case.total, total)
             assert case.right == right
             torch.testing.assert_close(case.gradient, gradient)
-            assert case.columns == ROWS // 3
+            assert case.columns in (ROWS // 3, ROWS)
+
+
+def _whole(logits: Tensor, targets: Tensor) -> Found:
+    """Of logits that no leaf has, as a model's are: some at a time, and overwritten."""
+    leaf = logits.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logits_module, "_AT_ONCE_ON_CPU", 3 * ROWS)
+        given = of_ids(leaf * 1, NUM_IDS)
+        total, right = cross_entropy(given, targets)
+        (2 * total).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        total.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(given.detach(), leaf.grad)
+    return Found(total.detach(), right, leaf.grad, given.shape[1])
+
+
+def test_nothing_is_held_beside_the_logits_but_a_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, with rows that are no ids: neither logits in fp32 nor a second copy."""
+    predictions, rows, at_once = 1000, 512, 2**14
+    monkeypatch.setattr(logits_module, "_AT_ONCE_ON_CPU", at_once)
+    hidden = torch.randn(predictions, 8, dtype=torch.bfloat16)
+    table = torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(rows - 10, (predictions,))
+    with LiveBytes() as live:
+        total, _ = cross_entropy(of_ids(F.linear(hidden, table), rows - 10), targets)
+        total.backward()
+    logits = predictions * rows * 2
+    assert logits < live.peak < logits + 4 * 4 * at_once + 64 * predictions
+    exact = table.detach().float().requires_grad_()
+    wanted = F.cross_entropy((hidden.float() @ exact.T)[:, :-10], targets, reduction="sum")
+    wanted.backward()
+    torch.testing.assert_close(total, wanted, rtol=1e-3, atol=0)
+    assert table.grad is not None
+    assert exact.grad is not None
+    assert float((table.grad.float() - exact.grad).norm() / exact.grad.norm()) < 1e-2
 
 
 def test_what_is_not_finite_is_seen_by_all_ranks() -> None:
@@ -57,9 +99,11 @@ def test_what_is_not_finite_is_seen_by_all_ranks() -> None:
 
 def test_rows_that_are_no_ids_are_left_out() -> None:
     logits = _case(3)[0]
-    assert torch.equal(of_ids(logits, NUM_IDS, torch.float32), logits[:, :NUM_IDS])
-    assert of_ids(logits, ROWS, torch.float32) is logits
-    assert of_ids(logits, NUM_IDS, torch.bfloat16).dtype == torch.bfloat16
+    ids = of_ids(logits, NUM_IDS)
+    assert torch.equal(ids[:, :NUM_IDS], logits[:, :NUM_IDS])
+    assert (ids[:, NUM_IDS:] == -math.inf).all()
+    assert of_ids(logits, ROWS) is logits
+    assert of_ids(logits.bfloat16(), NUM_IDS).dtype == torch.bfloat16
 
 
 def test_right_answers_of_whole_logits() -> None:

@@ -4,7 +4,7 @@ Modules and parameters have the names of transformers' BertForPreTraining, so we
 one to one. The decoder of the masked-language-model head is the word embedding itself.
 
 Shapes: T tokens of the micro-batch, P predicted tokens, N samples, H heads, D = E / H,
-E hidden size, F feed-forward size, V ids.
+E hidden size, F feed-forward size, V rows of the vocabulary's table.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def logits(model: Any, hidden: Tensor, batch: BertBatch) -> tuple[Tensor, Tensor
     """Logits, as of `BertModel.forward`, from the last hidden states."""
     words = model.bert.embeddings.word_embeddings.weight
     rows = model.cls.predictions(hidden.index_select(0, batch.predicted), words)
-    logits = of_ids(rows, model.shape.num_ids, rows.dtype)
+    logits = of_ids(rows, model.shape.num_ids)
     if model.bert.pooler is None or model.cls.seq_relationship is None:
         return logits, None
     if batch.sample_starts is None:

@@ -95,11 +95,11 @@ def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch) -> Loss:
         next_logits: shape [N, 2], or None without next-sentence prediction.
         batch: what `logits` were computed from.
     """
-    mlm, num_right = cross_entropy(logits.float(), batch.targets)
+    mlm, num_right = cross_entropy(logits, batch.targets)
     terms = {"mlm": mlm}
     metrics = {"mlm_accuracy": Metric(num_right, per="mlm")}
     if next_logits is not None and batch.not_next is not None:
-        terms["nsp"], num_right = cross_entropy(next_logits.float(), batch.not_next)
+        terms["nsp"], num_right = cross_entropy(next_logits, batch.not_next)
         metrics["nsp_accuracy"] = Metric(num_right, per="nsp")
     return Loss(terms, metrics)
 

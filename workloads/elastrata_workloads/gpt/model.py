@@ -5,7 +5,7 @@ LayerNorm or RMSNorm before each half of a block, as many or fewer heads for key
 of its own or the token embedding.
 
 Shapes: T tokens of the micro-batch, P predicted tokens, H heads, K heads of key and value,
-D = E / H, E hidden size, F feed-forward size, V ids.
+D = E / H, E hidden size, F feed-forward size, V rows of the vocabulary's table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GptModel(nn.Module):
         self.initialize()
 
     def forward(self, batch: GptBatch) -> Tensor:
-        """Logits of the predicted tokens, in fp32, shape [P, V]; see `of_ids`."""
+        """Logits of the predicted tokens, shape [P, V]; see `of_ids`."""
         hidden = self.embeddings(batch.input_ids, batch.positions, batch.dropout_keys)
         segments = batch.segments
         for index, block in enumerate(self.blocks):
@@ -75,7 +75,7 @@ def logits(model: Any, hidden: Tensor, batch: GptBatch) -> Tensor:
     """Logits, as of `GptModel.forward`, from the last hidden states."""
     hidden = model.norm(hidden.index_select(0, batch.predicted))
     table = [model.embeddings.tokens.weight] if model.shape.tied_embeddings else []
-    return of_ids(model.head(hidden, *table), model.shape.num_ids, torch.float32)
+    return of_ids(model.head(hidden, *table), model.shape.num_ids)
 
 
 class Embeddings(nn.Module):

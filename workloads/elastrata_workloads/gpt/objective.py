@@ -65,10 +65,10 @@ def _filler(pad_id: int, dropout: bool) -> GptBatch:
 
 
 def loss(logits: Tensor, batch: GptBatch) -> Loss:
-    """Cross-entropy sum, and the number of right answers.
+    """Cross-entropy sum, in fp32 whatever the model computes in, and the number of right answers.
 
     Args:
-        logits: shape [P, V], fp32 whatever the model computes in; maybe divided over ranks.
+        logits: shape [P, V]; maybe divided over ranks.
         batch: what `logits` were computed from.
     """
     total, num_right = cross_entropy(logits, batch.targets)

@@ -1,66 +1,72 @@
 """Logits over the vocabulary: whole, or divided over ranks that compute a sample together.
 
-P predictions, V ids; C: columns of one rank, V / number of ranks.
+P predictions, V rows of the vocabulary's table; C: columns of one rank, V / number of ranks, or V.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from elastrata.core.model_spec import LOGITS_AT_ONCE
 
-def of_ids(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
-    """The logits of ids, where the table of the vocabulary has rows that are none.
+_AT_ONCE_ON_CPU = 2**20
+
+
+def of_ids(logits: Tensor, num_ids: int) -> Tensor:
+    """The logits of ids, where the table of the vocabulary has rows that are none: these become
+    -inf, in place where that can be.
 
     Args:
-        logits: shape [P, rows of the table].
+        logits: shape [P, V].
         num_ids: the first so many are ids.
-        dtype: of the result.
-
-    Returns:
-        Shape [P, num_ids]; divided logits keep their shape, and are -inf where there is no id.
     """
-    if logits.shape[1] == num_ids:
-        return logits.to(dtype)
-    if isinstance(logits, DTensor):
-        return _without_others(logits, num_ids).to(dtype)
-    # A copy even of the same dtype: FSDP2's backward hooks are lost on views.
-    return logits[:, :num_ids].to(dtype, copy=True)
+    if not isinstance(logits, DTensor):
+        return _without_others(logits, num_ids)
+    part = logits.to_local()
+    first = logits.device_mesh.get_local_rank() * part.shape[1]
+    part = _without_others(part, num_ids - first)
+    return DTensor.from_local(part, logits.device_mesh, logits.placements, run_check=False)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The cross entropy, summed over predictions, and how many of them are right.
+
+    Computed in fp32, whatever the logits are in, for some predictions at a time (as Hsu et al.
+    2024, arXiv 2410.10989, section 3.2, with the logits' product left whole): beside the logits no
+    more than `LOGITS_AT_ONCE` numbers are there at once. The backward pass writes the gradient
+    over the logits, so there can be but one.
 
     Divided logits stay where they are: what the ranks tell each other of a prediction is four
     numbers (as Shoeybi et al. 2019, arXiv 1909.08053, section 3, but in one message). Collective
     over these ranks, and the same on each.
 
     Args:
-        logits: shape [P, V], fp32; a DTensor where its columns are divided over ranks.
+        logits: shape [P, V]; a DTensor where its columns are divided over ranks.
         targets: shape [P].
     """
+    group, part = None, logits
     if isinstance(logits, DTensor):
-        rank, part = logits.device_mesh.get_local_rank(), logits.to_local()
-        sums: tuple[Tensor, Tensor] = _Divided.apply(  # type: ignore[no-untyped-call]
-            part, targets - rank * part.shape[1], logits.device_mesh.get_group()
-        )
-        return sums
-    right = (logits.detach().argmax(dim=-1) == targets).sum().float()
-    return F.cross_entropy(logits, targets, reduction="sum"), right
+        group, part = logits.device_mesh.get_group(), logits.to_local()
+        targets = targets - logits.device_mesh.get_local_rank() * part.shape[1]
+    sums: tuple[Tensor, Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        part, targets, group
+    )
+    return sums
 
 
-class _Divided(torch.autograd.Function):
-    """Cross entropy over columns that are divided."""
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy over columns that may be divided."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         """The sums over all columns, from this rank's.
 
@@ -68,39 +74,92 @@ class _Divided(torch.autograd.Function):
             ctx: torch's.
             logits: shape [P, C].
             targets: shape [P]: counted from this rank's first column, so maybe none of its own.
-            group: the ranks, in the order of columns.
+            group: the ranks, in the order of columns; None: this one has all.
         """
-        is_here = (targets >= 0) & (targets < logits.shape[1])
-        column = targets.clamp(0, logits.shape[1] - 1)[:, None]
-        of_target = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
-        largest, where = logits.max(dim=1)
-        # Whether the largest one is the target's own, and not another one of the same value.
-        is_right = (is_here & (where == targets)).to(logits.dtype)
-        told = torch.stack([logits.logsumexp(1), of_target, largest, is_right])
-        heard = told.new_empty(group.size(), *told.shape)
-        dist.all_gather(list(heard.unbind()), told, group=group)
-        sums, of_targets, largests, are_right = heard.unbind(1)
-        total = sums.logsumexp(0)
-        winners = largests.argmax(0, keepdim=True)  # the first, where there are several
-        right = are_right.gather(0, winners).sum()
-        ctx.save_for_backward(logits, total, column, is_here)
+        told = logits.new_empty(4, len(targets), dtype=torch.float32)
+        for rows in _portions(logits):
+            told[:, rows] = _statistics(logits[rows], targets[rows])
+        total, of_target, right = _put_together(told, group) if group else told[[0, 1, 3]]
+        ctx.save_for_backward(logits, targets, total)
+        ctx.is_over = False
+        right = right.sum()
         ctx.mark_non_differentiable(right)
-        return (total - of_targets.sum(0)).sum(), right
+        return (total - of_target).sum(), right
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Softmax less 1 at the target, times the gradient of the sum."""
-        logits, total, column, is_here = ctx.saved_tensors
-        gradient = (logits - total[:, None]).exp_()
-        gradient.scatter_add_(1, column, -is_here[:, None].to(gradient.dtype))
-        return gradient.mul_(gradients[0]), None, None
+        if ctx.is_over:
+            raise RuntimeError("cross_entropy: a second backward pass: its logits are overwritten")
+        logits, targets, total = ctx.saved_tensors
+        ctx.is_over = True
+        gradient = torch.empty_like(logits) if logits.is_leaf else logits
+        for rows in _portions(logits):
+            is_here, column = _columns(targets[rows], logits.shape[1])
+            part = (logits[rows] - total[rows, None]).exp_()  # in fp32, as the total is
+            part.scatter_add_(1, column, -is_here[:, None].float())
+            gradient[rows] = part.mul_(gradients[0])
+        return gradient, None, None
 
 
-def _without_others(logits: DTensor, num_ids: int) -> DTensor:
-    """Divided logits with -inf where there is no id."""
-    rank, part = logits.device_mesh.get_local_rank(), logits.to_local()
-    ids_here = num_ids - rank * part.shape[1]
-    if ids_here < part.shape[1]:
-        columns = torch.arange(part.shape[1], device=part.device)
-        part = part.masked_fill(columns >= ids_here, -math.inf)
-    return DTensor.from_local(part, logits.device_mesh, logits.placements, run_check=False)
+def _portions(logits: Tensor) -> Iterator[slice]:
+    """All rows, so many at a time; on a CPU as many as a cache has room for."""
+    at_once = LOGITS_AT_ONCE if logits.is_cuda else _AT_ONCE_ON_CPU
+    rows = max(1, at_once // logits.shape[1])
+    return (slice(first, first + rows) for first in range(0, logits.shape[0], rows))
+
+
+def _columns(targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Whether the target's column is one of these, shape [P]; and its number, or any where it is
+    not, shape [P, 1]."""
+    is_here = (targets >= 0) & (targets < num_columns)
+    return is_here, targets.clamp(0, num_columns - 1)[:, None]
+
+
+def _statistics(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each prediction, from these columns: the logarithm of the sum of exponentials; the logit
+    of the target, or 0; the largest logit; and whether that is the target's own, and not another
+    one of the same value. Shape [4, P]."""
+    is_here, column = _columns(targets, logits.shape[1])
+    largest, where = logits.max(dim=1)
+    largest = largest.float()
+    sums = (logits - largest[:, None]).exp_().sum(1)  # in fp32, as the largest is
+    of_target = torch.where(is_here, logits.gather(1, column)[:, 0].float(), 0.0)
+    is_right = (is_here & (where == targets)).float()
+    # Where all are -inf, as columns without ids, the sum is no number, and the logarithm is -inf.
+    logarithm = torch.where(largest == -math.inf, largest, sums.log() + largest)
+    return torch.stack([logarithm, of_target, largest, is_right])
+
+
+def _put_together(told: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics over all columns, but for the largest logit, from those of each rank's."""
+    heard = told.new_empty(group.size(), *told.shape)
+    dist.all_gather(list(heard.unbind()), told, group=group)
+    sums, of_targets, largests, are_right = heard.unbind(1)
+    winners = largests.argmax(0, keepdim=True)  # the first, where there are several
+    return sums.logsumexp(0), of_targets.sum(0), are_right.gather(0, winners)[0]
+
+
+class _InPlace(torch.autograd.Function):
+    """Sets all columns but the first few to -inf; the gradient there is zero anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, num_columns: int) -> Tensor:
+        ctx.mark_dirty(logits)
+        logits[:, num_columns:] = -math.inf
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _without_others(logits: Tensor, num_columns: int) -> Tensor:
+    """Logits with -inf in all columns but the first few, maybe none."""
+    if num_columns >= logits.shape[1]:
+        return logits
+    if not (logits._is_view() or logits.is_leaf):
+        out: Tensor = _InPlace.apply(logits, max(0, num_columns))  # type: ignore[no-untyped-call]
+        return out
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return logits.masked_fill(columns >= num_columns, -math.inf)
