@@ -20,7 +20,7 @@ from elastrata.core.forward_backward import weighted
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import sharded_model
+from elastrata.trainer.engine import divided_model
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
 
@@ -124,7 +124,7 @@ def loss_and_gradients(
     show a mistake in attention best; through the engine's sharded model."""
     device, workload = current_device(), recipe.workload
     with lone_group(device), attention_by(form):
-        model = sharded_model(recipe, samples.vocabulary, samples.seq_len, device, 1)
+        model = divided_model(recipe, samples.vocabulary, samples.seq_len, device, 1).model
         batches = [
             workload.collate(rows, samples.vocabulary, recipe.seed).to(device)
             for rows in samples.steps[0].micro_batches

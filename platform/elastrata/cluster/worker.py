@@ -86,6 +86,8 @@ def _train(job: Job, sender: Sender) -> None:
     number = agreed(_take_over(job.run, commit, sender) if rank == 0 else None)
     if commit:
         trainer.restore(_storage(job, resumed), commit)
+    else:
+        trainer.begin()
     stopwatch.passed("state")
     held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
     stopwatch.passed("held_out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,3 +56,27 @@ def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
         for number, placement in enumerate(tensor.placements)
         if isinstance(placement, Shard | StridedShard) and mesh.size(number) > 1
     )
+
+
+def axes_as_divided(tensor: Tensor) -> list[MeshAxis]:
+    """The axes in the order in which they divided the tensor: along the mesh, but FSDP2 divides
+    what tensor parallelism left, and says so by a placement of its own (`_StridedShard`)."""
+    if not isinstance(tensor, DTensor):
+        return []
+    axes, placements = sharding_axes(tensor), tensor.placements
+    plain = [axis for axis in axes if type(placements[axis.number]) is Shard]
+    return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard, maybe empty, of a tensor that every rank has: a view.
+
+    Args:
+        whole: of the shape of `like`.
+        like: says how it is divided; its values do not matter.
+    """
+    part = whole
+    for axis in axes_as_divided(like):
+        parts = torch.chunk(part, axis.size, dim=axis.dim)  # the last ones may be missing
+        part = parts[axis.rank] if axis.rank < len(parts) else part.narrow(axis.dim, 0, 0)
+    return part

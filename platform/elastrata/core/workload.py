@@ -104,8 +104,7 @@ class Workload(Config):
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
         """A plain, unsharded model on the current device, drawn from torch's current generator.
 
-        Its parameters may be dropped as modules get them (`partial_model`): nothing that is then
-        done to one may read it."""
+        Buffers may not depend on what is drawn into parameters (`Outline`)."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -170,7 +169,8 @@ class TensorParallel(Workload):
         With one batch on all these ranks, `loss` returns the same sums on each.
 
         Args:
-            model: as `build_model` returned it, with the same weights on every rank.
+            model: as `build_model` returned it; on the meta device, or with the same weights on
+                every rank.
             mesh: of one axis.
             sequence: whether tokens are divided, too, between the matrices.
         """

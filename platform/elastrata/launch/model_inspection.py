@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.core.first_weights import meta_model
 from elastrata.core.optimizers.keys import ParameterGroup
-from elastrata.core.partial_model import meta_model
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.plan import SparsityPlan, sparsity_plan
 from elastrata.core.workload import Workload

@@ -81,6 +81,8 @@ class LoneTrial:
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
             self._trainer.restore(checkpoints, self._commit)
+        else:
+            self._trainer.begin()
         self.start = start_after(self._commit)
         self._held_out = HeldOut(
             data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step

@@ -5,8 +5,9 @@ Knows no Ray, so that `elastrata bench` measures what the workers run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from elastrata.core.clip import Clip, build_clip
 from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.fallbacks import substitutions
+from elastrata.core.first_weights import Outline, allocate
 from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
 from elastrata.core.mesh import rank_mesh
 from elastrata.core.norms import StageRanks
 from elastrata.core.parallelize import DTYPES, parallelize
-from elastrata.core.partial_model import partial_model
 from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.kernels import has_kernels, use_kernels
@@ -47,22 +48,62 @@ class DividedModel:
     """The model's blocks."""
     pipeline: dist.ProcessGroup | None = None
     """The ranks that have the model's stages between them, where there are any."""
+    compile: bool = False
+    """Whether blocks are compiled."""
+    draw: Callable[[], None] = lambda: None
+    """Gives this rank's parameters their first weights, where `divided_model` has not."""
 
     def recompute(self, way: Recomputation) -> None:
         """From now on its blocks compute again what `activation_checkpointing` of that value has
         them compute again."""
         for block in self.blocks:
-            recompute(block, way)
+            recompute(block, way, compile=self.compile)
         self.forward_backward.recomputes(RECOMPUTED[way])
 
 
 def divided_model(
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    seq_len: int,
+    device: torch.device,
+    world_size: int,
+    *,
+    draws: bool = True,
+) -> DividedModel:
+    """The recipe's model over all ranks of the process group.
+
+    Args:
+        recipe: says which.
+        vocabulary: of its data.
+        seq_len: tokens of the longest sample.
+        device: of this rank.
+        world_size: ranks of the process group.
+        draws: whether its parameters get their first weights now.
+    """
+    divide = _pipelined if recipe.parallel.pipeline > 1 else _sharded
+    divided = divide(recipe, vocabulary, seq_len, device, world_size)
+    if draws:
+        divided.draw()
+    return divided
+
+
+def _sharded(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> DividedModel:
-    """The recipe's model with its first weights, over all ranks of the process group."""
-    if recipe.parallel.pipeline > 1:
-        return _pipelined(recipe, vocabulary, seq_len, device, world_size)
-    model = sharded_model(recipe, vocabulary, seq_len, device, world_size)
+    workload = recipe.workload
+    outline = _outline(recipe, vocabulary, seq_len)
+    model = parallelize(
+        outline.model,
+        workload.blocks(outline.model),
+        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
+        precision=recipe.precision,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        compile=_compiles(recipe, device),
+        parallel=recipe.parallel,
+        tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
+    )
+    allocate(model, device)
+    outline.fill_buffers(model)
     clip = build_clip(
         recipe.clip,
         model,
@@ -70,26 +111,9 @@ def divided_model(
         sparse=any(part.sparsity for part in recipe.parts),
     )
     forward_backward = WholeModel(model, recipe.workload)
-    return DividedModel(model, forward_backward, clip, recipe.workload.blocks(model))
-
-
-def sharded_model(
-    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
-) -> nn.Module:
-    """`divided_model` of a recipe without a pipeline."""
-    workload = recipe.workload
-    with device:
-        model = _first_model(recipe, vocabulary, seq_len)
-    return parallelize(
-        model,
-        workload.blocks(model),
-        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
-        precision=recipe.precision,
-        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
-        compile=recipe.compile and capabilities(device).can_compile,
-        parallel=recipe.parallel,
-        tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
-    )
+    blocks = recipe.workload.blocks(model)
+    compile, draw = _compiles(recipe, device), partial(outline.draw, model)
+    return DividedModel(model, forward_backward, clip, blocks, compile=compile, draw=draw)
 
 
 def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
@@ -162,7 +186,7 @@ def _pipelined(
 ) -> DividedModel:
     # Imported here: it brings torch's compiler along, seconds that others can do without.
     from elastrata.core.pipeline.schedule import Pipeline
-    from elastrata.core.pipeline.stages import cut_in_stages, own_spans
+    from elastrata.core.pipeline.stages import cut_in_stages
 
     workload, parallel = recipe.workload, recipe.parallel
     assert isinstance(workload, PipelineParallel)
@@ -170,22 +194,20 @@ def _pipelined(
         device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
     )
     costs = workload.block_costs(vocabulary, seq_len)
-    own = [block for span in own_spans(costs, mesh, parallel).values() for block in span]
-    model = partial_model(
-        lambda: _first_model(recipe, vocabulary, seq_len),
-        lambda outline: workload.stage(outline, own).parameters(),
-        device,
-    )
+    outline = _outline(recipe, vocabulary, seq_len)
     stages = cut_in_stages(
-        model,
+        outline.model,
         workload,
         costs,
         mesh,
         precision=recipe.precision,
         activation_checkpointing=way_at_first(recipe.activation_checkpointing),
-        compile=recipe.compile and capabilities(device).can_compile,
+        compile=_compiles(recipe, device),
         parallel=parallel,
     )
+    for stage in stages.stages.values():
+        allocate(stage, device)
+    outline.fill_buffers(stages.model)
     forward_backward = Pipeline(
         stages,
         workload,
@@ -199,10 +221,24 @@ def _pipelined(
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
     ranks = StageRanks(group, counted_elsewhere)
     clip = build_clip(recipe.clip, stages.model, pipeline=ranks)
-    return DividedModel(stages.model, forward_backward, clip, workload.blocks(stages.model), group)
+    return DividedModel(
+        stages.model,
+        forward_backward,
+        clip,
+        workload.blocks(stages.model),
+        group,
+        compile=_compiles(recipe, device),
+        draw=partial(outline.draw, stages.model),
+    )
 
 
-def _first_model(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
-    """Plain, on the current device, with the same weights on every rank."""
-    torch.manual_seed(recipe.seed)
-    return recipe.workload.build_model(vocabulary, seq_len)
+def _compiles(recipe: Recipe, device: torch.device) -> bool:
+    return recipe.compile and capabilities(device).can_compile
+
+
+def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> Outline:
+    def build() -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return recipe.workload.build_model(vocabulary, seq_len)
+
+    return Outline(build)

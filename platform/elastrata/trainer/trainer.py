@@ -31,7 +31,8 @@ from elastrata_pipelines.phase import Phase
 
 
 class Trainer:
-    """Model, optimizer, masks and what is chosen automatically. All its methods are collective.
+    """Model, optimizer, masks and what is chosen automatically. All its methods are collective;
+    the first is `begin` or `restore`.
 
     Args:
         recipe: what is trained.
@@ -56,7 +57,9 @@ class Trainer:
         self._world_size, self._is_primary = world_size, is_primary
         self._vocabulary = phases[0].batches.manifest.vocabulary
         seq_len = max(phase.batches.manifest.seq_len for phase in phases)
-        self._divided = divided_model(recipe, self._vocabulary, seq_len, device, world_size)
+        self._divided = divided_model(
+            recipe, self._vocabulary, seq_len, device, world_size, draws=False
+        )
         self.model = self._divided.model
         self.optimizer = build_optimizer(
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
@@ -70,6 +73,10 @@ class Trainer:
             world_size=world_size,
             per_node=per_node,
         )
+
+    def begin(self) -> None:
+        """Begins a new run: draws the model's first weights."""
+        self._divided.draw()
 
     def restore(self, checkpoints: CommitStorage, commit: Commit) -> None:
         """Goes on from a commit.

@@ -98,8 +98,7 @@ def cut_in_stages(
     by `parallelize`.
 
     Args:
-        model: plain; blocks that are not of `own_spans` may be on the meta device, and so may what
-            comes before and behind them. The rest has the same weights on every rank.
+        model: plain; on the meta device, or with the same weights on every rank.
         workload: its workload.
         costs: of its blocks, as `PipelineParallel.block_costs` has them.
         mesh: as `rank_mesh` returned it, with an axis `pipeline`.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from elastrata.core.first_weights import meta_model
 from elastrata.core.optimizers.keys import block_matrices
-from elastrata.core.partial_model import meta_model
 from elastrata.core.sparsity.config import AnySparsity, GivenConfig, TwoFourConfig
 from elastrata_pipelines.format import Vocabulary
 

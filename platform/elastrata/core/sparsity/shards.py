@@ -9,9 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
-from elastrata.core.sharding import MeshAxis, local, sharding_axes
+from elastrata.core.sharding import MeshAxis, axes_as_divided, local, sharding_axes
 
 Value = TypeVar("Value")
 _DIGIT_BITS, _KEY_BITS = 8, 64
@@ -29,7 +28,7 @@ def rows_and_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
         matrix: shape [m, n], plain or a DTensor of any layout that divides rows or columns.
     """
     places = [torch.arange(size, device=local(matrix).device) for size in matrix.shape]
-    for axis in _as_divided(matrix):
+    for axis in axes_as_divided(matrix):
         parts = torch.chunk(places[axis.dim], axis.size)  # the last ones may be missing
         places[axis.dim] = parts[axis.rank] if axis.rank < len(parts) else places[axis.dim][:0]
     return places[0], places[1]
@@ -40,16 +39,6 @@ def elements(matrix: Tensor) -> Tensor:
     int64, of the shard's shape."""
     rows, columns = rows_and_columns(matrix)
     return rows[:, None] * matrix.shape[1] + columns
-
-
-def _as_divided(matrix: Tensor) -> list[MeshAxis]:
-    """The axes in the order in which they divided the matrix: along the mesh, but FSDP2 divides
-    what tensor parallelism left, and says so by a placement of its own (`_StridedShard`)."""
-    if not isinstance(matrix, DTensor):
-        return []
-    axes, placements = sharding_axes(matrix), matrix.placements
-    plain = [axis for axis in axes if type(placements[axis.number]) is Shard]
-    return [*plain, *(axis for axis in reversed(axes) if axis not in plain)]
 
 
 def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
