@@ -3,6 +3,7 @@ learned does not depend on it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastrata.cli.main import run as run_command
 from elastrata.core.events import Chosen
-from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.parallelize import GradientSync, ParallelConfig
 from elastrata.planner.block import Machine
 from elastrata.planner.choice import USABLE, Choice, Choices, Correction, budgets
 from elastrata.planner.cluster import read_cluster
@@ -39,7 +40,9 @@ RELATIVE = 1e-5
 """fp32 sums in another order differ by some 1e-7 each; AdamW adds that up over the steps."""
 
 
-def _choices(batch_size: int = 256, **layout: Any) -> Choices:
+def _choices(
+    batch_size: int = 256, syncs: tuple[GradientSync, ...] = ("step",), **layout: Any
+) -> Choices:
     model = gpt(24, 2304, 24)
     return Choices(
         model=model,
@@ -49,6 +52,7 @@ def _choices(batch_size: int = 256, **layout: Any) -> Choices:
         batch_size=batch_size,
         budgets=budgets(model.seq_len, batch_size),
         policies=("none", "full"),
+        syncs=syncs,
     )
 
 
@@ -75,6 +79,18 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert choices.best(lambda _: True).activation_checkpointing == "none"
     more = [choices.bytes(one) for one in choices.all if one.activation_checkpointing == "none"]
     assert more == sorted(more)
+
+
+def test_gradients_are_summed_after_every_micro_batch_where_memory_is_short() -> None:
+    open_, once = _choices(syncs=("step", "micro_batch")), _choices()
+    largest = once.bytes(once.smallest)
+    short = open_.best(lambda one: open_.bytes(one) < largest)
+    assert short.gradient_sync == "micro_batch"
+    whole = 4 * open_.model.parameters
+    assert largest - open_.bytes(open_.smallest) > 0.5 * whole
+    assert open_.best(lambda one: open_.bytes(one) <= 75 * 2**30).gradient_sync == "step"
+    smallest = open_.smallest
+    assert open_.seconds(smallest) >= open_.seconds(replace(smallest, gradient_sync="step"))
 
 
 @given(

@@ -16,6 +16,7 @@ from support.reduction_ranks import (
     each,
     looked_at_between_steps,
     messages_each_way,
+    peaks_each_way,
     summed_each_way,
     train_each_way,
 )
@@ -35,6 +36,7 @@ SAME_SUMS: list[dict[str, Any]] = [
 ]
 REPLICAS = {"replicate": "all"}
 BF16 = {"reduce_dtype": "bf16"}
+EACH = {"gradient_sync": "micro_batch"}
 OPTIMIZERS = {
     "adamw": {"lr": 0.02},
     "lamb": {"name": "lamb", "lr": 0.02},
@@ -82,8 +84,12 @@ def test_copies_that_are_sharded_learn_the_same(recipe: dict[str, Any]) -> None:
         {"replicate": 2},
         {"replicate": 2, "overlap_on_cpu": True},
         {"replicate": 2, **BF16},
+        {"replicate": 2, **EACH},
     ]
-    sharded, copied, overlapped, rounded = run_fresh_ranks(4, train_each_way, recipe, ways)[0]
+    sharded, copied, overlapped, rounded, synced = run_fresh_ranks(4, train_each_way, recipe, ways)[
+        0
+    ]
+    assert [r.loss for r in synced] == pytest.approx([r.loss for r in copied], rel=1e-6)
     assert [r.loss for r in copied] == pytest.approx([r.loss for r in sharded], rel=RELATIVE)
     assert _bits(overlapped) == _bits(copied)
     assert [r.loss for r in rounded] == pytest.approx([r.loss for r in sharded], rel=ROUNDING)
@@ -93,13 +99,57 @@ def test_copies_that_are_sharded_learn_the_same(recipe: dict[str, Any]) -> None:
 def test_parameters_travel_as_often_as_they_should() -> None:
     """Two blocks and what is left, three micro-batches."""
     kept = {"reshard_after_forward": False}
-    ways = [{}, kept, REPLICAS, {**REPLICAS, **BF16}, {**kept, **BF16}]
+    ways = [{}, kept, REPLICAS, {**REPLICAS, **BF16}, {**kept, **BF16}, EACH, {**kept, **EACH}]
     ranks = run_fresh_ranks(2, messages_each_way, 3, ways)
-    default, once, copied, copied_bf16, once_bf16 = ranks[0]
+    default, once, copied, copied_bf16, once_bf16, each_one, each_kept = ranks[0]
+    assert each_one == {"all_gather_single": 3 * (2 * 2 + 1), "reduce_scatter_single": 3 * 3}
+    assert each_kept == {"all_gather_single": 3, "reduce_scatter_single": 3 * 3}
     assert default == {"all_gather_single": 3 * (2 * 2 + 1), "reduce_scatter_single": 3}
     assert once == {"all_gather_single": 3, "reduce_scatter_single": 3}
     assert copied == copied_bf16 == {"all_reduce": 3}
     assert once_bf16 == {"all_gather_single": 3, "all_to_all_single": 3}
+
+
+@pytest.mark.parametrize("clip", [{}, {"method": "bucketwise", "max_norm": 0.05}])
+def test_gradients_summed_after_every_micro_batch_are_the_same(
+    clip: dict[str, Any], recipe: dict[str, Any]
+) -> None:
+    clipped = {**recipe, "clip": clip}
+    ways = [{}, EACH, {**EACH, "reshard_after_forward": False, "prefetch": 2}]
+    default, *others = run_ranks(2, train_each_way, clipped, ways)[0]
+    assert min(record.micro_batches for record in default) > 1
+    for found in others:
+        assert [r.loss for r in found] == pytest.approx([r.loss for r in default], rel=1e-6)
+        norms = [r.gradient_norm for r in found]
+        assert norms == pytest.approx([r.gradient_norm for r in default], rel=1e-5)
+
+
+def test_gradients_of_several_micro_batches_lie_sharded(recipe: dict[str, Any]) -> None:
+    for parameters, (once, each_one) in run_ranks(2, peaks_each_way, recipe, [{}, EACH]):
+        assert each_one < once - 0.3 * parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pipeline": 2}, "which sums gradients up after all backward passes"),
+        ({"virtual_ranks": 4}, "which adds up in an order"),
+        ({"overlap_on_cpu": True}, "waits for one sum per step"),
+        ({"clip": {"method": "bucketwise", "scope": "local"}}, "clips a worker's part"),
+    ],
+)
+def test_where_gradients_are_summed_once(
+    changes: dict[str, Any], reason: str, recipe: dict[str, Any]
+) -> None:
+    clip = changes.pop("clip", {})
+    workers = {**recipe["workers"], "min": 2, "max": 2}
+    optimizer = {"lr": 1e-3, "fused": False}
+    for sync in ("micro_batch", "auto"):
+        values = {**recipe, "clip": clip, "workers": workers, "optimizer": optimizer}
+        values["parallel"] = {**changes, "gradient_sync": sync}
+        lines = dict(cross_field_problems(Recipe.model_validate(values)))
+        assert f"'{sync}': expected step" in lines["parallel", "gradient_sync"]
+        assert reason in lines["parallel", "gradient_sync"]
 
 
 def test_kept_parameters_are_never_stale() -> None:

@@ -77,6 +77,7 @@ class BareTraining:
             cpu,
             world_size=world_size,
             per_node=world_size,
+            synchronize=divided.forward_backward.synchronizes,
         )
         self.chooser.restore(extra or {})
         blocks = recipe.workload.blocks(self.model)

@@ -107,7 +107,7 @@ def clip_on_ranks(
         parallel=layout,
     )
     config = ClipConfig.model_validate(clip)
-    return list(_clipped(model, build_clip(config, model, sparse=sparse), rank, cases))
+    return list(_clipped(model, build_clip(config, model, late=sparse), rank, cases))
 
 
 def _clipped(model: nn.Module, clip: Clip, rank: int, cases: Sequence[Case]) -> Iterator[Clipped]:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 
 from elastrata.core.parallelize import synchronize_gradients
 from elastrata.core.record import StepRecord
-from support.bare_loop import train_on_ranks
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.batches import Start
+from support.bare_loop import BareTraining, train_on_ranks
 from support.clip_ranks import Case, Clipped, clip_on_ranks
+from support.live_bytes import LiveBytes
 from support.uneven import VOCABULARY, Arrays, Section, Training
 
 MESSAGES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
@@ -32,6 +35,23 @@ def train_each_way(
 ) -> list[list[StepRecord]]:
     """The records of a run with each of some sections `parallel`."""
     return [train_on_ranks(rank, world_size, {**recipe, "parallel": way}) for way in ways]
+
+
+def peaks_each_way(
+    rank: int, world_size: int, recipe: Section, ways: Sequence[Section]
+) -> tuple[int, list[int]]:
+    """Bytes of the model's parameters, whole, and the most there are at once in the second step."""
+    peaks = []
+    for way in ways:
+        training = BareTraining(
+            rank, world_size, Recipe.model_validate({**recipe, "parallel": way})
+        )
+        records = training.records(Start(), 2)
+        next(records)
+        with LiveBytes() as live:
+            next(records)
+        peaks.append(live.peak)
+    return sum(p.numel() * p.element_size() for p in training.model.parameters()), peaks
 
 
 def summed_each_way(
@@ -58,7 +78,9 @@ def _messages(rank: int, micro_batches: int, way: Section) -> dict[str, int]:
             for name in MESSAGES:
                 stack.enter_context(patch.object(dist, name, _counting(found, name)))
             for place in range(micro_batches):
-                synchronize_gradients(training.model, place == micro_batches - 1)
+                is_last = place == micro_batches - 1
+                wanted = is_last or way.get("gradient_sync") == "micro_batch"
+                synchronize_gradients(training.model, wanted, is_last=is_last)
                 training.model(ids).sum().backward()
         training.optimizer.step()
         training.optimizer.zero_grad()

@@ -171,6 +171,8 @@ def _left_open(recipe: Recipe) -> list[str]:
         lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
     if recipe.activation_checkpointing == "auto":
         lines.append("activation_checkpointing")
+    if recipe.parallel.gradient_sync == "auto":
+        lines.append("parallel.gradient_sync")
     return [f"{line}: `elastrata plan` tells what it would be on a cluster" for line in lines]
 
 

@@ -99,10 +99,12 @@ def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
 def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None:
     """Prints the keys that the recipe leaves open, as a group on all devices would choose them."""
     fits = "" if planned.fits else ", which is too much"
+    is_open = planned.gradient_sync != "step"
+    synced = f", parallel.gradient_sync {planned.gradient_sync}" if is_open else ""
     console.print(
         f"\nauto, where the recipe's own layout has all devices ({planned.layout}): "
         f"micro_batch_tokens {planned.micro_batch_tokens:,}, activation_checkpointing "
-        f"{planned.activation_checkpointing}: {planned.memory_bytes / _GIB:.1f} GiB of "
+        f"{planned.activation_checkpointing}{synced}: {planned.memory_bytes / _GIB:.1f} GiB of "
         f"{plan.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
         "least and goes by what its first steps measure",
         markup=False,

@@ -131,7 +131,8 @@ class Observer:
             case Substituted():
                 return self._substitute(event.text)
             case Chosen():
-                keys = ("micro_batch_tokens", "activation_checkpointing")
+                keys: tuple[str, ...] = ("micro_batch_tokens", "activation_checkpointing")
+                keys += ("gradient_sync",) if event.gradient_sync != "step" else ()
                 self._tracker.tag({f"chosen.{key}": vars(event)[key] for key in keys})
             case Refused():
                 self.refused = event.problems

@@ -32,7 +32,7 @@ class ClipConfig(Config):
     method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
     """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
     scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
-    during the backward pass; with sparsity or a pipeline, after it."""
+    during the backward pass; with sparsity, a pipeline or `parallel.gradient_sync`, after it."""
     max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """The whole gradient's 2-norm is never above it, but with none."""
     scope: Literal["reduced", "local"] = "reduced"
@@ -64,7 +64,7 @@ def build_clip(
     model: nn.Module,
     *,
     ordered: bool = False,
-    sparse: bool = False,
+    late: bool = False,
     pipeline: StageRanks | None = None,
 ) -> Clip:
     """The clip of a model's gradient; may set hooks on the model. Collective over the ranks of a
@@ -75,7 +75,8 @@ def build_clip(
         model: as `parallelize` returned it, or this rank's stages.
         ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
             bucketwise.
-        sparse: whether gradients are zeroed between the backward pass and the update; not with
+        late: whether the gradient is what is to be clipped only once all backward passes are over,
+            as where weights' gradients are zeroed, or sums of micro-batches added up; not with
             `scope=local`.
         pipeline: the ranks that have all stages; None: there are none.
 
@@ -89,7 +90,7 @@ def build_clip(
     buckets = buckets_of(model, config.max_norm, pipeline)
     if config.scope == "local":
         return LocalBucketClip(buckets)
-    return LateBucketClip(buckets) if sparse or pipeline else ReducedBucketClip(buckets)
+    return LateBucketClip(buckets) if late or pipeline else ReducedBucketClip(buckets)
 
 
 class WholeClip:

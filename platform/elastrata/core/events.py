@@ -124,6 +124,7 @@ class Chosen:
     step: int
     micro_batch_tokens: int
     activation_checkpointing: str
+    gradient_sync: str = "step"
     text: str
     """Why, in a few words."""
 

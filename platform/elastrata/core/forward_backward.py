@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from elastrata.core.batch import Batch
-from elastrata.core.parallelize import synchronize_gradients
+from elastrata.core.parallelize import GradientSync, synchronize_gradients
 from elastrata.core.workload import Loss, Workload
 
 
@@ -45,6 +45,9 @@ class ForwardBackward(Protocol):
     def recomputes(self, share: float) -> None:
         """From now on blocks compute so much of their forward pass again in the backward pass."""
 
+    def synchronizes(self, when: GradientSync) -> None:
+        """From now on gradients are summed over ranks then."""
+
     def figures(self) -> Mapping[str, Any]:
         """Fields of the `StepRecord` of the last step."""
 
@@ -55,11 +58,15 @@ class WholeModel(ForwardBackward):
     Args:
         model: as `parallelize` returned it.
         workload: its workload.
+        gradient_sync: when gradients are summed over ranks.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload) -> None:
+    def __init__(
+        self, model: nn.Module, workload: Workload, gradient_sync: GradientSync = "step"
+    ) -> None:
         self._model = model
         self._workload = workload
+        self._gradient_sync = gradient_sync
 
     @override
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -72,7 +79,9 @@ class WholeModel(ForwardBackward):
         per_round = len(batches) // rounds
         losses = []
         for number, batch in enumerate(batches):
-            synchronize_gradients(self._model, (number + 1) % per_round == 0)
+            is_last = (number + 1) % per_round == 0
+            wanted = is_last or self._gradient_sync == "micro_batch"
+            synchronize_gradients(self._model, wanted, is_last=is_last)
             loss = self._workload.loss(self._model, batch)
             weighted(loss, weights).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detached())
@@ -89,6 +98,10 @@ class WholeModel(ForwardBackward):
     @override
     def recomputes(self, share: float) -> None:
         pass
+
+    @override
+    def synchronizes(self, when: GradientSync) -> None:
+        self._gradient_sync = when
 
     @override
     def figures(self) -> Mapping[str, Any]:

@@ -27,6 +27,8 @@ Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The type in which parameters are applied."""
+GradientSync = Literal["step", "micro_batch"]
+"""When gradients are summed over ranks: once a step, or after every micro-batch."""
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Division = Callable[[nn.Module, DeviceMesh, bool], None]
 """Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's
@@ -68,6 +70,12 @@ class ParallelConfig(Config):
     """Drop a block's gathered parameters after its forward pass and gather them again for its
     backward pass. false: gather once a step and keep them over all its micro-batches, in memory
     for one more copy of the model."""
+    gradient_sync: GradientSync | Literal["auto"] = "step"
+    """When gradients are summed over the workers. step: once; until then every worker adds up the
+    whole gradient of its micro-batches, in memory for 4 bytes a parameter (with `tensor`, of its
+    part). micro_batch: after every micro-batch; each worker adds up its shard alone, and a step
+    sends as many gradients as it has micro-batches. auto: one of these, by the plan and by what
+    the first steps measure, as with `micro_batch_tokens`."""
     reduce_dtype: Precision = "fp32"
     """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
     are added up over micro-batches, clipped and applied in fp32."""
@@ -92,6 +100,11 @@ class ParallelConfig(Config):
     def micro_batch_multiple(self) -> int:
         """Every worker has a multiple of so many micro-batches in a step."""
         return self.micro_batches or self.pipeline
+
+
+def sync_at_first(policy: GradientSync | Literal["auto"]) -> GradientSync:
+    """When gradients are summed until that is chosen."""
+    return "step" if policy == "auto" else policy
 
 
 def parallelize(
@@ -186,12 +199,20 @@ def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None
         backward[number].set_modules_to_backward_prefetch(backward[following])
 
 
-def synchronize_gradients(model: nn.Module, wanted: bool) -> None:
+def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | None = None) -> None:
     """Whether the next backward pass reduces gradients over ranks or adds them up locally.
 
-    In the latter case a model that keeps its parameters does so until the one after it.
+    A model that keeps its parameters does so until the last one.
+
+    Args:
+        model: as `parallelize` returned it.
+        wanted: whether it reduces them, and adds the sums up.
+        is_last: whether it is the last one whose gradients are added up; until then the sums are
+            those over a copy of the model, where there are several. Default: where it reduces.
     """
+    is_last = wanted if is_last is None else is_last
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+        model.set_requires_all_reduce(wanted and is_last)
         if getattr(model, _KEEPS_PARAMETERS, False):
-            model.set_reshard_after_backward(wanted)
+            model.set_reshard_after_backward(is_last)

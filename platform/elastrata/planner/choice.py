@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.parallelize import GradientSync
 from elastrata.core.recomputation import Recomputation
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
@@ -38,6 +39,8 @@ class Choice:
 
     micro_batch_tokens: int
     activation_checkpointing: Recomputation
+    gradient_sync: GradientSync = "step"
+    """Of the section `parallel`."""
 
 
 def budgets(longest: int, batch_size: int) -> tuple[int, ...]:
@@ -68,14 +71,15 @@ class Choices:
     """Ascending."""
     policies: tuple[Recomputation, ...]
     """Policies that compute more again come later."""
+    syncs: tuple[GradientSync, ...] = ("step",)
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
         """Each of them. A budget is of no use where half of it takes all that a rank has."""
         most = 2 * self._each * self.model.seq_len
         return tuple(
-            Choice(micro_batch_tokens=budget, activation_checkpointing=policy)
-            for budget, policy in product(self.budgets, self.policies)
+            Choice(micro_batch_tokens=budget, activation_checkpointing=policy, gradient_sync=sync)
+            for budget, policy, sync in product(self.budgets, self.policies, self.syncs)
             if budget < most or budget == self.budgets[0]
         )
 
@@ -105,16 +109,22 @@ class Choices:
             replace(self.model, seq_len=size),
             self.cluster.device,
             self.machine.stack,
-            replace(self.layout, micro_batch=1, checkpointing=choice.activation_checkpointing),
+            replace(self._layout(choice), micro_batch=1),
             max(count, self.layout.pipeline) * self.layout.data,
         )
         return needed.total
 
+    def _layout(self, choice: Choice) -> Layout:
+        return replace(
+            self.layout,
+            checkpointing=choice.activation_checkpointing,
+            gradient_sync=choice.gradient_sync,
+        )
+
     def seconds(self, choice: Choice) -> float:
         """Seconds of a step of full-length samples; a last micro-batch takes what it is full."""
         samples = max(1, choice.micro_batch_tokens // self.model.seq_len)
-        policy = choice.activation_checkpointing
-        layout = replace(self.layout, micro_batch=samples, checkpointing=policy)
+        layout = replace(self._layout(choice), micro_batch=samples)
         full = layout.micro_batches(self.batch_size) * samples * layout.data
         time = step_time(self.model, self.cluster, self.machine, layout, self.batch_size)
         return time.total * self.batch_size / full

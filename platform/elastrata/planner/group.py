@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.parallelize import ParallelConfig, sync_at_first
 from elastrata.core.recomputation import Recomputation
 from elastrata.planner.choice import USABLE, Choices, budgets
 from elastrata.planner.cluster import Cluster
@@ -35,6 +35,7 @@ def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
         schedule=parallel.schedule,
         shards=data // copies,
         copies=copies,
+        gradient_sync=sync_at_first(parallel.gradient_sync),
         reshard=parallel.reshard_after_forward,
     )
 
@@ -76,7 +77,7 @@ def phase_choices(
         layout: of the group.
         cluster: the group.
     """
-    policy = recipe.activation_checkpointing
+    policy, sync = recipe.activation_checkpointing, recipe.parallel.gradient_sync
     return Choices(
         model=model,
         cluster=cluster,
@@ -85,6 +86,7 @@ def phase_choices(
         batch_size=part.batch_size,
         budgets=tuple(sizes),
         policies=_policies(recipe) if policy == "auto" else (policy,),
+        syncs=("step", "micro_batch") if sync == "auto" else (sync,),
     )
 
 
@@ -96,6 +98,7 @@ class AutomaticPlan:
     """How the recipe has the devices divide the model."""
     micro_batch_tokens: int
     activation_checkpointing: str
+    gradient_sync: str
     memory_bytes: float
     fits: bool
     """Whether that is within what a group dares to use of its devices."""
@@ -127,6 +130,7 @@ def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster)
         layout=layout.division,
         micro_batch_tokens=best.micro_batch_tokens,
         activation_checkpointing=best.activation_checkpointing,
+        gradient_sync=best.gradient_sync,
         memory_bytes=needed,
         fits=needed <= usable,
     )

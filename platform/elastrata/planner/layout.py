@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.parallelize import Schedule
+from elastrata.core.parallelize import GradientSync, Schedule
 from elastrata.core.recomputation import Recomputation
 
 MOST_SAMPLES = 64
@@ -30,6 +30,7 @@ class Layout:
     micro_batch: int = 1
     """Samples that go through the model together."""
     checkpointing: Recomputation = "none"
+    gradient_sync: GradientSync = "step"
     reshard: bool = True
     """Whether gathered parameters are dropped after each block's forward pass."""
 
@@ -67,4 +68,5 @@ class Layout:
         names = {"none": [], "selective": ["recompute half"], "full": ["recompute"]}
         pieces += names[self.checkpointing]
         pieces += [] if self.reshard else ["keep"]
+        pieces += [] if self.gradient_sync == "step" else ["reduce each"]
         return " ".join(pieces)

@@ -145,7 +145,7 @@ def _stage(
     state = own * stack.state_bytes / (layout.shards if stack.sharding != "none" else 1)
     gathered = _gathered(model, stack, layout, own)
     begins = (
-        _accumulated(stack, own, micro_batches),
+        _accumulated(stack, layout, own, micro_batches),
         kept * flight,
         max(logits, again),
     )
@@ -203,12 +203,15 @@ def _gathered(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> flo
     return (ahead + outside) * stack.element_bytes
 
 
-def _accumulated(stack: Stack, own: float, micro_batches: int) -> float:
-    """Gradients where a backward pass begins: those of the micro-batches before it, whole, as they
-    are reduced once a step."""
+def _accumulated(stack: Stack, layout: Layout, own: float, micro_batches: int) -> float:
+    """Gradients where a backward pass begins: those of the micro-batches before it, whole where
+    they are reduced once a step, else this shard's."""
     if stack.sharding != "all":
         return own * stack.gradient_bytes
-    return own * stack.gradient_bytes if stack.accumulates and micro_batches > 1 else 0.0
+    if not stack.accumulates or micro_batches == 1:
+        return 0.0
+    parts = layout.shards if layout.gradient_sync == "micro_batch" else 1
+    return own / parts * stack.gradient_bytes
 
 
 def _reduced(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:

@@ -93,6 +93,7 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
         "parallel.virtual_stages": layout.virtual_stages,
         "parallel.replicate": copies,
         "parallel.reshard_after_forward": layout.reshard,
+        "parallel.gradient_sync": layout.gradient_sync,
     }
     if layout.tensor * layout.pipeline > 1:
         wanted["workers.min"] = layout.tensor * layout.pipeline

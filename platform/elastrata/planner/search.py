@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.parallelize import Schedule
+from elastrata.core.parallelize import GradientSync, Schedule
 from elastrata.core.recomputation import Recomputation
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
@@ -97,10 +97,13 @@ def search(
 
 
 def _micro_batched(shape: Layout, batch_size: int) -> Iterator[Layout]:
-    """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank."""
-    samples = 1
+    """Micro-batches of 1, 2, 4... samples, as far as the batch has so many for each rank; several
+    of them, where gradients are summed after each."""
+    samples, least = 1, 2 if shape.gradient_sync == "micro_batch" else 1
     while samples <= min(MOST_SAMPLES, -(-batch_size // shape.data)):
-        yield Layout(**{**vars(shape), "micro_batch": samples})
+        layout = replace(shape, micro_batch=samples)
+        if layout.micro_batches(batch_size) >= least:
+            yield layout
         samples *= 2
 
 
@@ -124,7 +127,11 @@ def _shapes(
             ):
                 if schedule == "zero_bubble" and checkpointing == "selective":
                     continue  # what it keeps is there for one backward pass, not for its two parts
-                for reshard in (True, False) if shards > 1 else (True,):
+                syncs: tuple[GradientSync, ...] = ("step", "micro_batch")
+                for reshard, sync in product(
+                    (True, False) if shards > 1 else (True,),
+                    syncs if shards > 1 and stages == 1 else ("step",),
+                ):
                     yield Layout(
                         tensor=tensor,
                         sequence=sequence,
@@ -134,6 +141,7 @@ def _shapes(
                         shards=shards,
                         copies=data // shards,
                         checkpointing=checkpointing,
+                        gradient_sync=sync,
                         reshard=reshard,
                     )
 

@@ -200,7 +200,7 @@ def _sharded(at: _Setting, block: Passes, again: float, layers: int, micro_batch
     its gradients scattered while the next one's are. What is outside of blocks is gathered before
     anything can be computed."""
     stack, layout = at.machine.stack, at.layout
-    reduction = _reduction(at, at.model.block_parameters / layout.tensor)
+    scatter, reduction = _reduction(at, at.model.block_parameters / layout.tensor)
     gather = _gather(at, at.model.block_parameters / layout.tensor)
     outside = at.model.embedding_parameters + at.model.head_parameters
     first = _gather(at, outside / layout.tensor / layout.pipeline)
@@ -211,8 +211,14 @@ def _sharded(at: _Setting, block: Passes, again: float, layers: int, micro_batch
     kept = _exposed(at, reduction, backward)
     if not stack.accumulates:
         return micro_batches * (layers * last + first)
+    before = micro_batches - 1
+    each = scatter if layout.gradient_sync == "micro_batch" else 0.0
     if layout.reshard:
-        return layers * ((micro_batches - 1) * plain + last) + micro_batches * first
+        if each:
+            plain = _exposed(at, gather, block.forward)
+            plain += _exposed(at, again_gathered + each, backward)
+        return layers * (before * plain + last) + micro_batches * first
+    kept += before * _exposed(at, each, backward)
     return layers * (_exposed(at, gather, block.forward) + kept) + first
 
 
@@ -227,14 +233,14 @@ def _gather(at: _Setting, numbers: float) -> float:
     )
 
 
-def _reduction(at: _Setting, numbers: float) -> float:
-    """A scatter among the shards, then a sum over the copies."""
+def _reduction(at: _Setting, numbers: float) -> tuple[float, float]:
+    """Seconds of a scatter among the shards, and with a sum over the copies after it."""
     num_bytes, layout = numbers * at.machine.stack.reduced_bytes, at.layout
     efficiency = at.machine.messages
     scattered = gather_seconds(at.cluster, efficiency, num_bytes, layout.shards, at.data_stride)
     stride = at.data_stride * layout.shards
     summed = sum_seconds(at.cluster, efficiency, num_bytes / layout.shards, layout.copies, stride)
-    return scattered + summed
+    return scattered, scattered + summed
 
 
 def _update(at: _Setting) -> float:

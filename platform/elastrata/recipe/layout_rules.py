@@ -142,6 +142,12 @@ def _partners(recipe: Recipe) -> Iterator[Problem]:
             f"parallel.overlap_on_cpu: True: expected false {where}, which sums gradients up after "
             "all backward passes",
         )
+    if parallel.gradient_sync != "step":
+        yield (
+            ("parallel", "gradient_sync"),
+            f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step {where}, which "
+            "sums gradients up after all backward passes",
+        )
     if parallel.schedule != "zero_bubble":
         return
     if parallel.reshard_after_forward:
@@ -198,6 +204,9 @@ def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:
         problems.append(f"micro_batch_tokens: 'auto': {wanted_by} needs a number, such as 8192")
     if recipe.activation_checkpointing == "auto":
         line = f"activation_checkpointing: 'auto': {wanted_by} needs none, selective or full"
+        problems.append(line)
+    if recipe.parallel.gradient_sync == "auto":
+        line = f"parallel.gradient_sync: 'auto': {wanted_by} needs step or micro_batch"
         problems.append(line)
     if problems or tokens == "auto":
         raise UserError(*problems)

@@ -164,9 +164,8 @@ class Recipe(PhaseKeys):
     @property
     def is_automatic(self) -> bool:
         """Whether a key is `auto` that each group of workers finds a value for."""
-        return self.activation_checkpointing == "auto" or any(
-            part.micro_batch_tokens == "auto" for part in self.parts
-        )
+        is_open = "auto" in (self.activation_checkpointing, self.parallel.gradient_sync)
+        return is_open or any(part.micro_batch_tokens == "auto" for part in self.parts)
 
     @property
     def steps_in_all(self) -> int:

@@ -24,6 +24,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *layout_problems(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
+        *_gradient_sync(recipe),
         *_clip(recipe),
         *_sparsity(recipe),
         *automatic_problems(recipe),
@@ -199,6 +200,24 @@ def _reduction(recipe: Recipe) -> Iterator[Problem]:
         if recipe.clip.method == "bucketwise":
             reason = "clip.method is bucketwise, which sees every bucket before or after its sum"
             yield ("parallel", name), f"{given} {reason}"
+
+
+def _gradient_sync(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.parallel
+    if parallel.gradient_sync == "step":
+        return
+    reasons = {
+        "parallel.virtual_ranks is set, which adds up in an order": parallel.virtual_ranks,
+        "parallel.overlap_on_cpu waits for one sum per step": parallel.overlap_on_cpu,
+        "clip.scope is local, which clips a worker's part of the whole step": recipe.clip.scope
+        == "local",
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            yield (
+                ("parallel", "gradient_sync"),
+                f"parallel.gradient_sync: {parallel.gradient_sync!r}: expected step where {reason}",
+            )
 
 
 def _clip(recipe: Recipe) -> Iterator[Problem]:

@@ -186,9 +186,11 @@ def _line(event: Event, step: int) -> str | None:
         case Substituted():
             return f"not to be had here: {event.text}"
         case Chosen():
+            is_each = event.gradient_sync != "step"
+            synced = f", gradient_sync {event.gradient_sync}" if is_each else ""
             return (
                 f"from step {event.step} on: micro_batch_tokens {event.micro_batch_tokens:,}, "
-                f"activation_checkpointing {event.activation_checkpointing} ({event.text})"
+                f"activation_checkpointing {event.activation_checkpointing}{synced} ({event.text})"
             )
         case Warned():
             return f"warning: {event.text}"

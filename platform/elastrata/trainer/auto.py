@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastrata.core.device import device_name, memory_of_worker, peak_memory_bytes
 from elastrata.core.events import Chosen
+from elastrata.core.parallelize import GradientSync
 from elastrata.core.recomputation import Recomputation, way_at_first
 from elastrata.core.workload import model_spec
 from elastrata.planner.choice import USABLE, Choice, Choices, Correction
@@ -31,6 +32,8 @@ _ERROR = 1.1
 """A plan errs by less than this factor: what it says is too much for a device's memory by more is
 refused."""
 _GIB = 2**30
+_USUAL = {"gradient_sync": "step"}
+"""Commits leave that out."""
 Known = dict[str, dict[str, Any]]
 
 
@@ -51,6 +54,7 @@ class Automatic:
         recompute: has them compute again something else.
         device: of this rank.
         memory: bytes that this rank may use.
+        synchronize: has gradients summed at other times.
     """
 
     def __init__(
@@ -60,9 +64,12 @@ class Automatic:
         recompute: Callable[[Recomputation], None],
         device: torch.device,
         memory: int,
+        *,
+        synchronize: Callable[[GradientSync], None] = lambda _: None,
     ) -> None:
         self._phases, self._way, self._recompute = phases, way, recompute
         self._device, self._memory = device, memory
+        self._synchronize = synchronize
         self._known: Known = {}
         self._least_memory = -self._largest([-memory])[0]
         self._correction = Correction()
@@ -92,7 +99,12 @@ class Automatic:
 
     def figures(self) -> dict[str, Any]:
         """The choices that the newest step was taken with: fields of `StepRecord`."""
-        return asdict(self._choice) if self._choice else {}
+        if self._choice is None:
+            return {}
+        return {
+            "micro_batch_tokens": self._choice.micro_batch_tokens,
+            "activation_checkpointing": self._choice.activation_checkpointing,
+        }
 
     def state(self) -> dict[str, Any]:
         """The choices that groups have settled on, by layout and phase: a commit keeps them."""
@@ -153,7 +165,9 @@ class Automatic:
         if not self._is_settled or len(choices.all) == 1:
             return None
         needed = most + max(0.0, correction.more(choices, self._choice))
-        self._known[self._key] = {**asdict(self._choice), "bytes": round(needed)}
+        values = asdict(self._choice)
+        values = {key: value for key, value in values.items() if value != _USUAL.get(key)}
+        self._known[self._key] = {**values, "bytes": round(needed)}
         room = f"{most / _GIB:.2f} GiB at the peak so far, of {self._least_memory / _GIB:.2f}"
         return self._news(step, room)
 
@@ -164,7 +178,7 @@ class Automatic:
         if known is None or known["bytes"] > self._least_memory:
             return None
         values = {key: value for key, value in known.items() if key != "bytes"}
-        return next((one for one in self._choices.all if asdict(one) == values), None)
+        return next((one for one in self._choices.all if asdict(one) == {**_USUAL, **values}), None)
 
     def _refuse(self, choices: Choices) -> None:
         smallest = choices.smallest
@@ -181,6 +195,7 @@ class Automatic:
         if choice.activation_checkpointing != self._way:
             self._way = choice.activation_checkpointing
             self._recompute(self._way)
+        self._synchronize(choice.gradient_sync)
 
     def _news(self, step: int, why: str) -> Chosen:
         assert self._choice is not None
@@ -196,9 +211,10 @@ class Automatic:
 
 
 def _words(choice: Choice) -> str:
+    synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
     return (
         f"micro_batch_tokens {choice.micro_batch_tokens:,} and activation_checkpointing "
-        f"{choice.activation_checkpointing}"
+        f"{choice.activation_checkpointing}{synced}"
     )
 
 
@@ -210,6 +226,7 @@ def automatic(
     *,
     world_size: int,
     per_node: int,
+    synchronize: Callable[[GradientSync], None] = lambda _: None,
 ) -> Automatic:
     """A group's choices, as a recipe leaves them open. Collective.
 
@@ -220,6 +237,7 @@ def automatic(
         device: of this rank.
         world_size: workers of the group.
         per_node: of them, on this node.
+        synchronize: has the model's gradients summed at other times.
     """
     open_phases = []
     if recipe.is_automatic:
@@ -247,6 +265,7 @@ def automatic(
         recompute,
         device,
         memory_of_worker(device, per_node, recipe.workers.memory_gb),
+        synchronize=synchronize,
     )
 
 

@@ -22,7 +22,7 @@ from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop
 from elastrata.core.mesh import rank_mesh
 from elastrata.core.norms import StageRanks
-from elastrata.core.parallelize import DTYPES, parallelize
+from elastrata.core.parallelize import DTYPES, parallelize, sync_at_first
 from elastrata.core.recomputation import RECOMPUTED, Recomputation, recompute, way_at_first
 from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.kernels import has_kernels, use_kernels
@@ -108,9 +108,10 @@ def _sharded(
         recipe.clip,
         model,
         ordered=recipe.parallel.virtual_ranks is not None,
-        sparse=any(part.sparsity for part in recipe.parts),
+        late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
     )
-    forward_backward = WholeModel(model, recipe.workload)
+    sync = sync_at_first(recipe.parallel.gradient_sync)
+    forward_backward = WholeModel(model, recipe.workload, sync)
     blocks = recipe.workload.blocks(model)
     compile, draw = _compiles(recipe, device), partial(outline.draw, model)
     return DividedModel(model, forward_backward, clip, blocks, compile=compile, draw=draw)

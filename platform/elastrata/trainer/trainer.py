@@ -72,6 +72,7 @@ class Trainer:
             device,
             world_size=world_size,
             per_node=per_node,
+            synchronize=self._divided.forward_backward.synchronizes,
         )
 
     def begin(self) -> None:

@@ -29,7 +29,7 @@ from typing_extensions import override
 from elastrata.core.batch import Batch
 from elastrata.core.device import peak_memory_bytes
 from elastrata.core.forward_backward import ForwardBackward
-from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.parallelize import GradientSync, ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
 from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
 from elastrata.core.pipeline.stages import Stages
@@ -131,6 +131,11 @@ class Pipeline(ForwardBackward):
     @override
     def figures(self) -> Mapping[str, Any]:
         return {"bubble": self._bubble, "memory_by_stage": self._memory}
+
+    @override
+    def synchronizes(self, when: GradientSync) -> None:
+        """Once a step, as the schedule does."""
+        assert when == "step"
 
     def _through(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, trains: bool
