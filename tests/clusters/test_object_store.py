@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ LARGE = 56 * MIB
 
 
 @pytest.fixture
-def faults(bucket: str) -> Iterator[FaultyS3]:
+def faults(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    """Faults of a store whose clients try again at once."""
+    pause = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(0))
     with faulty_s3(os.environ["AWS_ENDPOINT_URL"]) as faults:
         yield faults
 

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,21 +13,7 @@ from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.preparation.provenance import PROVENANCE
 from elastrata_pipelines.storage import Storage
 from support.corpus import whole_config, write_corpus
-
-TESTS = Path(__file__).parents[1]
-
-
-def child(
-    num_cpus: int, config: dict[str, object], out: str, stop_at: str = ""
-) -> subprocess.Popen[str]:
-    """A preparation in a process of its own."""
-    arguments = [str(num_cpus), json.dumps(config), out, stop_at]
-    return subprocess.Popen(
-        [sys.executable, "-m", "support.prepare_child", *arguments],
-        cwd=TESTS,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+from support.prepare_child import start_preparation
 
 
 def checksums(out: str) -> dict[str, str]:
@@ -64,9 +45,9 @@ def test_other_parallelism_in_another_folder_gives_the_same_bytes(
     prepared: Path, tmp_path: Path
 ) -> None:
     corpus = write_corpus(tmp_path / "somewhere" / "else")
-    process = child(1, whole_config(str(corpus)), str(tmp_path / "out"))
-    process.communicate()
-    assert process.returncode == 0
+    process, _ = start_preparation(1, whole_config(str(corpus)), str(tmp_path / "out"))
+    process.join()
+    assert process.exitcode == 0
     assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
     for name in ("manifest.json", "preparation.json"):
         assert (prepared / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
@@ -77,11 +58,10 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     prepared: Path, corpus: Path, tmp_path: Path, stage: str
 ) -> None:
     config = whole_config(str(corpus))
-    process = child(2, config, str(tmp_path / "out"), stop_at=stage)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reached\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process, reached = start_preparation(2, config, str(tmp_path / "out"), stop_at=stage)
+    assert reached.recv() == stage
+    process.kill()
+    process.join()
     assert (tmp_path / "out" / ".building").exists()
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -99,9 +79,9 @@ def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket
     for path in corpus.iterdir():
         source.write(path.read_bytes(), path.name)
     out = f"{bucket}/data/set"
-    process = child(2, whole_config(source.url), out)
-    process.communicate()
-    assert process.returncode == 0
+    process, _ = start_preparation(2, whole_config(source.url), out)
+    process.join()
+    assert process.exitcode == 0
     assert checksums(out) == checksums(str(prepared))
     assert verify(Storage(out)) == []
     assert Storage(out).names() == [

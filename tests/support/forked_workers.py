@@ -1,9 +1,9 @@
-"""Ray's workers as forks of a process that has made their imports.
+"""Ray's Python processes as forks of a process that has made their imports.
 
-Six to ten processes work for the smallest run, and the imports of each take a core two to five
-seconds: most of a test. A raylet of a session that began within `forked_workers` starts
-`forked_worker.py` in place of each; that asks a server here for a fork. Tests that look for workers
-among a raylet's children, or that kill them, have Ray's own way: `own_workers`.
+Six to ten workers and five of Ray's own processes serve the smallest run, and the imports of each
+take a core one to five seconds: most of a test. In a session that began within `forked_workers`,
+`forked_worker.py` is started in place of each; that asks a server here for a fork. Tests that look
+for workers among a raylet's children, or that kill them, have Ray's own workers: `own_workers`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,60 @@ import pytest
 from support.forked_worker import SOCKET
 from support.forks import fork, forks, take_environment
 
-_PROGRAM = Path(__file__).with_name("forked_worker.py")
+_PROGRAM = str(Path(__file__).with_name("forked_worker.py"))
+_OWN_WORKERS = "ELASTRATA_TEST_OWN_WORKERS"
+"""The variable by which workers are not forked."""
 _PARENT_DEATH = 1
 """PR_SET_PDEATHSIG of prctl."""
 
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Sessions of Ray that begin within this block have such workers, those of commands that are
-    started in it, too; unless it lies in one of `own_workers`."""
-    from ray._private.parameter import RayParams
-
-    begin = RayParams.__init__
-
-    def with_our_program(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **{"worker_path": str(_PROGRAM), **kwargs})
-
+    """Sessions of Ray that begin within this block have such processes, those of commands that are
+    started in it, too; but for the workers, where it lies in one of `own_workers`."""
     with pytest.MonkeyPatch.context() as patch:
         if SOCKET not in os.environ:
             patch.setenv(SOCKET, _server())
-        if os.environ[SOCKET]:
-            patch.setattr(RayParams, "__init__", with_our_program)
+        _fork_programs(patch)
+        if _OWN_WORKERS not in os.environ:
+            _fork_workers(patch)
         yield
+
+
+def _fork_workers(patch: pytest.MonkeyPatch) -> None:
+    from ray._private.parameter import RayParams
+
+    begin, ours = RayParams.__init__, dict.fromkeys(("worker_path", "setup_worker_path"), _PROGRAM)
+
+    def with_our_program(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **(ours | kwargs))
+
+    patch.setattr(RayParams, "__init__", with_our_program)
+
+
+def _fork_programs(patch: pytest.MonkeyPatch) -> None:
+    """Those that are neither workers nor binaries: agents, monitors, the dashboard."""
+    from ray._private import services
+
+    start, python = services.start_ray_process, [sys.executable, "-u"]
+
+    def start_fork(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        if command[:2] == python and command[2] != _PROGRAM:
+            command = [sys.executable, _PROGRAM, *command[2:]]
+        return start(command, *args, **kwargs)
+
+    def fork_agent(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
+        return [sys.executable, _PROGRAM]
+
+    patch.setattr(services, "start_ray_process", start_fork)
+    patch.setattr(services, "_build_python_executable_command_memory_profileable", fork_agent)
 
 
 @contextmanager
 def own_workers() -> Iterator[None]:
     """Sessions of Ray that begin within this block start their workers as Ray does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SOCKET, "")
+        patch.setenv(_OWN_WORKERS, "yes")
         yield
 
 
@@ -124,7 +149,7 @@ def _end(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
 
 
 def _become(asked: dict[str, Any], streams: list[int]) -> None:
-    """Runs in the fork: Ray's own program of a worker."""
+    """Runs in the fork: one of Ray's programs, that of a worker where none is named."""
     import ray
     import torch
 
@@ -137,11 +162,15 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    program = str(Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py")
-    sys.argv = [program, *asked["argv"]]
+    sys.argv = asked["argv"]
+    if sys.argv[0].startswith("-"):
+        worker = Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
+        sys.argv.insert(0, str(worker))
+    else:  # agents take their raylet for dead when it is not their parent
+        os.environ["RAY_RAYLET_PID"] = str(os.getppid())
     code = 1
     try:
-        runpy.run_path(program, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
