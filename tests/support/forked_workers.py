@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,14 +163,17 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     sys.argv = asked["argv"]
+    nodes = ExitStack()
     if sys.argv[0].startswith("-"):
         worker = Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
         sys.argv.insert(0, str(worker))
     else:  # agents take their raylet for dead when it is not their parent
         os.environ["RAY_RAYLET_PID"] = str(os.getppid())
+        nodes.enter_context(forked_workers())  # those that an autoscaler starts
     code = 1
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        with nodes:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
+from support.forked_workers import forked_workers
 from support.shared_ray import close_ray
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -26,7 +27,8 @@ class Nodes:
 
     def __init__(self, folder: str) -> None:
         arguments = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
-        self._cluster = Cluster(initialize_head=True, head_node_args=arguments)
+        with forked_workers():
+            self._cluster = Cluster(initialize_head=True, head_node_args=arguments)
 
     @property
     def address(self) -> str:
@@ -34,7 +36,9 @@ class Nodes:
 
     def add(self, cpus: int, **arguments: Any) -> Any:
         """A new node; Ray's `Cluster.add_node` says what other arguments it takes."""
-        return self._cluster.add_node(num_cpus=cpus, object_store_memory=128 * 2**20, **arguments)
+        with forked_workers():
+            memory = 128 * 2**20
+            return self._cluster.add_node(num_cpus=cpus, object_store_memory=memory, **arguments)
 
     def kill(self, node: Any) -> None:
         """SIGKILL to the raylet: to the others, the machine is gone."""
