@@ -8,7 +8,7 @@ import pytest
 from elastrata_pipelines.balance import drawn_batches, measure_balance
 from elastrata_pipelines.comparison import compare
 from elastrata_pipelines.deal import WorkModel, deal
-from support.wikipedia import histogram, needs_histogram
+from support.wikipedia import histogram
 
 WORK = WorkModel(linear=24 * 1024**2, quadratic=4 * 1024)
 WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 31, 48, 64, 97, 127, 251, 509, 777, 1000, 1021, 1024]
@@ -24,19 +24,16 @@ def _imbalances(workers: int, batch_size: int) -> list[float]:
     ]
 
 
-@needs_histogram
 def test_1024_workers_with_16_samples_each_balance_to_two_thousandths() -> None:
     assert max(_imbalances(1024, 16 * 1024)) <= 1.002
 
 
-@needs_histogram
 @pytest.mark.parametrize("workers", WORLD_SIZES)
 def test_any_world_size_with_8_samples_each_balances_to_a_hundredth(workers: int) -> None:
     for batch_size in (8 * workers, 8 * workers + workers // 3, 11 * workers + 1, 16 * workers):
         assert np.mean(_imbalances(workers, batch_size)) <= 1.01
 
 
-@needs_histogram
 @pytest.mark.parametrize(("samples_each", "bound"), [(8, 1.006), (16, 1.002)])
 def test_the_measure_of_balance_says_so_too(samples_each: int, bound: float) -> None:
     batches = drawn_batches(histogram(), batch_size=1024 * samples_each, steps=3)
@@ -45,7 +42,6 @@ def test_the_measure_of_balance_says_so_too(samples_each: int, bound: float) -> 
     assert balance.imbalance_random > 1.5
 
 
-@needs_histogram
 def test_no_other_scheme_comes_near() -> None:
     found = compare(
         drawn_batches(histogram(), batch_size=16 * 256, steps=4),

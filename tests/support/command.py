@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,9 @@ from support.forked_workers import forked_workers
 from support.forks import fork
 
 _SECONDS = 240.0
-ELASTRATA = str(Path(sys.executable).with_name("elastrata"))
+_PROGRAMS = {"elastrata": "elastrata.cli.main:main", "ray": "ray.scripts.scripts:main"}
+_BIN = Path(sys.executable).parent
+ELASTRATA = str(_BIN / "elastrata")
 """What a user calls, with all its imports."""
 
 
@@ -27,11 +30,13 @@ class Command:
     """A command that was started; used like a `subprocess.Popen`.
 
     Args:
-        arguments: of `elastrata`.
+        arguments: its arguments.
         out: the file for its standard output.
         err: the file for its errors; may be the same.
         cwd: the folder it runs in. Default: the caller's.
         own_group: whether it leads a process group of its own.
+        program: its name, one of `_PROGRAMS`.
+        environment: its environment. Default: the caller's.
     """
 
     def __init__(
@@ -42,11 +47,15 @@ class Command:
         *,
         cwd: Path | None = None,
         own_group: bool = False,
+        program: str = "elastrata",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         texts = [*map(str, arguments)]
         place = str(cwd or Path.cwd())
-        with forked_workers():
-            self._process = fork(_main, texts, place, str(out), str(err), own_group)
+        with forked_workers() as variables:
+            told = None if environment is None else {**environment, **variables}
+            call = (program, texts, place, str(out), str(err), own_group)
+            self._process = fork(_main, *call, environment=told)
         assert self._process.pid
         self.pid: int = self._process.pid
 
@@ -142,19 +151,20 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
-def _main(arguments: list[str], cwd: str, out: str, err: str, own_group: bool) -> None:
+def _main(
+    program: str, arguments: list[str], cwd: str, out: str, err: str, own_group: bool
+) -> None:
     """Runs in the new process."""
     if own_group:
         os.setsid()
     _write_to(out, 1)
     _write_to(err, 2)
     os.chdir(cwd)
-    sys.argv = [ELASTRATA, *arguments]
-    from elastrata.cli.main import main
-
+    sys.argv = [str(_BIN / program), *arguments]
+    module, name = _PROGRAMS[program].split(":")
     try:
         with forked_workers():
-            main()
+            getattr(import_module(module), name)()
     finally:
         atexit._run_exitfuncs()
 

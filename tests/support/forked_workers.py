@@ -39,16 +39,17 @@ _PARENT_DEATH = 1
 
 
 @contextmanager
-def forked_workers() -> Iterator[None]:
+def forked_workers() -> Iterator[dict[str, str]]:
     """Sessions of Ray that begin within this block have such processes, those of commands that are
-    started in it, too; but for the workers, where it lies in one of `own_workers`."""
+    started in it, too; but for the workers, where it lies in one of `own_workers`. It gives the
+    variables of the environment by which commands know."""
     with pytest.MonkeyPatch.context() as patch:
         if SOCKET not in os.environ:
             patch.setenv(SOCKET, _server())
         _fork_programs(patch)
         if _OWN_WORKERS not in os.environ:
             _fork_workers(patch)
-        yield
+        yield {name: os.environ[name] for name in (SOCKET, _OWN_WORKERS) if name in os.environ}
 
 
 def _fork_workers(patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ MODULES = (
     "ray.dashboard.agent",
     "ray.dashboard.dashboard",
     "ray.dashboard.head",
+    "ray.scripts.scripts",
     "elastrata.cli.main",
     "elastrata.launch.launch",
     "elastrata.cluster.worker",
@@ -58,12 +59,18 @@ def forks() -> ForkServerContext:
     return context
 
 
-def fork(function: Callable[..., object], *args: Any, daemon: bool = False) -> ForkServerProcess:
-    """Starts a process that calls a function of a module, in the caller's environment.
+def fork(
+    function: Callable[..., object],
+    *args: Any,
+    daemon: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> ForkServerProcess:
+    """Starts a process that calls a function of a module, by default in the caller's environment.
 
     A daemon ends with the process of the tests, which waits for any other.
     """
-    process = forks().Process(target=_call, args=(dict(os.environ), function, args), daemon=daemon)
+    call = (dict(os.environ if environment is None else environment), function, args)
+    process = forks().Process(target=_call, args=call, daemon=daemon)
     process.start()
     return process
 

@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 import yaml
 
-from support.command import wait_until
+from support.command import Command, kill_group, wait_until
 
 BIN = Path(sys.executable).parent
 _NODE = ("--node-ip-address=127.0.0.1", "--dashboard-agent-listen-port=0", "--block")
@@ -44,7 +44,7 @@ class Served:
         self.metrics_address = f"http://127.0.0.1:{metrics}/metrics"
         self.address = f"http://127.0.0.1:{dashboard}"
         self.gcs_address = f"127.0.0.1:{self._port}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Command] = []
         self._autoscaling: dict[str, str] = {}
         self._start(
             *self._launched_by(launcher or {}),
@@ -84,22 +84,22 @@ class Served:
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                kill_group(process)
 
     def _start(self, *arguments: str) -> None:
         """A node with files of its own, as on another machine: nodes that share a folder take the
         shipped packages away from one another."""
         number = len(self._processes)
         own = self._folder / str(number)
-        with (self._folder / f"node-{number}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [str(BIN / "ray"), "start", *arguments, *_NODE, *_WORKERS, f"--temp-dir={own}"],
-                env={**self.environment, **self._autoscaling},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        log = self._folder / f"node-{number}.log"
+        process = Command(
+            ["start", *arguments, *_NODE, *_WORKERS, f"--temp-dir={own}"],
+            log,
+            log,
+            own_group=True,
+            program="ray",
+            environment={**self.environment, **self._autoscaling},
+        )
         self._processes.append(process)
 
     def _launched_by(self, launcher: dict[str, Any]) -> Sequence[str]:
