@@ -4,6 +4,7 @@ meant. Never a raw exception, a hang, or silence."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from elastrata.sweeps.past import Past
 from elastrata.sweeps.result import read_result
 from elastrata.sweeps.standings import Report, report_entry
 from elastrata.sweeps.sweep import SweepConfig
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import record
 from support.mutations import Mutation, mutated, mutations, seeds
@@ -110,3 +112,12 @@ def test_a_damaged_sweep_is_refused_or_told_or_means_what_it_meant(sweep: Path, 
                 )
                 if found is not None and not found[1]:
                     assert found[0] == whole[read], f"{case}: silent"
+
+
+def test_a_trials_history_in_the_journals_place_is_refused(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "s"
+    shutil.copytree(sweep, copy)
+    shutil.rmtree(copy / JOURNAL)
+    shutil.copytree(copy / TRIALS / "0001" / "history", copy / JOURNAL)
+    with pytest.raises(UserError, match=r"journal: no launch is noted"):
+        read_result(str(copy))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -154,6 +155,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     import ray
     import torch
 
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.setpgid(0, 0)  # a raylet ends the whole group of a worker that has gone
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

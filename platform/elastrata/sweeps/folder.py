@@ -15,6 +15,7 @@ from elastrata.run import history
 from elastrata.run.chain import foreign_lines
 from elastrata.run.folder import flatten, read_values
 from elastrata.run.history import History
+from elastrata.sweeps.standings import LAUNCHED
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.checked_json import list_names, read_bytes
 from elastrata_pipelines.errors import UserError
@@ -90,7 +91,7 @@ def read_journal(folder: Storage) -> History:
     """The journal of a sweep.
 
     Raises:
-        UserError: it cannot be read, or holds parts that do not belong to it.
+        UserError: it cannot be read, is not a journal, or holds parts that do not belong to it.
     """
     journal = folder.sub(JOURNAL)
     found = history.look(journal)
@@ -99,4 +100,6 @@ def read_journal(folder: Storage) -> History:
     if found.chain.foreign:
         lines = foreign_lines(journal.uri(), found.chain.foreign)
         raise UserError(*(f"{line}; move it away" for line in lines))
+    if found.entries and all(entry["kind"] != LAUNCHED for entry in found.entries):
+        raise UserError(f"{journal.uri()}: no launch is noted: it is the history of something else")
     return found
