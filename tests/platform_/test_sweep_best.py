@@ -13,9 +13,9 @@ from elastrata.cli.main import run
 from elastrata.launch.launch import TrainResult
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.history import HistoryWriter
-from elastrata.sweeps.folder import JOURNAL, write_sweep
+from elastrata.sweeps.folder import JOURNAL, sweep_digest, write_sweep
 from elastrata.sweeps.result import best_recipe, find_sweep
-from elastrata.sweeps.standings import CONCLUDED, SUGGESTED
+from elastrata.sweeps.standings import CONCLUDED, LAUNCHED, SUGGESTED
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -48,6 +48,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Storage(str(tmp_path / "runs" / "lr"))
     write_sweep(folder, config, Recipe.model_validate({**recipe, "steps": 40}))
     journal = HistoryWriter(folder.sub(JOURNAL), 1, print)
+    journal.add(LAUNCHED, {"mlflow_run_id": None, "sweep_sha256": sweep_digest(folder)})
     for place, (trial, loss) in enumerate(LOSSES.items(), start=1):
         values: dict[str, Any] = {"optimizer.lr": place / 100, "optimizer.weight_decay": 0.1}
         values |= {**dict.fromkeys(KEYS, 0.90625), "schedule.warmup_steps": 5}
