@@ -100,6 +100,10 @@ class Workload(Config):
         instead; none by default. `dtype` is what the model is computed in."""
         return []
 
+    def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
+        """Whether a part of its blocks cannot be compiled on a machine; by default none."""
+        return False
+
     @abstractmethod
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> nn.Module:
         """A plain, unsharded model on the current device, drawn from torch's current generator.

@@ -170,7 +170,16 @@ def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
 def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
     dtype = DTYPES[recipe.precision]
+    is_selective = recipe.compile and recipe.activation_checkpointing == "selective"
+    uncompiled = []
+    if is_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
+        uncompiled = [
+            "compile: true: dense attention on a GPU interrupts graphs: with "
+            "activation_checkpointing selective blocks run uncompiled instead; full or none "
+            "compiles the rest of them"
+        ]
     return [
+        *uncompiled,
         *substitutions(here, dtype=dtype, compile=recipe.compile, skip_zeros=_skips_zeros(recipe)),
         *recipe.workload.substitutions(here, dtype),
     ]

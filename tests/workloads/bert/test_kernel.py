@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from elastrata.core.device import DeviceCapabilities
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import missing_here
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.kernel import has_varlen
+from support.synthetic import tiny_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INSTEAD = "; dense instead, one call per run of samples of equal length"
@@ -55,6 +58,25 @@ def test_only_what_is_asked_for_is_missed(kernel, device, dtype, lines) -> None:
         f"workload.attention: varlen: there is none for {where}{INSTEAD}" for where in lines
     ]
     assert Bert(attention=kernel).substitutions(device, dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "precision", "told"),
+    [
+        ("auto", machine("an H100", (9, 0)), "fp32", True),
+        ("dense", machine("an H100", (9, 0)), "bf16", True),
+        ("auto", machine("a Tesla T4", (7, 5)), "bf16", True),
+        ("auto", machine("an H100", (9, 0)), "bf16", False),
+        ("dense", machine("this CPU", None), "fp32", False),
+    ],
+)
+def test_blocks_that_are_not_compiled_are_told(kernel, device, precision, told) -> None:
+    values = tiny_recipe("data", "runs", precision=precision, compile=True)
+    values["workload"]["attention"] = kernel
+    for way in ("none", "selective", "full"):
+        recipe = Recipe.model_validate({**values, "activation_checkpointing": way})
+        lines = [line for line in missing_here(recipe, device) if line.startswith("compile")]
+        assert len(lines) == (told and way == "selective")
 
 
 def test_every_kernel_gives_the_same_here() -> None:

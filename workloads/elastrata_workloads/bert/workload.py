@@ -21,7 +21,7 @@ from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.batch import equally_long
-from elastrata_workloads.unpadded.kernel import Kernel, substitution
+from elastrata_workloads.unpadded.kernel import Kernel, interrupts_graphs, substitution
 from elastrata_workloads.unpadded.sizes import (
     Heads,
     Layers,
@@ -113,6 +113,10 @@ class Bert(Planned, TensorParallel, PipelineParallel):
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
         return substitution(self.attention, capabilities, dtype)
+
+    def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
+        """Whether attention does: where it is dense, on a GPU."""
+        return interrupts_graphs(self.attention, capabilities.capability, dtype)
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> BertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""

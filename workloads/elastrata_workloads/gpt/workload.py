@@ -20,7 +20,7 @@ from elastrata_workloads.gpt.batch import GptBatch
 from elastrata_workloads.gpt.objective import collate, loss
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.batch import equally_long
-from elastrata_workloads.unpadded.kernel import Kernel, substitution
+from elastrata_workloads.unpadded.kernel import Kernel, interrupts_graphs, substitution
 from elastrata_workloads.unpadded.sizes import (
     Heads,
     Layers,
@@ -143,6 +143,10 @@ class Gpt(Planned, TensorParallel, PipelineParallel):
     def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
         """A line where `attention` asks for a kernel that is not there."""
         return substitution(self.attention, capabilities, dtype)
+
+    def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
+        """Whether attention does: where it is dense, on a GPU."""
+        return interrupts_graphs(self.attention, capabilities.capability, dtype)
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> GptModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""

@@ -26,6 +26,14 @@ def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
     return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
 
 
+def interrupts_graphs(
+    kernel: Kernel, capability: tuple[int, int] | None, dtype: torch.dtype
+) -> bool:
+    """Whether attention is no part of a compiled graph: the dense one of GPUs."""
+    is_dense = kernel == "dense" or not has_varlen(capability, dtype)
+    return capability is not None and is_dense
+
+
 def shares_heads(varlen_attn: Callable[..., object]) -> bool:
     """Whether torch's varlen attention takes fewer heads of key and value than of query; before
     torch 2.12 it does not."""
