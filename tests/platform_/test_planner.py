@@ -201,6 +201,16 @@ def test_what_saves_memory_and_what_it_costs() -> None:
     assert _step(divided).tensor_messages > 0
 
 
+def test_building_a_model_is_part_of_the_plan() -> None:
+    """The parameters of a shard, and the largest of them whole; nothing of a step beside it."""
+    divided = memory(SMALL, A100, MACHINE.stack, Layout(shards=32), 512)
+    table = SMALL.vocabulary * SMALL.hidden
+    assert divided.building == 4 * (SMALL.parameters / 32 + table)
+    assert divided.building < divided.total
+    short_of_room = replace(divided, building=divided.total)
+    assert short_of_room.total == short_of_room.building + divided.reserved + divided.fragmentation
+
+
 def test_the_terms_of_a_step_add_up() -> None:
     time = _step(Layout(tensor=2, pipeline=4, shards=4))
     assert sum(vars(time).values()) == pytest.approx(time.total)

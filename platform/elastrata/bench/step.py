@@ -63,7 +63,8 @@ class StepFigures:
     peak_flops: float | None
     """The device's, dense bf16, per second."""
     peak_memory_bytes: int
-    """On the device where it is a GPU, else in the process; warm-up included."""
+    """Of all steps, those that warm up too, on the device where it is a GPU; else of the process,
+    building the model included."""
     seconds: Quartiles
     """A step, until the device has done all of it."""
     seconds_by_phase: Mapping[str, Quartiles]

@@ -22,6 +22,7 @@ _TERMS = {
     "working": "the block that is computed again; logits and loss",
     "reserved": "driver, kernels, communication library",
     "fragmentation": "an allowance for the allocator",
+    "building": "before the first step, while the model is made; not added to the others",
     "matrices": "forward and backward, over all micro-batches",
     "recomputation": "activations computed again",
     "head": "logits and loss, as far as they make the last stage the slowest",

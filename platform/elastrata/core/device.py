@@ -142,10 +142,17 @@ def named_peak_flops(name: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: of the GPU, or of this process."""
+    """The most memory in use so far: of the GPU since `forget_peak`, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """From now on `peak_memory_bytes` of a GPU leaves out what was in use before: what training
+    needs, and neither what building a model nor what reading its state took."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None = None) -> int:

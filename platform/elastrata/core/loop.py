@@ -11,7 +11,7 @@ import torch
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
-from elastrata.core.device import peak_flops, peak_memory_bytes
+from elastrata.core.device import forget_peak, peak_flops, peak_memory_bytes
 from elastrata.core.ends import TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
@@ -67,6 +67,7 @@ class Loop:
             asked: what is asked of all ranks, on rank 0; elsewhere `Action.GO_ON`.
         """
         samples, tokens = start.samples, start.tokens
+        forget_peak(self.device)
         stopwatch = Stopwatch()
         for rank_step in stream:
             stopwatch.passed("seconds_waiting_for_data")

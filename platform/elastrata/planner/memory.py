@@ -31,12 +31,15 @@ class Memory:
     reserved: float
     """The driver, its kernels, the communication library."""
     fragmentation: float
+    building: float
+    """While the model is made, before its first step: this device's shard of the parameters, and
+    the largest of them, whole, as it is drawn. Nothing of a step is there then."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The most at any time."""
         kept = self.parameters + self.gathered + self.gradients + self.activations
-        return kept + self.working + self.reserved + self.fragmentation
+        return max(kept + self.working, self.building) + self.reserved + self.fragmentation
 
 
 def memory(
@@ -142,7 +145,8 @@ def _stage(
     logits = _logits(model, stack, layout) if has_head else 0.0
     kept = _kept(model, stack, layout, block)
     again = 0.0 if layout.checkpointing == "none" else max(0.0, block - kept)
-    state = own * stack.state_bytes / (layout.shards if stack.sharding != "none" else 1)
+    shards = layout.shards if stack.sharding != "none" else 1
+    state = own * stack.state_bytes / shards
     gathered = _gathered(model, stack, layout, own)
     begins = (
         _accumulated(stack, layout, own, micro_batches),
@@ -159,7 +163,13 @@ def _stage(
         working=working,
         reserved=device.reserved_bytes,
         fragmentation=stack.fragmentation * (state + gathered + gradients + activations + working),
+        building=FP32_BYTES * (own / shards + _largest_parameter(model)),
     )
+
+
+def _largest_parameter(model: ModelSpec) -> int:
+    """Numbers of the largest parameter: the table of tokens, or a feed-forward's matrix."""
+    return model.hidden * max(model.vocabulary, model.feed_forward)
 
 
 def _kept(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
