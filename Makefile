@@ -3,6 +3,8 @@
 # make test-all:   all of them
 # make check:      style, types, imports, and the tests of `make test`
 # make fuzz:       the fuzzers, many rounds of each
+# make gpu:        what is right, how fast, and how much memory, on one GPU; goes on where it stopped
+# make gpu-wheels: wheels for `make gpu` on a machine without a network, into ./wheels
 # make clean:      removes what the above made, .venv and ./quickstart included
 
 PYTHON ?= python3
@@ -12,8 +14,15 @@ ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 EVERY := -m ""
+# Options: GPU_OPTIONS="--minutes 10 --cases check". Machines with PyTorch lack pydantic at most;
+# others of the engine's needs: GPU_NEEDS="pydantic numpy pyarrow pyyaml fsspec".
+GPU_RESULTS ?= gpu.jsonl
+GPU_OPTIONS ?=
+GPU_NEEDS ?= pydantic
+GPU_PYTHON ?= 3.12
+GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: quickstart test test-all slow lint check chaos fuzz clean
+.PHONY: quickstart test test-all slow lint check chaos fuzz gpu gpu-wheels clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -40,6 +49,18 @@ chaos: $(READY)
 fuzz: $(READY)
 	@echo "== damaged files and hostile input, $(ELASTRATA_FUZZ_ROUNDS) rounds of each"
 	@ELASTRATA_FUZZ_ROUNDS=$(ELASTRATA_FUZZ_ROUNDS) $(BIN)/python -m pytest -q tests/fuzz
+
+# No virtual environment of ours: the machine's Python has the PyTorch that fits its GPU.
+gpu:
+	@echo "== the first half hour on a GPU: rows in $(GPU_RESULTS)"
+	@$(PYTHON) benchmarks/gpu.py --results $(GPU_RESULTS) $(GPU_OPTIONS)
+
+gpu-wheels:
+	@echo "== downloading $(GPU_NEEDS) for Python $(GPU_PYTHON) into ./wheels"
+	@$(PYTHON) -m pip download -q --disable-pip-version-check -c constraints.txt -d wheels \
+		--only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(addprefix --platform ,$(GPU_PLATFORMS)) $(GPU_NEEDS)
+	@ls wheels
 
 lint: $(READY)
 	@echo "== style (ruff)"

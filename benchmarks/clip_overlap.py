@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastrata.core.lone_group import lone_group
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -25,6 +24,7 @@ from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
 from elastrata.core.device import current_device
+from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import divided_model, training_loop

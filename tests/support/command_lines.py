@@ -140,6 +140,8 @@ NOT_RUN = {
     "make quickstart": f"{_INSTALLS}, then `elastrata quickstart`: test_quickstart.py",
     "make test": "runs this test",
     "make check": "runs this test",
+    "make gpu": "needs a GPU: test_gpu_table.py runs it on a CPU",
+    "make gpu-wheels": _INSTALLS,
     "make test-all": "runs this test",
     "make chaos": "takes minutes: tests/faults/test_chaos.py does some of it",
     "pip install -c constraints.txt -e .": _INSTALLS,
