@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,21 @@ def rank_mesh(
         axes["shard"] = dp_size
     if tensor > 1:
         axes["tensor"] = tensor
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh(
+        device_type,
+        tuple(axes.values()),
+        mesh_dim_names=tuple(axes),
+        backend_override=_of_axes(device_type, tuple(axes)),
+    )
+
+
+def _of_axes(device_type: str, axes: Sequence[str]) -> dict[int | str, Any] | None:
+    """The backends of the groups along the axes: on GPUs NCCL alone, as gloo would connect all
+    ranks of every group with one another. A pipeline's ranks tell each other shapes through gloo.
+    A single axis has the default group."""
+    if device_type != "cuda" or len(axes) == 1:
+        return None
+    return {axis: "nccl" for axis in axes if axis != "pipeline"}
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
+from elastrata.core.exchange import Exchange, exchange_over, nodes_of_all
 from elastrata.core.mesh import data_axes
 from elastrata.core.recomputation import Recomputation, recompute
 from elastrata.core.reduction import (
@@ -159,7 +160,8 @@ def _shard(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
     overlap = parallel.overlap_on_cpu and data.device_type == "cpu"
-    reduction = _reduction(data, parallel.reduce_dtype, overlap)
+    exchange = _exchange(data, parallel)
+    reduction = _reduction(data, parallel.reduce_dtype, overlap, exchange)
     shards = data["shard"] if reduction else data  # ours sums over copies itself
     reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
     for module in (*blocks, model):
@@ -171,7 +173,7 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)
             if parallel.virtual_ranks and data.size() > 1:
                 rounds = num_rounds(parallel.virtual_ranks, data.size())
-                module.set_custom_reduce_scatter(DeterministicReduceScatter(rounds))
+                module.set_custom_reduce_scatter(DeterministicReduceScatter(rounds, exchange))
             elif reduction:
                 reduction.attach(module)
             if overlap:
@@ -180,13 +182,26 @@ def _shard(
         _prefetch(model, blocks, parallel.prefetch or 1)
 
 
-def _reduction(mesh: DeviceMesh, dtype: Precision, overlap: bool) -> Reduction | None:
+def _exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | None:
+    """Between the ranks that share a copy, as gradients in bf16 and those of virtual ranks need it;
+    None: gloo's, which has connections between all ranks anyway. Collective."""
+    if mesh.device_type != "cuda":
+        return None
+    if parallel.reduce_dtype == "fp32" and not parallel.virtual_ranks:
+        return None
+    group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
+    return exchange_over(group, nodes_of_all(), "nccl")
+
+
+def _reduction(
+    mesh: DeviceMesh, dtype: Precision, overlap: bool, exchange: Exchange | None
+) -> Reduction | None:
     """None where FSDP2's own will do."""
     if dtype == "fp32" and not overlap:
         return None
     then = DuringBackward() if overlap else at_once
     copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
-    return Reduction(DTYPES[dtype], then, copies)
+    return Reduction(DTYPES[dtype], then, copies, exchange)
 
 
 def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:

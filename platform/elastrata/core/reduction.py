@@ -17,6 +17,8 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from elastrata.core import exchange
+from elastrata.core.exchange import Exchange
 from elastrata.core.fsdp_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -65,14 +67,20 @@ class Reduction(DefaultReduceScatter):
         then: `at_once`, or a `DuringBackward`: buckets then hold their sums no sooner than the
             backward pass has ended.
         copies: the ranks that have the same shard of other copies of the model, and this one.
+        exchange: between the ranks that share a copy; None: at once.
     """
 
     def __init__(
-        self, dtype: torch.dtype, then: Then, copies: dist.ProcessGroup | None = None
+        self,
+        dtype: torch.dtype,
+        then: Then,
+        copies: dist.ProcessGroup | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._dtype = dtype
         self._then = then
         self._copies = copies
+        self._exchange = exchange
 
     def attach(self, module: FSDPModule) -> None:
         """Sums this bucket's gradient; FSDP2 must know only the ranks that share a copy."""
@@ -107,7 +115,7 @@ class Reduction(DefaultReduceScatter):
             return None
         sent = input_tensor.to(self._dtype)
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = (self._exchange or exchange.at_once(group))(received, sent)
         parts = received.view(group.size(), -1)
         then(work, lambda: torch.sum(parts, 0, dtype=output_tensor.dtype, out=output_tensor))
         return None
@@ -136,10 +144,12 @@ class DeterministicReduceScatter(ReduceScatter):
 
     Args:
         rounds: of a step.
+        exchange: between the ranks; None: at once.
     """
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, exchange: Exchange | None = None) -> None:
         self._rounds = rounds
+        self._exchange = exchange
         self._round = 0
         self._sum: Tensor | None = None
 
@@ -168,7 +178,7 @@ class DeterministicReduceScatter(ReduceScatter):
         assert op == dist.ReduceOp.SUM
         assert not async_op
         received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        (self._exchange or exchange.at_once(group))(received, input_tensor).wait()
         for shard in received.chunk(group.size()):
             self._sum = shard.clone() if self._sum is None else self._sum.add_(shard)
         self._round = (self._round + 1) % self._rounds

@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # before functions of torch are replaced: it makes a table of them
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from elastrata.core import parallelize
 from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.ranks import fake_ranks
@@ -41,11 +43,17 @@ def rehearsal(
     with fake_cuda(device, ledger), fake_ranks(ledger, world_size, rank) as axes, ExitStack() as on:
         modes = FakeTensorMode(allow_non_fake_inputs=True), Recorder(ledger, axes)
         on.enter_context(patch.object(threading.Thread, "run", _run_with(modes)))
+        on.enter_context(patch.object(parallelize, "nodes_of_all", _nodes_of(device)))
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
         on.enter_context(patch.object(FakeTensor, "tolist", _tolist(ledger)))
         for mode in modes:
             on.enter_context(mode)
         yield ledger
+
+
+def _nodes_of(device: FakeDevice) -> Callable[[], list[object]]:
+    """`nodes_of_all` of ranks that lie on full nodes, one after the other."""
+    return lambda: [rank // device.per_node for rank in range(dist.get_world_size())]
 
 
 def _run_with(modes: tuple[Any, ...]) -> Callable[[threading.Thread], None]:
