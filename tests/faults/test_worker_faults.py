@@ -12,10 +12,11 @@ from elastrata.cluster.ray_session import ray_session
 from elastrata.launch.launch import train
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.faulty import MEMORY_LIMIT, RANK, FaultyBert
 from support.nodes import nodes
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
 
 STEPS = 60
 HOT_STEPS = 10
@@ -47,7 +48,7 @@ def train_faulty(
 ) -> list[Any]:
     """The history of a run on a Ray cluster."""
     recipe = Recipe.model_validate(values)
-    workload = FaultyBert(**values["workload"], after=30, marker=folder / "marker", **fault)
+    workload = FaultyBert(**values["workload"], **{"after": 30, **fault}, marker=folder / "marker")
     faulty = recipe.model_copy(update={"workload": workload})
     result = train(faulty, name="faulty", address=address, show=lambda _: None)
     assert result.status == "FINISHED"
@@ -87,3 +88,29 @@ def test_a_rank_that_takes_more_memory_than_there_is(values, tmp_path) -> None:
             memory_bytes=MEMORY_BYTES,
         )
     assert_done_again(entries, "its process was killed, as the node ran out of memory")
+
+
+@pytest.mark.slow
+def test_auto_takes_smaller_micro_batches_where_a_device_has_no_room(values, tmp_path) -> None:
+    """And none that has run out before, in no later group."""
+    auto = {"micro_batch_tokens": "auto", "activation_checkpointing": "auto"}
+    small = {"fault": "has a small device", "positions": 4 * SEQ_LEN}
+    with ray_session("local", num_cpus=2):
+        entries = train_faulty({**values, **auto}, tmp_path, **small)
+    ran_out = [entry for entry in entries if entry["kind"] == "ran_out"]
+    assert ran_out
+    assert all(f"rank {RANK}" in e["text"] for e in entries if e["kind"] == "fault")
+    tried = [entry["choice"] for entry in ran_out]
+    assert all(tried.count(choice) == 1 for choice in tried)
+    assert len(history.effective_steps(entries)) == STEPS
+
+
+@pytest.mark.slow
+def test_settings_that_do_not_fit_end_the_run_with_those_that_do(values, tmp_path) -> None:
+    values["workers"]["memory_gb"] = 4
+    small = {"fault": "has a small device", "positions": 1}
+    with (
+        ray_session("local", num_cpus=2),
+        pytest.raises(UserError, match=r"out of memory: CPU.*does not fit"),
+    ):
+        train_faulty(values, tmp_path, **small)

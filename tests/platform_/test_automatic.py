@@ -3,6 +3,7 @@ learned does not depend on it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.trainer.auto import Automatic, PhaseChoices
+from elastrata.trainer.out_of_memory import what_fits
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
@@ -309,3 +312,67 @@ def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
     values["workers"]["memory_gb"] = 0.01
     with pytest.raises(UserError, match="a worker is to need 0"):
         run_ranks(1, train_automatically, values)
+
+
+def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
+    """Nor anything that needs as much, in whatever group comes after, though one settled on it."""
+    phases = [PhaseChoices(last_step=12, choices=_choices(batch_size=4, shards=1))]
+    cpu, memory = torch.device("cpu"), 2**40
+    first = Automatic(phases, "none", lambda _: None, cpu, memory)
+    assert first.ran_out() is None, "no step was taken"
+    for _ in first.cut((_empty_step(number) for number in range(1, 8)), lambda _: None):
+        pass
+    ran_out = first.ran_out()
+    assert ran_out is not None
+    assert ran_out.choice == first.figures()
+    assert ran_out.group == "tp1 pp1 1x1, phase 0"
+    needed = phases[0].choices.bytes(Choice(**ran_out.choice))
+
+    def taken(chooser: Automatic) -> list[float]:
+        found = []
+        for _ in chooser.cut((_empty_step(number) for number in range(8, 13)), lambda _: None):
+            found.append(phases[0].choices.bytes(Choice(**chooser.figures())))
+        return found
+
+    again = Automatic(phases, "none", lambda _: None, cpu, memory)
+    again.restore(first.state())
+    assert taken(again)[0] == needed, "as before in such a group"
+    second = Automatic(phases, "none", lambda _: None, cpu, memory)
+    second.restore(first.state())
+    second.avoid([ran_out, replace(ran_out, group="tp2 pp1 1x1, phase 0", choice={})])
+    assert max(taken(second)) < needed
+    then = second.ran_out()
+    assert then is not None
+    third = Automatic(phases, "none", lambda _: None, cpu, memory)
+    third.avoid([then, ran_out])
+    assert max(taken(third)) < phases[0].choices.bytes(Choice(**then.choice))
+
+
+def test_where_nothing_smaller_is_left_nothing_is_demoted() -> None:
+    chooser = Automatic(
+        [PhaseChoices(last_step=12, choices=_choices(batch_size=4, shards=1))],
+        *("none", lambda _: None, torch.device("cpu"), 2**40),
+    )
+    next(chooser.cut([_empty_step(1)], lambda _: None))
+    assert Choice(**chooser.figures()) == _choices(batch_size=4, shards=1).smallest
+    assert chooser.ran_out() is None
+
+
+def test_settings_that_fit_are_named(folder: Path) -> None:
+    """By the plan of a CPU that has as much memory as the recipe says."""
+    values = tiny_recipe(folder, folder / "runs", micro_batch_tokens=SEQ_LEN * 64)
+    values["batch_size"] = 64
+
+    def line(gigabytes: float, **changes: Any) -> str:
+        workers = {**values["workers"], "memory_gb": gigabytes}
+        recipe = Recipe.model_validate({**values, **changes, "workers": workers})
+        return what_fits(recipe, training_data(recipe).phases)
+
+    told = line(0.36)
+    assert told.startswith("out of memory: CPU, 0.3 GiB: micro_batch_tokens=3072")
+    found = re.search(r"; micro_batch_tokens=(\d+) activation_checkpointing=(\w+) does by", told)
+    assert found is not None
+    assert int(found[1]) <= SEQ_LEN * 64
+    nothing = line(0.1)
+    assert "nor by the plan anything smaller on 1 workers; more workers" in nothing
+    assert "nor by the plan" in line(0.1, **AUTO)

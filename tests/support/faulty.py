@@ -1,4 +1,5 @@
-"""A workload in which one rank goes wrong once: it raises, or takes more memory than there is."""
+"""A workload in which one rank goes wrong: it raises, or takes more memory than there is, once, or
+has too little on its device for large micro-batches."""
 
 from __future__ import annotations
 
@@ -30,15 +31,21 @@ class FaultyBert(Bert):
         after: losses that its process computes before.
         memory_bytes: what it takes, where that is its fault.
         marker: a file that is made when it happens; it does not happen where there is one.
+        positions: of the largest micro-batch that fits, where a device has too little memory.
     """
 
-    fault: Literal["raises", "takes all memory"]
-    after: int
+    fault: Literal["raises", "takes all memory", "has a small device"]
+    after: int = 0
+    positions: int = 0
     memory_bytes: int = 0
     marker: Path
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         global _losses
+        if self.fault == "has a small device":
+            if dist.get_rank() == RANK and batch.num_positions > self.positions:
+                raise torch.OutOfMemoryError(f"no room for {batch.num_positions} positions")
+            return super().loss(model, batch)
         _losses += 1
         if self._is_faulty() and _losses > self.after and not self.marker.exists():
             self.marker.touch()

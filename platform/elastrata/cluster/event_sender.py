@@ -11,7 +11,7 @@ import ray
 
 from elastrata.cluster.event_delivery import Acknowledgement, EventBatch, SendQueue
 from elastrata.core.control_signal import ControlSignal
-from elastrata.core.events import Event, Refused, Warned
+from elastrata.core.events import Event, RanOut, Refused, Warned
 from elastrata.core.record import StepRecord
 
 BATCH_SECONDS = 0.2
@@ -29,7 +29,7 @@ _DROPPED = (
 
 class Sender:
     """Sends events from a thread of its own; any thread may send. Ranks beside rank 0 send nothing
-    but refusals.
+    but what ends their group: refusals, and choices that ran out of memory.
 
     What the driver has not handled stays here, and is sent again where the channel was replaced.
     """
@@ -47,7 +47,7 @@ class Sender:
 
     def send(self, event: Event) -> None:
         """Sends an event; step records go together with the next ones."""
-        if not self._speaks and not isinstance(event, Refused):
+        if not self._speaks and not isinstance(event, Refused | RanOut):
             return
         with self._changed:
             self._add(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from threading import Lock
 from typing import Any
 
@@ -13,6 +14,7 @@ from elastrata.core.events import (
     Evaluated,
     Event,
     Lost,
+    RanOut,
     Refused,
     Removed,
     Stalled,
@@ -134,6 +136,9 @@ class Observer:
                 keys: tuple[str, ...] = ("micro_batch_tokens", "activation_checkpointing")
                 keys += ("gradient_sync",) if event.gradient_sync != "step" else ()
                 self._tracker.tag({f"chosen.{key}": vars(event)[key] for key in keys})
+            case RanOut():
+                self._history.add("ran_out", {"attempt": self._attempt, **asdict(event)})
+                self._history.flush()
             case Refused():
                 self.refused = event.problems
             case _:

@@ -23,6 +23,7 @@ import ray
 
 from elastrata.cluster.processes import PROCESSES, children, environment, title
 from elastrata.cluster.ray_internals import SETUP_HOOK, prestart
+from elastrata.core.allocator import expand_segments
 
 SECONDS_KEPT = 3600
 """After this time Ray may end a spare, where it has more idle processes than idle CPUs."""
@@ -46,6 +47,7 @@ def runtime_env(modules: Iterable[str]) -> dict[str, Any]:
 
 def import_ahead() -> None:
     """Imports the modules of this process's runtime environment. Ray calls it, before all else."""
+    expand_segments()
     for module in os.environ.get(_MODULES, "").split(","):
         # What cannot be imported is told where it is used: an error here would end the process,
         # and Ray would start another, again and again.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from elastrata.checkpoints.commit import MARKER, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.event_sender import Sender
 from elastrata.cluster.job import Job
 from elastrata.cluster.prestarted import Spares
@@ -21,18 +22,20 @@ from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.device import DeviceCapabilities, current_device
-from elastrata.core.ends import Stopped
-from elastrata.core.events import Refused, Started, Substituted, Warned
+from elastrata.core.ends import RanOutError, Stopped
+from elastrata.core.events import RanOut, Refused, Started, Substituted, Warned
 from elastrata.core.mesh import data_rank
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
+from elastrata.run import history
 from elastrata.run.succession import take_over
 from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import ResumePoint
+from elastrata.trainer.out_of_memory import what_fits
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -42,6 +45,9 @@ STREAM = "train"
 """The name of the data set that Ray Train hands to the workers."""
 SPARES_AFTER_SECONDS = 5.0
 """The imports of spare processes wait so long, to leave the first steps alone."""
+_VICTIMS_SECONDS = 0.5
+"""An error that another rank has caused waits so long, so that the controller hears of its cause
+first."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -52,6 +58,17 @@ def train_worker(config: dict[str, Any]) -> None:
         _train(job, sender)
     except UserError as error:
         sender.send(Refused(problems=error.problems))
+        raise
+    except RanOutError as error:
+        sender.send(error.told)
+        raise
+    except torch.OutOfMemoryError as error:
+        refused = UserError(what_fits(job.recipe, job.phases))
+        sender.send(Refused(problems=refused.problems))
+        raise refused from error
+    except Exception as error:
+        if is_victim(error):
+            Event().wait(_VICTIMS_SECONDS)
         raise
     finally:
         sender.close()
@@ -88,6 +105,8 @@ def _train(job: Job, sender: Sender) -> None:
         trainer.restore(_storage(job, resumed), commit)
     else:
         trainer.begin()
+    if recipe.is_automatic:
+        trainer.avoid(agreed(_ran_out(job.run, sender) if rank == 0 else None))
     stopwatch.passed("state")
     held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
     stopwatch.passed("held_out")
@@ -159,6 +178,16 @@ def _take_over(run: Storage, commit: Commit | None, sender: Sender) -> int:
         "the run's history",
         lambda line: sender.send(Warned(text=line)),
     )
+
+
+def _ran_out(run: Storage, sender: Sender) -> list[RanOut]:
+    """The choices that ran out of memory in this run; waits for storage that fails."""
+    entries = patiently(
+        lambda: history.read_told(run.sub("history"), "ran_out"),
+        "the run's history",
+        lambda line: sender.send(Warned(text=line)),
+    )
+    return [RanOut(group=e["group"], choice=e["choice"], text=e["text"]) for e in entries]
 
 
 def _saving(commit: Commit) -> Saving:

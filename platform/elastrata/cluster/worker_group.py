@@ -16,6 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 
 from elastrata.cluster import prestarted
+from elastrata.cluster.culprits import culprits
 from elastrata.cluster.event_sender import tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
@@ -50,6 +51,9 @@ CONTROLLER_SETTINGS = {
 before it asks for another size, and that `GracefulScalingPolicy` looks after nodes that are about
 to go. Ray takes them from the driver's environment only."""
 
+SHUTDOWN_SETTINGS = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
+"""How long Ray Train's controller waits for workers to leave their process group before it kills
+them. Those whose peer has raised wait in NCCL for ever, and do not leave."""
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
 """Modules that the processes of a new group import before they are of use, beside the workload."""
@@ -162,7 +166,8 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
-        with _propagated(prestarted.runtime_env(_SOURCE_MODULES)["env_vars"]):
+        imports = prestarted.runtime_env(_SOURCE_MODULES)["env_vars"]
+        with _propagated({**imports, **SHUTDOWN_SETTINGS}):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -209,7 +214,7 @@ class _Faults(UserCallback):
                 raise error  # an exception here ends the run
         causes = {rank: _cause(error) for rank, error in worker_exceptions.items()}
         dead = {rank: error for rank, error in causes.items() if isinstance(error, _DEATHS)}
-        lost = dead or causes  # the others only miss the dead
+        lost = dead or culprits(causes)  # the others only miss the dead
         rank, error = min(lost.items(), key=itemgetter(0))
         text = f"rank {rank}: {_death(error) if dead else _first_line(error)}"
         tell(self._channel, Lost(text=text, ranks=tuple(sorted(lost))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elastrata.core.control_signal import Action
 from elastrata.core.record import StepRecord
@@ -130,6 +131,17 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanOut:
+    """A choice of `auto` needed more memory than a device has: such groups take smaller ones."""
+
+    group: str
+    """The kind of group: its layout, and the phase."""
+    choice: Mapping[str, Any]
+    """Values of the recipe's keys of these names."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned:
     """Something the user should know, in one line; the run goes on."""
 
@@ -156,6 +168,7 @@ Event = (
     | Lost
     | Substituted
     | Chosen
+    | RanOut
     | Warned
     | Refused
 )

@@ -3,6 +3,7 @@ correction by what steps measure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,16 +73,23 @@ class Choices:
     policies: tuple[Recomputation, ...]
     """Policies that compute more again come later."""
     syncs: tuple[GradientSync, ...] = ("step",)
+    below: float = math.inf
+    """Bytes; those that need as many by the plan, or more, have run out of memory."""
 
     @cached_property
     def all(self) -> tuple[Choice, ...]:
         """Each of them. A budget is of no use where half of it takes all that a rank has."""
         most = 2 * self._each * self.model.seq_len
-        return tuple(
+        useful = (
             Choice(micro_batch_tokens=budget, activation_checkpointing=policy, gradient_sync=sync)
             for budget, policy, sync in product(self.budgets, self.policies, self.syncs)
             if budget < most or budget == self.budgets[0]
         )
+        return tuple(choice for choice in useful if self.bytes(choice) < self.below)
+
+    def smaller_than(self, choice: Choice) -> Choices:
+        """Those that need less memory than one, by the plan."""
+        return replace(self, below=min(self.below, self.bytes(choice)))
 
     @property
     def _each(self) -> int:

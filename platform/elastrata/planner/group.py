@@ -51,7 +51,7 @@ def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
     return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
 
 
-def _policies(recipe: Recipe) -> tuple[Recomputation, ...]:
+def policies(recipe: Recipe) -> tuple[Recomputation, ...]:
     """The values that `activation_checkpointing: auto` may have; zero bubble divides the backward
     pass, and what `selective` keeps is there for one."""
     if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
@@ -85,7 +85,7 @@ def phase_choices(
         layout=layout,
         batch_size=part.batch_size,
         budgets=tuple(sizes),
-        policies=_policies(recipe) if policy == "auto" else (policy,),
+        policies=policies(recipe) if policy == "auto" else (policy,),
         syncs=("step", "micro_batch") if sync == "auto" else (sync,),
     )
 

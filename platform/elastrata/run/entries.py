@@ -85,6 +85,13 @@ class _Substituted(_Entry):
     text: str
 
 
+class _RanOut(_Entry):
+    kind: Literal["ran_out"]
+    group: str
+    choice: dict[str, int | str | bool]
+    text: str
+
+
 class _Fault(_Entry):
     kind: Literal["fault"]
     text: NotRequired[str]
@@ -144,6 +151,7 @@ _KNOWN: TypeAdapter[Any] = TypeAdapter(
         | _Ended
         | _Substituted
         | _Fault
+        | _RanOut
         | _Launched
         | _Suggested
         | _Reported

@@ -91,6 +91,17 @@ def read_lineage(storage: Storage) -> Lineage:
     return lineage
 
 
+def read_told(storage: Storage, kind: str) -> list[dict[str, Any]]:
+    """The driver's entries of a kind, by its own parts alone.
+
+    Raises:
+        UserError: one of them was altered.
+    """
+    parts = read_parts(storage, lambda name: bool(name.writer))
+    entries = entries_of(storage, parts, foreign_parts(parts))
+    return [entry for entry in entries if entry["kind"] == kind]
+
+
 def read_parts(
     storage: Storage, wanted: Callable[[PartName], bool] = lambda name: True
 ) -> list[Part]:

@@ -20,6 +20,7 @@ from elastrata.core.events import (
     Event,
     Halted,
     Lost,
+    RanOut,
     Started,
     Substituted,
     Warned,
@@ -192,6 +193,8 @@ def _line(event: Event, step: int) -> str | None:
                 f"from step {event.step} on: micro_batch_tokens {event.micro_batch_tokens:,}, "
                 f"activation_checkpointing {event.activation_checkpointing}{synced} ({event.text})"
             )
+        case RanOut():
+            return f"{event.text}; smaller ones from now on"
         case Warned():
             return f"warning: {event.text}"
         case _:

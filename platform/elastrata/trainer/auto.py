@@ -8,14 +8,14 @@ is cut and what is computed again, and neither samples nor order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elastrata.core.device import device_name, memory_of_worker, peak_memory_bytes
-from elastrata.core.events import Chosen
+from elastrata.core.events import Chosen, RanOut
 from elastrata.core.parallelize import GradientSync
 from elastrata.core.recomputation import Recomputation, way_at_first
 from elastrata.core.workload import model_spec
@@ -119,6 +119,24 @@ class Automatic:
             if isinstance(found, dict) and isinstance(found.get("bytes"), int)
         }
 
+    def avoid(self, choices: Iterable[RanOut]) -> None:
+        """Takes none of these, nor any that needs as much: they ran out of memory before."""
+        for one in choices:
+            self._phases = [
+                replace(phase, choices=_without(phase.choices, one.choice))
+                if one.group == _kind(phase.choices, number)
+                else phase
+                for number, phase in enumerate(self._phases)
+            ]
+
+    def ran_out(self) -> RanOut | None:
+        """The newest step's choice, as one that ran out of memory; None where there is none, or no
+        smaller one. Not collective, as the other ranks wait in the step."""
+        if self._choice is None or not self._choices.smaller_than(self._choice).all:
+            return None
+        text = f"{device_name(self._device)}: out of memory with {_words(self._choice)}"
+        return RanOut(group=self._key, choice=asdict(self._choice), text=text)
+
     def _prepare(self, step: int) -> Chosen | None:
         """Chooses for a step; returns what is to be recorded."""
         if not self._phases:
@@ -135,7 +153,7 @@ class Automatic:
 
     @property
     def _key(self) -> str:
-        return f"{self._choices.layout.division}, phase {self._phase}"
+        return _kind(self._choices, self._phase)
 
     def _begin(self, step: int) -> Chosen | None:
         """The first choice of a phase: the one of a group like this, or the smallest, or what
@@ -208,6 +226,17 @@ class Automatic:
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
         largest: list[float] = told.tolist()
         return largest
+
+
+def _kind(choices: Choices, phase: int) -> str:
+    """The kind of a group: what it chooses holds for others of it."""
+    return f"{choices.layout.division}, phase {phase}"
+
+
+def _without(choices: Choices, values: Mapping[str, Any]) -> Choices:
+    """Those that need less than the one of these values; all, where it is none of them."""
+    ran_out = next((choice for choice in choices.all if asdict(choice) == values), None)
+    return choices.smaller_than(ran_out) if ran_out else choices
 
 
 def _words(choice: Choice) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.training_state import load, restore, training_state
 from elastrata.core.control_signal import Action
+from elastrata.core.ends import RanOutError
 from elastrata.core.evaluate import evaluate
-from elastrata.core.events import Chosen
+from elastrata.core.events import Chosen, RanOut
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
@@ -90,6 +92,10 @@ class Trainer:
             self._masks.restore(commit.step, partial(load, checkpoints, commit))
         self._chooser.restore(commit.extra)
 
+    def avoid(self, choices: Iterable[RanOut]) -> None:
+        """Takes none of the choices that ran out of memory in groups before this one."""
+        self._chooser.avoid(choices)
+
     def state(self) -> dict[str, Any]:
         """The live tensors that a checkpoint holds."""
         masks = self._masks.state() if self._masks else {}
@@ -129,21 +135,33 @@ class Trainer:
             masks=self._masks,
         )
         parts = chooser.cut(stream, chose)
-        for done, action in loop.run(
-            self._divided.forward_backward, self.optimizer, parts, start, asked
-        ):
-            yield replace(done, **chooser.figures()), action
+        run = loop.run(self._divided.forward_backward, self.optimizer, parts, start, asked)
+        with self._demoting():
+            for done, action in run:
+                yield replace(done, **chooser.figures()), action
 
     def evaluate(self, held_out: RankStep) -> tuple[StepLoss, float]:
         """The loss of the model as it is now on this rank's part of held-out data, and the seconds
         that took."""
         began = time.perf_counter()
-        loss = evaluate(
-            self._divided.forward_backward,
-            self._recipe.workload,
-            self._chooser.as_chosen(held_out).micro_batches,
-            self._vocabulary,
-            self._device,
-            is_primary=self._is_primary,
-        )
+        with self._demoting():
+            loss = evaluate(
+                self._divided.forward_backward,
+                self._recipe.workload,
+                self._chooser.as_chosen(held_out).micro_batches,
+                self._vocabulary,
+                self._device,
+                is_primary=self._is_primary,
+            )
         return loss, time.perf_counter() - began
+
+    @contextmanager
+    def _demoting(self) -> Iterator[None]:
+        """Memory that runs out in its block is told as the choice that needs too much of it, where
+        there is a smaller one."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if ran_out := self._chooser.ran_out():
+                raise RanOutError(ran_out) from error
+            raise
