@@ -362,7 +362,7 @@ def _short(row: Row) -> Row:
     """What is shown of a row, while others are measured."""
     rates = ("sequences_per_second", "tokens_per_second", "mfu")
     shown = {key: row[key]["median"] for key in rates if row.get(key)}
-    kept = ("case", "status", "error", "allocated_bytes", "plan_bytes", "case_seconds")
+    kept = ("case", "status", "error", "allocated_bytes", "plan_allocated_bytes", "case_seconds")
     return {key: row[key] for key in kept if key in row} | shown
 
 

@@ -272,11 +272,12 @@ def steps(
         recipe = padded_recipe(recipe, histogram)
     counts = (WARM_UP, STEPS) if wanted.is_measured else (1, 2)
     samples = bench_samples(recipe, histogram, steps=sum(counts))
-    plan = _plan_bytes(recipe, samples)
+    plan, allocated = _plan_bytes(recipe, samples)
     row: Row = {"layers": recipe.workload.num_layers, "precision": recipe.precision} | {
         "compile": recipe.compile,
         "micro_batch_tokens": recipe.micro_batch_tokens,
         "plan_bytes": round(plan),
+        "plan_allocated_bytes": round(allocated),
         "aim": aim,
     }
     _refuse_what_cannot_fit(plan)
@@ -301,8 +302,9 @@ def _samples_of_a_step(wanted: Told, model: str) -> list[str]:
     return [f"batch_size={tokens // recipe.data.prepare.seq_len}"]
 
 
-def _plan_bytes(recipe: Recipe, samples: Samples) -> float:
-    """The plan's memory of a step on one device."""
+def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
+    """The plan's memory of a step on one device; and without what it has for the driver and for
+    the allocator."""
     device = current_device()
     name = device_name(device) if device.type == "cuda" else "CPU"
     spec = model_spec(recipe.workload, samples.vocabulary, samples.seq_len)
@@ -310,7 +312,9 @@ def _plan_bytes(recipe: Recipe, samples: Samples) -> float:
     tokens = recipe.micro_batch_tokens
     choices = phase_choices(recipe, recipe, spec, (tokens,), layout, group_cluster(name, 1, 1))
     way = recipe.activation_checkpointing
-    return choices.bytes(Choice(micro_batch_tokens=tokens, activation_checkpointing=way))
+    planned = choices.bytes(Choice(micro_batch_tokens=tokens, activation_checkpointing=way))
+    wasted = 1 + choices.machine.stack.fragmentation
+    return planned, (planned - choices.cluster.device.reserved_bytes) / wasted
 
 
 def _refuse_what_cannot_fit(plan: float) -> None:

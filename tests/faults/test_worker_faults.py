@@ -93,8 +93,8 @@ def test_a_rank_that_takes_more_memory_than_there_is(values, tmp_path) -> None:
 @pytest.mark.slow
 def test_auto_takes_smaller_micro_batches_where_a_device_has_no_room(values, tmp_path) -> None:
     """And none that has run out before, in no later group."""
-    auto = {"micro_batch_tokens": "auto", "activation_checkpointing": "auto"}
-    small = {"fault": "has a small device", "positions": 4 * SEQ_LEN}
+    auto = {"micro_batch_tokens": "auto"}
+    small = {"fault": "has a small device", "positions": 2 * SEQ_LEN}
     with ray_session("local", num_cpus=2):
         entries = train_faulty({**values, **auto}, tmp_path, **small)
     ran_out = [entry for entry in entries if entry["kind"] == "ran_out"]

@@ -13,6 +13,7 @@ from elastrata.core.exchange import node_sizes
 from support.exchange_ranks import PART, exchanged
 from support.ranks import run_ranks
 
+WORKERS = ("workers.min=1024", "workers.max=1024", "batch_size=1024")
 _AT_1024_RANKS = """
 import json, sys
 from elastrata.rehearsal.shim import load_shim
@@ -93,6 +94,6 @@ def test_a_rank_of_1024_exchanges_with_its_node_and_one_rank_of_each_other(
 
 def test_groups_along_the_axes_have_no_gloo() -> None:
     """Each would connect all of its ranks with one another."""
-    _, groups = _at_1024_ranks("parallel.replicate=128", "parallel.tensor=2")
+    _, groups = _at_1024_ranks(*WORKERS, "parallel.replicate=128", "parallel.tensor=2")
     assert {backend for backend, _ in groups} == {"nccl"}
     assert {size for _, size in groups} == {128, 4, 2}
