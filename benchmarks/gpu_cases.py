@@ -35,7 +35,6 @@ from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.workload import model_spec
-from elastrata.planner.choice import Choice
 from elastrata.planner.group import group_cluster, group_layout, phase_choices
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
@@ -105,7 +104,7 @@ class Told:
 
     def lengths(self, wanted: str) -> str:
         """As `bench_samples` takes them."""
-        return self.histogram or "full" if wanted == NATURAL else wanted
+        return self.histogram if wanted == NATURAL else wanted
 
 
 def _is_of_size(override: str) -> bool:
@@ -268,7 +267,7 @@ def steps(
     wanted = Told(**told)
     recipe = wanted.recipe(model, [*_samples_of_a_step(wanted, model), *overrides])
     histogram = wanted.lengths(lengths)
-    if padded and wanted.histogram:
+    if padded:
         recipe = padded_recipe(recipe, histogram)
     counts = (WARM_UP, STEPS) if wanted.is_measured else (1, 2)
     samples = bench_samples(recipe, histogram, steps=sum(counts))
@@ -311,8 +310,8 @@ def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
     layout = group_layout(recipe.parallel, 1)
     tokens = recipe.micro_batch_tokens
     choices = phase_choices(recipe, recipe, spec, (tokens,), layout, group_cluster(name, 1, 1))
-    way = recipe.activation_checkpointing
-    planned = choices.bytes(Choice(micro_batch_tokens=tokens, activation_checkpointing=way))
+    (choice,) = choices.all
+    planned = choices.bytes(choice)
     wasted = 1 + choices.machine.stack.fragmentation
     return planned, (planned - choices.cluster.device.reserved_bytes) / wasted
 

@@ -324,7 +324,7 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
         pass
     ran_out = first.ran_out()
     assert ran_out is not None
-    assert ran_out.choice == first.figures()
+    assert ran_out.choice.items() >= first.figures().items()
     assert ran_out.group == "tp1 pp1 1x1, phase 0"
     needed = phases[0].choices.bytes(Choice(**ran_out.choice))
 
@@ -370,7 +370,7 @@ def test_settings_that_fit_are_named(folder: Path) -> None:
 
     told = line(0.36)
     assert told.startswith("out of memory: CPU, 0.3 GiB: micro_batch_tokens=3072")
-    found = re.search(r"; micro_batch_tokens=(\d+) activation_checkpointing=(\w+) does by", told)
+    found = re.search(r"; micro_batch_tokens=(\d+) activation_checkpointing=\w+.* does by", told)
     assert found is not None
     assert int(found[1]) <= SEQ_LEN * 64
     nothing = line(0.1)

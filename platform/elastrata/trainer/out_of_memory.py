@@ -60,15 +60,18 @@ def _phase(
     layout = group_layout(recipe.parallel, world_size)
     cluster = group_cluster(device, world_size, 1)
     one = phase_choices(recipe, part, spec, sizes, layout, cluster)
-    every = replace(one, policies=policies(recipe))
-    way = recipe.activation_checkpointing
-    if recipe.is_automatic or way == "auto":
+    every = replace(one, policies=policies(recipe), syncs=("step", "micro_batch"))
+    if recipe.is_automatic:
         return every, one.smallest
-    return every, Choice(micro_batch_tokens=given, activation_checkpointing=way)
+    way, sync = one.policies[0], one.syncs[0]
+    taken = Choice(micro_batch_tokens=given, activation_checkpointing=way, gradient_sync=sync)
+    return every, taken
 
 
 def _keys(choice: Choice) -> str:
+    sync = choice.gradient_sync
     return (
         f"micro_batch_tokens={choice.micro_batch_tokens} "
         f"activation_checkpointing={choice.activation_checkpointing}"
+        + (f" parallel.gradient_sync={sync}" if sync != "step" else "")
     )
