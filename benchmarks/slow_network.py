@@ -178,7 +178,7 @@ class Training:
             self._workload.collate(rows, vocabulary, self._seed) for rows in part.micro_batches
         ]
         weight = sum(batch.weights["mlm"] for batch in batches)
-        sums = reduce_sums({"mlm": weight, "tokens": len(part.rows.tokens)}, torch.device("cpu"))
+        sums = reduce_sums({"mlm": weight, "tokens": len(part.rows.tokens)})
         dist.barrier()
         started = time.perf_counter()
         result = train_step(

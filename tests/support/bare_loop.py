@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -99,9 +100,14 @@ class BareTraining:
 
     def records(self, start: Start, steps: int) -> Iterator[StepRecord]:
         """The same, one by one as they are done."""
-        stream = self.chooser.cut(self._stream(start, steps), self.chosen.append)
         run = self.loop.run(
-            self._forward_backward, self.optimizer, stream, start, lambda: Action.GO_ON
+            self._forward_backward,
+            self.optimizer,
+            self._stream(start, steps),
+            start,
+            lambda: Action.GO_ON,
+            cut=partial(self.chooser.cut, tell=self.chosen.append),
+            foreseen=self.chooser.foreseen,
         )
         return (replace(record, **self.chooser.figures()) for record, _ in run)
 

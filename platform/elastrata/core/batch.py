@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastrata.core.readback import to_device
 from elastrata_pipelines.rows import Rows
 
 
@@ -24,9 +25,9 @@ class Batch:
     """Token positions the model computes on, padding included."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy with all its tensors on `device`."""
+        """A copy with all its tensors on `device`; the host waits for none of them."""
         moved = {
-            name: value.to(device, non_blocking=True)
+            name: to_device(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }

@@ -117,5 +117,5 @@ def evaluate(
     ]
     losses = forward_backward.evaluate(forward_backward.ready(batches))
     weights = total_weights(batches)
-    whole = reduce_sums(weights, device, is_primary=is_primary)
+    whole = reduce_sums(weights, is_primary=is_primary)
     return mean_loss(losses, whole, is_primary=is_primary)

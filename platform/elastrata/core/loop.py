@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from elastrata.core.background import Background, BackgroundThread
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
@@ -15,8 +18,10 @@ from elastrata.core.device import forget_peak, peak_flops, peak_memory_bytes
 from elastrata.core.ends import TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
+from elastrata.core.prefetch import Prefetch, ReadyStep
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepHooks, StepResult, reduce_sums, total_weights, train_step
+from elastrata.core.step_message import StepMessage, written
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Start
@@ -26,7 +31,18 @@ from elastrata_pipelines.payload import RankStep
 
 _HALF = 2**32
 _WEIGHT = "weight/"
-_ACT = "action"
+Cut = Callable[[Iterable[RankStep]], Iterable[RankStep]]
+
+
+def thread_for_gpu(device: torch.device) -> Background | None:
+    """Where the next step is made ready: beside the training where a GPU does that; else nowhere,
+    as it would take from the training what it saves."""
+    return BackgroundThread(device) if device.type == "cuda" else None
+
+
+def as_it_is(rank_step: RankStep) -> RankStep:
+    """A step that nobody cuts otherwise."""
+    return rank_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +63,8 @@ class Loop:
     """Whether this rank's sums over samples are added up, as `DataRank` has it."""
     hooks: StepHooks = field(default_factory=StepHooks)
     """Additions to a step."""
+    background: Callable[[torch.device], Background | None] = thread_for_gpu
+    """Where the next step is made ready, for the device of this rank."""
 
     def run(
         self,
@@ -55,9 +73,14 @@ class Loop:
         stream: Iterable[RankStep],
         start: Start,
         asked: Callable[[], Action],
-    ) -> Iterator[tuple[StepRecord, Action]]:
+        *,
+        cut: Cut = iter,
+        foreseen: Callable[[RankStep], RankStep | None] = as_it_is,
+    ) -> Generator[tuple[StepRecord, Action]]:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
         the seconds and the memory, and what all ranks are to do after it.
+
+        On a GPU the next step is read and made ready meanwhile, until this is closed.
 
         Args:
             forward_backward: through the model.
@@ -65,31 +88,51 @@ class Loop:
             stream: this rank's part of every step that is left.
             start: the state of the run before the first of them.
             asked: what is asked of all ranks, on rank 0; elsewhere `Action.GO_ON`.
+            cut: the steps as they are trained on, each asked for when the one before is done.
+            foreseen: a step as `cut` will have it; None: that is not known yet.
         """
+        prepare = partial(self._prepared, forward_backward)
+        background = self.background(self.device)
+        with Prefetch(stream, prepare, foreseen, background) as steps:
+            yield from self._trained(forward_backward, optimizer, steps, cut, start, asked)
+
+    def _trained(
+        self,
+        forward_backward: ForwardBackward,
+        optimizer: torch.optim.Optimizer,
+        steps: Prefetch,
+        cut: Cut,
+        start: Start,
+        asked: Callable[[], Action],
+    ) -> Generator[tuple[StepRecord, Action]]:
         samples, tokens = start.samples, start.tokens
         forget_peak(self.device)
+        known: Mapping[str, float] | None = None
         stopwatch = Stopwatch()
-        for rank_step in stream:
+        for rank_step in cut(steps):
             stopwatch.passed("seconds_waiting_for_data")
-            batches = forward_backward.ready(self._collated(rank_step))
-            sums = {**self._sums(rank_step, batches), _ACT: asked()}
-            batch = reduce_sums(sums, self.device, is_primary=self.is_primary)
+            ready, action = steps.ready(rank_step), asked()
+            batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
             stopwatch.passed("seconds_collating")
             self.hooks.before_step(rank_step.step, optimizer)
             lr = self.learning_rate(rank_step.step - 1)
             set_learning_rate(optimizer, lr)
+            names = sorted(ready.sums) if steps.reads_ahead else []
             result = train_step(
                 forward_backward,
                 optimizer,
-                batches,
+                ready.batches,
                 weights=_weights(batch),
                 clip=self.clip,
                 rounds=rank_step.rounds,
                 is_primary=self.is_primary,
                 hooks=self.hooks,
+                more=partial(self._told, action, steps, names),
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(rank_step.step, result))
+            message = StepMessage.read(result.more, names, self.world_size)
+            known = message.next_sums
             samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
             record = StepRecord(
                 samples=samples,
@@ -102,8 +145,19 @@ class Loop:
                 **self.hooks.figures(int(batch["tokens"])),
                 **self._time_fields(stopwatch, batch["flops"]),
             )
-            yield record, Action(int(batch[_ACT]))
+            yield record, message.action
             stopwatch = Stopwatch()
+
+    def _told(self, action: Action, steps: Prefetch, names: Sequence[str]) -> Tensor:
+        """What this rank tells the others with the losses."""
+        ready = steps.next_ready
+        sums = ready.sums if ready else None
+        return written(action, sums, names, self.device, is_primary=self.is_primary)
+
+    def _prepared(self, forward_backward: ForwardBackward, rank_step: RankStep) -> ReadyStep:
+        """The step on this rank, ready for the model; reads nothing from the device."""
+        batches = forward_backward.ready(self._collated(rank_step))
+        return ReadyStep(batches=batches, sums=self._sums(rank_step, batches))
 
     def _collated(self, rank_step: RankStep) -> list[Batch]:
         return [

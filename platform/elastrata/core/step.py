@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.forward_backward import ForwardBackward
+from elastrata.core.readback import DeviceSpan, Readback
 from elastrata.core.workload import Loss, Metric
 
 
@@ -37,6 +38,8 @@ class StepResult:
     """Loss or gradient were not finite, and nothing was updated. The same on every rank."""
     seconds_in_model: float
     seconds_in_optimizer: float
+    more: Sequence[float] = ()
+    """What else was added up with the losses."""
 
 
 class StepHooks:
@@ -51,31 +54,31 @@ class StepHooks:
             optimizer: over the model's parameters.
         """
 
-    def before_clip(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """After the backward passes, once the loss is known.
+    def before_clip(self, optimizer: torch.optim.Optimizer, *, finite: Tensor) -> None:
+        """After the backward passes.
 
         Args:
             optimizer: over the model's parameters.
-            finite: whether the step's loss is.
+            finite: whether the step's loss is; a scalar on its device, so that reading it waits.
         """
 
     def after_update(self) -> None:
-        """After the optimizer has updated the parameters."""
+        """After the optimizer has updated the parameters, or on a GPU would have if loss and
+        gradient were finite: then this must change nothing."""
 
     def figures(self, tokens: int) -> Mapping[str, Any]:
         """Fields of the `StepRecord` of a step of so many tokens."""
         return {}
 
 
-def reduce_sums(
-    sums: Mapping[str, float], device: torch.device, *, is_primary: bool = True
-) -> dict[str, float]:
+def reduce_sums(sums: Mapping[str, float], *, is_primary: bool = True) -> dict[str, float]:
     """Adds up named numbers over all primary ranks; float64, exact for whole numbers below 2^53.
 
-    All ranks must name the same keys, and all get the same sums.
+    All ranks must name the same keys, and all get the same sums. They travel between main memories:
+    no device is waited for.
     """
     names = sorted(sums)
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     if not is_primary:
         values.zero_()
     if dist.is_initialized():
@@ -93,11 +96,12 @@ def train_step(
     rounds: int = 1,
     is_primary: bool = True,
     hooks: StepHooks | None = None,
+    more: Callable[[], Tensor] | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
     Loss and gradient norm are those of the global batch, so all ranks see alike whether they are
-    finite; where they are not, nothing is updated.
+    finite; where they are not, nothing is updated. The host reads all numbers of the step at once.
 
     Args:
         forward_backward: through the model.
@@ -108,27 +112,84 @@ def train_step(
         rounds: the gradient is reduced so many times, after equally many micro-batches each.
         is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
         hooks: what else is done; None: nothing.
+        more: numbers of this rank that are added up over all ranks in the message of the losses,
+            float64, shape [n], on their device; called after the backward passes.
     """
     hooks = hooks or StepHooks()
-    started = time.perf_counter()
+    stopwatch = _ModelStopwatch(device := _device_of(optimizer))
     clip.before_backward(share_of(batches, weights))
     losses = forward_backward.train(batches, weights, rounds=rounds)
-    mean = mean_loss(losses, weights, is_primary=is_primary)
-    in_optimizer = time.perf_counter()
-    hooks.before_clip(optimizer, finite=math.isfinite(mean.total))
-    gradient_norm = float(clip.after_backward())
-    finite = math.isfinite(mean.total) and math.isfinite(gradient_norm)
-    if finite:
+    sums = loss_sums(losses)
+    added_up = _all_reduced(sums.values, is_primary, more() if more else None)
+    stopwatch.out_of_model()
+    loss_is_finite = sums.terms_of(added_up).sum().isfinite()
+    hooks.before_clip(optimizer, finite=loss_is_finite)
+    gradient_norm = clip.after_backward().detach()
+    finite = loss_is_finite & gradient_norm.isfinite()
+    readback = Readback(
+        torch.cat([added_up, torch.stack([gradient_norm.double(), finite.double()])])
+    )
+    if skips_on_device(optimizer, device):
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
         hooks.after_update()
+        numbers = readback.wait()
+    else:
+        numbers = readback.wait()
+        if numbers[-1]:
+            optimizer.step()
+            hooks.after_update()
     optimizer.zero_grad()
+    *values, norm, is_finite = numbers
+    in_model, in_optimizer = stopwatch.seconds()
     return StepResult(
-        loss=mean,
-        gradient_norm=gradient_norm,
-        skipped=not finite,
-        seconds_in_model=in_optimizer - started,
-        seconds_in_optimizer=time.perf_counter() - in_optimizer,
+        loss=sums.means(values, weights),
+        gradient_norm=norm,
+        skipped=not is_finite,
+        seconds_in_model=in_model,
+        seconds_in_optimizer=in_optimizer,
+        more=values[len(sums.values) :],
     )
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the device itself leaves an update out where it finds that loss or gradient are not
+    finite: then the host asks for the update before it knows, and does not keep the device waiting.
+
+    PyTorch's fused kernels do, by the flag that its gradient scaler sets for them.
+    """
+    return (
+        device.type == "cuda"
+        and isinstance(optimizer, torch.optim.AdamW)
+        and all(group["fused"] for group in optimizer.param_groups)
+    )
+
+
+class _ModelStopwatch:
+    """The seconds of a step, in the model and after it, on the device where it is a GPU: the host
+    is done long before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began = time.perf_counter()
+        self._span = DeviceSpan() if device.type == "cuda" else None
+        self._in_model = 0.0
+
+    def out_of_model(self) -> None:
+        """The passes and their losses end here."""
+        self._in_model = time.perf_counter() - self._began
+        if self._span:
+            self._span.end()
+
+    def seconds(self) -> tuple[float, float]:
+        """In the model, and from then until now; once the step's numbers are read."""
+        seconds = time.perf_counter() - self._began
+        in_model = self._span.seconds if self._span else self._in_model
+        return in_model, max(0.0, seconds - in_model)
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    parameter: Tensor = optimizer.param_groups[0]["params"][0]
+    return parameter.device
 
 
 def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
@@ -156,11 +217,39 @@ def total_weights(batches: Sequence[Batch]) -> dict[str, float]:
     return weights
 
 
-def mean_loss(
-    losses: Sequence[Loss], weights: Mapping[str, float], *, is_primary: bool = True
-) -> StepLoss:
-    """The means over the global batch, from the sums of all primary ranks. Collective."""
-    totals: dict[tuple[str, str], torch.Tensor] = {}
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over micro-batches of everything that a loss tells."""
+
+    keys: Sequence[tuple[str, str]]
+    """`metric` or `term`, and its name; sorted, so that terms are last."""
+    per: Mapping[tuple[str, str], str]
+    """The loss term whose weight each is divided by."""
+    values: Tensor
+    """In the order of the keys, float64."""
+
+    def terms_of(self, added_up: Tensor) -> Tensor:
+        """The sums of the loss terms among sums over all ranks, which may have more behind them."""
+        first = sum(kind != "term" for kind, _ in self.keys)
+        return added_up[first : len(self.keys)]
+
+    def means(self, added_up: Sequence[float], weights: Mapping[str, float]) -> StepLoss:
+        """The means over the global batch, from sums over all ranks.
+
+        Args:
+            added_up: in the order of the keys; more behind them does not count.
+            weights: per loss term that of the global batch.
+        """
+        means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
+        for (kind, name), value in zip(self.keys, added_up, strict=False):
+            means[kind][name] = value / max(weights[self.per[kind, name]], 1.0)
+        terms = means["term"]
+        return StepLoss(total=sum(terms.values()), terms=terms, metrics=means["metric"])
+
+
+def loss_sums(losses: Sequence[Loss]) -> LossSums:
+    """The sums of some micro-batches' losses; reads none."""
+    totals: dict[tuple[str, str], Tensor] = {}
     per: dict[tuple[str, str], str] = {}
     for loss in losses:
         terms = {("term", term): Metric(total, per=term) for term, total in loss.terms.items()}
@@ -171,11 +260,22 @@ def mean_loss(
     keys = sorted(totals)
     device = next(iter(losses[0].terms.values())).device
     values = torch.stack([totals[key] for key in keys]).to(device)
-    if not is_primary:
-        values = torch.zeros_like(values)
+    return LossSums(keys, per, values)
+
+
+def mean_loss(
+    losses: Sequence[Loss], weights: Mapping[str, float], *, is_primary: bool = True
+) -> StepLoss:
+    """The means over the global batch, from the sums of all primary ranks. Collective."""
+    sums = loss_sums(losses)
+    return sums.means(_all_reduced(sums.values, is_primary).tolist(), weights)
+
+
+def _all_reduced(sums: Tensor, is_primary: bool, more: Tensor | None = None) -> Tensor:
+    """Sums over samples, added up over all primary ranks, then `more`, over all ranks."""
+    values = sums if is_primary else torch.zeros_like(sums)
+    if more is not None:
+        values = torch.cat([values, more])
     if dist.is_initialized():
         dist.all_reduce(values)
-    means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
-    for (kind, name), value in zip(keys, values.tolist(), strict=True):
-        means[kind][name] = value / max(weights[per[kind, name]], 1.0)
-    return StepLoss(total=sum(means["term"].values()), terms=means["term"], metrics=means["metric"])
+    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,23 +54,25 @@ def attempt(
         steps: of the whole run.
         target: where the run ends earlier.
     """
-    for record, action in trainer.steps(stream, start, chose=manager.chose, asked=manager.asked):
-        manager.stepped(record)
-        metrics, seconds, is_last = {}, 0.0, record.step == steps
-        if due := held_out.due(record):
-            loss, seconds = trainer.evaluate(due)
-            metrics = dict(manager.evaluated(record, loss, seconds))
-            is_last |= _has_reached(target, metrics, record, manager)
-        manager.keep(record, action, is_last=is_last)
-        yield TrainedStep(
-            record=record,
-            metrics=metrics,
-            evaluation_seconds=seconds,
-            action=action,
-            is_last=is_last,
-        )
-        if is_last:
-            return
+    steps_done = trainer.steps(stream, start, chose=manager.chose, asked=manager.asked)
+    with closing(steps_done):
+        for record, action in steps_done:
+            manager.stepped(record)
+            metrics, seconds, is_last = {}, 0.0, record.step == steps
+            if due := held_out.due(record):
+                loss, seconds = trainer.evaluate(due)
+                metrics = dict(manager.evaluated(record, loss, seconds))
+                is_last |= _has_reached(target, metrics, record, manager)
+            manager.keep(record, action, is_last=is_last)
+            yield TrainedStep(
+                record=record,
+                metrics=metrics,
+                evaluation_seconds=seconds,
+                action=action,
+                is_last=is_last,
+            )
+            if is_last:
+                return
 
 
 def _has_reached(

@@ -97,6 +97,12 @@ class Automatic:
         """A step, of training or of evaluation, cut as steps are now."""
         return part if self._choice is None else part.cut_for(self._choice.micro_batch_tokens)
 
+    def foreseen(self, part: RankStep) -> RankStep | None:
+        """A step as `cut` will have it, while the step before it is still trained; None where that
+        is measured first. May be called beside `cut`, of any step to come."""
+        is_fixed = self._is_settled and part.step <= self._phases[self._phase].last_step
+        return self.as_chosen(part) if is_fixed or not self._phases else None
+
     def figures(self) -> dict[str, Any]:
         """The choices that the newest step was taken with: fields of `StepRecord`."""
         if self._choice is None:
@@ -143,6 +149,7 @@ class Automatic:
             return None
         phase = next(n for n, one in enumerate(self._phases) if step <= one.last_step)
         if phase != self._phase:
+            self._is_settled = False  # first, as `foreseen` looks at it
             self._phase = phase
             return self._begin(step)
         return None if self._is_settled else self._measure(step)
@@ -159,9 +166,9 @@ class Automatic:
         """The first choice of a phase: the one of a group like this, or the smallest, or what
         follows from the phase before."""
         choices, known = self._choices, self._known_choice()
-        self._is_settled = known is not None
         if known:
             self._take(known)
+            self._is_settled = True
             return self._news(step, "as before in such a group")
         self._refuse(choices)
         planned = choices.best(lambda one: choices.bytes(one) <= USABLE * self._least_memory)

@@ -6,8 +6,8 @@ Knows no Ray: every worker of a group has one, and so has the lone trial of a sw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,7 +112,7 @@ class Trainer:
         *,
         chose: Callable[[Chosen], None],
         asked: Callable[[], Action],
-    ) -> Iterator[tuple[StepRecord, Action]]:
+    ) -> Generator[tuple[StepRecord, Action]]:
         """Trains.
 
         Args:
@@ -122,7 +122,8 @@ class Trainer:
             asked: what is to be done after the step.
 
         Yields:
-            The record of every step, and what all ranks agree to do after it.
+            The record of every step, and what all ranks agree to do after it. Nothing goes on
+            beside the training once this is closed.
         """
         recipe, chooser = self._recipe, self._chooser
         loop = training_loop(
@@ -134,9 +135,16 @@ class Trainer:
             is_primary=self._is_primary,
             masks=self._masks,
         )
-        parts = chooser.cut(stream, chose)
-        run = loop.run(self._divided.forward_backward, self.optimizer, parts, start, asked)
-        with self._demoting():
+        run = loop.run(
+            self._divided.forward_backward,
+            self.optimizer,
+            stream,
+            start,
+            asked,
+            cut=partial(chooser.cut, tell=chose),
+            foreseen=chooser.foreseen,
+        )
+        with self._demoting(), closing(run):
             for done, action in run:
                 yield replace(done, **chooser.figures()), action
 

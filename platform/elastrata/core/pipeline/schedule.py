@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.parallelize import GradientSync, ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
 from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
+from elastrata.core.pipeline.loss_names import LossNames
 from elastrata.core.pipeline.stages import Stages
+from elastrata.core.readback import Readback
 from elastrata.core.sharding import local
 from elastrata.core.workload import Loss, Metric, PipelineParallel
 
@@ -88,7 +90,8 @@ class Pipeline(ForwardBackward):
         self._group = mesh.get_group("pipeline")
         self._stage_rank = mesh.get_local_rank("pipeline")
         self._runs: dict[bool, tuple[tuple[int, ...], _Run]] = {}
-        self._memory: tuple[int, ...] = ()
+        self._names: LossNames | None = None
+        self._memory: Readback | None = None
         self._bubble = 0.0
 
     @override
@@ -130,7 +133,8 @@ class Pipeline(ForwardBackward):
 
     @override
     def figures(self) -> Mapping[str, Any]:
-        return {"bubble": self._bubble, "memory_by_stage": self._memory}
+        memory = self._memory.read() if self._memory else ()  # the step's numbers came after it
+        return {"bubble": self._bubble, "memory_by_stage": tuple(map(int, memory))}
 
     @override
     def synchronizes(self, when: GradientSync) -> None:
@@ -208,14 +212,33 @@ class Pipeline(ForwardBackward):
         return _actions(schedule.pipeline_order)
 
     def _told_by_the_last(self) -> Loss:
-        """The sum of the losses that the last stage has; the ranks tell their memory, too."""
-        number_of_last = len(self._stages.costs) - 1
-        last = self._stages.stages.get(number_of_last)
-        told = _summed(last.losses) if last else None, peak_memory_bytes(self._device)
-        heard: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(heard, told, group=self._group)
-        self._memory = tuple(memory for _, memory in heard)
-        return cast(Loss, heard[-1][0])
+        """The sum of the losses that the last stage has; the ranks tell their memory, too. Read by
+        nobody here: numbers stay on the device."""
+        last = self._stages.stages.get(len(self._stages.costs) - 1)
+        loss = _summed(last.losses) if last else None
+        names = self._loss_names(loss)
+        told = torch.full(
+            (1 + len(names),), float(peak_memory_bytes(self._device)), **_like(self._device)
+        )
+        if loss:
+            told[1:] = torch.stack(
+                [*loss.terms.values(), *(m.total for m in loss.metrics.values())]
+            )
+        heard = [torch.empty_like(told) for _ in range(self._group.size())]
+        dist.all_gather(heard, told, group=self._group)
+        self._memory = Readback(torch.stack([numbers[0] for numbers in heard]))
+        return names.loss(heard[-1][1:])
+
+    def _loss_names(self, loss: Loss | None) -> LossNames:
+        """What the numbers of a loss are called, which the last stage tells once: they are the same
+        in every step."""
+        if self._names is None:
+            heard: list[LossNames | None] = [None] * self._group.size()
+            own = LossNames.of(loss) if loss else None
+            dist.all_gather_object(heard, own, group=self._group)
+            self._names = heard[-1]
+        assert self._names is not None
+        return self._names
 
     def _add_up_shared(self) -> None:
         """Adds to the gradients of parameters that the first and the last stage both have those of
@@ -245,11 +268,15 @@ def _add_from(values: Tensor, other: int, group: dist.ProcessGroup) -> None:
     values.add_(received)
 
 
+def _like(device: torch.device) -> dict[str, Any]:
+    return {"dtype": torch.float64, "device": device}
+
+
 def _summed(losses: Sequence[Loss]) -> Loss:
-    """In float64, in main memory."""
+    """In float64."""
 
     def total(values: Sequence[Tensor]) -> Tensor:
-        return torch.stack([value.double() for value in values]).sum().cpu()
+        return torch.stack([value.double() for value in values]).sum()
 
     return Loss(
         {term: total([loss.terms[term] for loss in losses]) for term in losses[0].terms},

@@ -104,13 +104,13 @@ class Masks(StepHooks):
 
     @override
     @torch.no_grad()
-    def before_clip(self, optimizer: Optimizer, *, finite: bool) -> None:
+    def before_clip(self, optimizer: Optimizer, *, finite: Tensor) -> None:
         """Updates the masks where that is due, and zeroes the gradients of weights at zero, so that
         they count in no norm. Collective.
 
         Args:
             optimizer: over the matrices.
-            finite: whether the step's loss is; else masks stay.
+            finite: whether the step's loss is; else masks stay. Read where they may change.
         """
         if self.is_update and finite and all_finite(self._gradients):
             self._update(optimizer)
