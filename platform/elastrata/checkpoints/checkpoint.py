@@ -14,12 +14,8 @@ from typing import Annotated, Any, cast
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from elastrata.checkpoints.commit import (
     ATTEMPT,
@@ -34,6 +30,7 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_writer import CommitWriter, RememberingPlanner
 from elastrata.checkpoints.lean import LeanWriter
 from elastrata.checkpoints.retention import prune, remove
+from elastrata.checkpoints.staging import Given, StagedCopy, Stager
 from elastrata.checkpoints.training_state import (
     load,
     load_full_model_state,
@@ -68,18 +65,18 @@ class CheckpointConfig(Config):
     steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
     hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
     """Most steps that a lost worker costs: a copy of the state goes into the memory of other
-    processes twice in so many steps. Those that take seconds longer are not waited for, and cost
-    more. 0: no such copies."""
+    processes twice in so many steps; on GPUs more often, where that costs little. Those that take
+    seconds longer are not waited for, and cost more. 0: no such copies."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
-    """Most memory that those copies may take on a node."""
+    """Most memory that those copies may take on a node. A state that needs more has none."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
     """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
 
     @property
     def hot_every(self) -> int:
-        """Steps from one copy in memory to the next. One that is begun waits until the one before
-        is complete, up to five seconds, so two intervals are the most that can be lost where the
-        copies arrive."""
+        """Most steps from one copy in memory to the next. One that is begun waits until the one
+        before is complete, up to five seconds, so two intervals are the most that can be lost where
+        the copies arrive."""
         return max(1, self.hot_steps // 2)
 
 
@@ -100,6 +97,7 @@ class DurableSaver:
             commit in `storage`. Default: found by listing it.
         lean: whether to save cheaply what does not live long: tensors as raw bytes, which other
             tools cannot read, and files without a SHA-256, so that sizes alone are verified.
+        stager: copies the states; savers of one state should share it. Default: one of its own.
         what: what the warnings call a commit.
         warn: called with one line when a save, or the cleaning up after it, has failed.
         on_commit: called with every new commit.
@@ -117,6 +115,7 @@ class DurableSaver:
         keep_best: bool,
         attempt: int | None = None,
         lean: bool = False,
+        stager: Stager | None = None,
         what: str = "checkpoint",
         warn: Callable[[str], None],
         on_commit: Callable[[Commit], None] = lambda _: None,
@@ -135,7 +134,7 @@ class DurableSaver:
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
         self._planner = RememberingPlanner()
-        self._stager = _ReusingStager()
+        self._stager = stager or Stager()
         self._idle = threading.Event()
         self._idle.set()
         self._saved_step: int | None = None
@@ -181,16 +180,23 @@ class DurableSaver:
                 )
             )
 
-        future = async_save(
-            state,
-            storage_writer=self._writer(self._storage, folder, self._planner, commit),
-            planner=self._planner,
-            process_group=self._group,
-            async_stager=self._stager,
-        )
+        copy = self._stager.stage(state, step)
+        try:
+            future = async_save(
+                copy.state,
+                storage_writer=self._writer(
+                    self._storage, folder, self._planner, copy.wait, commit
+                ),
+                planner=self._planner,
+                process_group=self._group,
+                async_stager=Given(copy),
+            )
+        except BaseException:
+            copy.release()
+            raise
         self._idle.clear()
         cast("Future[Any]", future).add_done_callback(
-            lambda done: self._settle(done.exception(), step, folder)
+            lambda done: self._settle(done.exception(), step, folder, copy)
         )
         return time.perf_counter() - started
 
@@ -238,7 +244,9 @@ class DurableSaver:
         except Exception as error:
             self._warn(f"{self._what} of step {commit.step} is saved, but after it: {_text(error)}")
 
-    def _settle(self, error: BaseException | None, step: int, folder: str) -> None:
+    def _settle(
+        self, error: BaseException | None, step: int, folder: str, copy: StagedCopy
+    ) -> None:
         try:
             if error is None:
                 self._saved_step = step
@@ -248,6 +256,7 @@ class DurableSaver:
                     f"{self._what} of step {step} failed, training goes on: {_reason(error)}"
                 )
         finally:
+            copy.release()
             self._idle.set()
 
     def _clean_up(self, error: BaseException, folder: str) -> None:
@@ -259,7 +268,11 @@ class DurableSaver:
 
 
 def replica_saver(
-    storage: CommitStorage, *, attempt: int, warn: Callable[[str], None]
+    storage: CommitStorage,
+    *,
+    attempt: int,
+    warn: Callable[[str], None],
+    stager: Stager | None = None,
 ) -> DurableSaver:
     """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply.
 
@@ -267,6 +280,7 @@ def replica_saver(
         storage: a `Replicas`.
         attempt: number of this group of workers.
         warn: called with one line when a save has failed.
+        stager: as that of `DurableSaver`.
     """
     return DurableSaver(
         storage,
@@ -274,40 +288,10 @@ def replica_saver(
         keep_best=False,
         attempt=attempt,
         lean=True,
+        stager=stager,
         what="hot copy",
         warn=warn,
     )
-
-
-class _ReusingStager(BlockingAsyncStager):
-    """Copies a state into main memory that it keeps: fresh pages would cost more than the copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copy: Any = None
-
-    @override
-    @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._copy = _copied(state_dict, self._copy)
-        return cast(dict[str, Any], self._copy)
-
-
-def _copied(value: Any, into: Any) -> Any:
-    """A copy of nested dicts of tensors in main memory, in the tensors of `into` where they fit."""
-    if isinstance(value, dict):
-        reusable = into if isinstance(into, dict) else {}
-        return {key: _copied(item, reusable.get(key)) for key, item in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    if not isinstance(into, Tensor) or into.shape != value.shape or into.dtype != value.dtype:
-        return value.detach().to("cpu", copy=True)
-    _local(into).copy_(_local(value))
-    return into
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _agree_on_attempt(

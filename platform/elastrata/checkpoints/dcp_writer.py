@@ -105,6 +105,7 @@ class CommitWriter(FileSystemWriter):
         storage: what the folder lies in.
         folder: its name.
         planner: which plans this save.
+        arrived: waits until what is written is in main memory.
         finished: called on the coordinator when all files are there, with a record of each one.
     """
 
@@ -115,14 +116,17 @@ class CommitWriter(FileSystemWriter):
         storage: CommitStorage,
         folder: str,
         planner: RememberingPlanner,
+        arrived: Callable[[], None],
         finished: Callable[[dict[str, FileRecord]], None],
     ) -> None:
         # DCP's own fsync falls back to syncing the whole machine where a stream has no descriptor;
         # The storage's create() syncs the one file, where that means something.
-        super().__init__(folder, sync_files=False)
+        # What it writes is in main memory: copying ahead would wait for all that a GPU has to do.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self._storage = storage
         self._folder = folder
         self._planner = planner
+        self._arrived = arrived
         self._finished = finished
         self._files = StorageFiles(storage, hashed=self._hashed)
         self.fs = cast(Any, self._files)
@@ -134,6 +138,7 @@ class CommitWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._arrived()
         hashed: Future[list[WriteResult]] = Future()
         results = super().write_data(plan, planner).wait() if plan.items else []
         hashed.set_result([self._with_file(result) for result in results])

@@ -43,6 +43,7 @@ class LeanWriter(CommitWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._arrived()
         written: Future[list[WriteResult]] = Future()
         written.set_result([self._write(plan, planner)] if plan.items else [])
         return written

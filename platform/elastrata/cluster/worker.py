@@ -119,6 +119,7 @@ def _train(job: Job, sender: Sender) -> None:
         channel=sender,
         state=trainer.state,
         extra=trainer.extra,
+        on_gpu=device.type == "cuda",
     )
     started = Started(
         attempt=number,

@@ -105,10 +105,11 @@ def buckets_of(model: nn.Module, max_norm: float, pipeline: StageRanks | None = 
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
     counted = [p for name, p in rest.items() if name not in elsewhere]
     sizes = [_size(parameters) for parameters in inner]
-    totals = torch.tensor([sum(sizes), _size(counted)], device=next(model.parameters()).device)
+    in_blocks, in_rest = sum(sizes), _size(counted)
     if pipeline is not None:
+        totals = torch.tensor([in_blocks, in_rest], device=next(model.parameters()).device)
         dist.all_reduce(totals, group=pipeline.group)
-    in_blocks, in_rest = totals.tolist()
+        in_blocks, in_rest = totals.tolist()
     *limits, rest_limit, _ = bucket_limits([*sizes, in_rest, in_blocks - sum(sizes)], max_norm)
     return Buckets(
         model=model,

@@ -20,7 +20,14 @@ from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
 from elastrata.core.prefetch import Prefetch, ReadyStep
 from elastrata.core.record import StepRecord
-from elastrata.core.step import StepHooks, StepResult, reduce_sums, total_weights, train_step
+from elastrata.core.step import (
+    StepHooks,
+    StepResult,
+    nothing,
+    reduce_sums,
+    total_weights,
+    train_step,
+)
 from elastrata.core.step_message import StepMessage, written
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.workload import Workload
@@ -76,6 +83,7 @@ class Loop:
         *,
         cut: Cut = iter,
         foreseen: Callable[[RankStep], RankStep | None] = as_it_is,
+        before_change: Callable[[], None] = nothing,
     ) -> Generator[tuple[StepRecord, Action]]:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
         the seconds and the memory, and what all ranks are to do after it.
@@ -90,11 +98,14 @@ class Loop:
             asked: what is asked of all ranks, on rank 0; elsewhere `Action.GO_ON`.
             cut: the steps as they are trained on, each asked for when the one before is done.
             foreseen: a step as `cut` will have it; None: that is not known yet.
+            before_change: called before weights, masks or the optimizer's state may change.
         """
         prepare = partial(self._prepared, forward_backward)
         background = self.background(self.device)
         with Prefetch(stream, prepare, foreseen, background) as steps:
-            yield from self._trained(forward_backward, optimizer, steps, cut, start, asked)
+            yield from self._trained(
+                forward_backward, optimizer, steps, cut, start, asked, before_change
+            )
 
     def _trained(
         self,
@@ -104,6 +115,7 @@ class Loop:
         cut: Cut,
         start: Start,
         asked: Callable[[], Action],
+        before_change: Callable[[], None],
     ) -> Generator[tuple[StepRecord, Action]]:
         samples, tokens = start.samples, start.tokens
         forget_peak(self.device)
@@ -114,6 +126,8 @@ class Loop:
             ready, action = steps.ready(rank_step), asked()
             batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
             stopwatch.passed("seconds_collating")
+            if self.hooks.changes_before(rank_step.step):
+                before_change()
             self.hooks.before_step(rank_step.step, optimizer)
             lr = self.learning_rate(rank_step.step - 1)
             set_learning_rate(optimizer, lr)
@@ -128,6 +142,7 @@ class Loop:
                 is_primary=self.is_primary,
                 hooks=self.hooks,
                 more=partial(self._told, action, steps, names),
+                before_change=before_change,
             )
             if result.skipped and self.on_nonfinite == "stop":
                 raise TrainingError(_nonfinite(rank_step.step, result))

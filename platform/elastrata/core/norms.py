@@ -123,7 +123,7 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
     "Fast Reproducible Floating-Point Summation", ARITH 2013): the relative error is below 1e-9 for
     a billion values, however uneven, and below 1e-12 for a hundred million.
 
-    Collective where a tensor is sharded, over all ranks.
+    Collective where a tensor is sharded, over all ranks; waits for no device.
 
     Args:
         tensors: float32, of any shapes; DTensors over all ranks.
@@ -134,9 +134,7 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
     largest = torch.stack([t.abs().max() if t.numel() else t.new_zeros(()) for t in shards]).max()
     if is_sharded:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    if not torch.isfinite(largest) or largest == 0:
-        return largest.double()
-    exponent = math.frexp(float(largest.double() ** 2))[1]
+    exponent = torch.frexp(largest.double().square()).exponent.long()
     count = sum(t.numel() for t in tensors)
     spread = math.ceil(math.log2(count)) + 1
     units = [exponent - fold * (_EXACT_BITS - spread) for fold in range(1, _FOLDS + 1)]
@@ -146,8 +144,7 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
             sums += _multiples(shard, units)
     if is_sharded:
         dist.all_reduce(sums)
-    scales = [math.ldexp(1.0, unit) for unit in units]
-    return torch.dot(sums, sums.new_tensor(scales)).sqrt()
+    return torch.dot(sums, torch.stack([_power_of_two(unit) for unit in units])).sqrt()
 
 
 class BucketNorm:
@@ -219,15 +216,24 @@ def _is_first_copy(tensor: Tensor) -> bool:
     )
 
 
-def _multiples(tensor: Tensor, units: Sequence[int]) -> Tensor:
+def _multiples(tensor: Tensor, units: Sequence[Tensor]) -> Tensor:
     """How many times 2^unit the squares hold, for every unit; whole numbers, shape [units]."""
     rest = tensor.double().square()
     counts = []
     for unit in units:
-        multiples = torch.round(torch.ldexp(rest, rest.new_tensor(-unit)))
-        rest = rest - torch.ldexp(multiples, rest.new_tensor(unit))
+        multiples = torch.round(rest * _power_of_two(-unit))
+        rest = rest - multiples * _power_of_two(unit)
         counts.append(multiples.sum())
     return torch.stack(counts)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, float64, to the bit on every device: made of its bits, and read by no host.
+
+    Args:
+        exponent: int64; what float64 has no power for counts as the nearest one that it has.
+    """
+    return ((exponent.clamp(-1022, 1023) + 1023) << 52).view(torch.float64)
 
 
 def _sizes_and_shares(module: FSDPModule) -> Iterator[tuple[int, float]]:

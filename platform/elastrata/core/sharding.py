@@ -45,6 +45,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def resharded(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Other values, sharded as `tensor` is; on whatever device they are.
+
+    Args:
+        tensor: plain or sharded.
+        shard: this rank's of the other values.
+    """
+    if not isinstance(tensor, DTensor):
+        return shard
+    # `DTensor.from_local` would copy them to the device of the mesh.
+    return DTensor(shard, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def sharding_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
     """The axes of its mesh that divide `tensor` over more than one rank, in the mesh's order. Axes
     that replicate it, as HSDP's first, are none of them."""

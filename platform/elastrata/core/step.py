@@ -18,6 +18,10 @@ from elastrata.core.readback import DeviceSpan, Readback
 from elastrata.core.workload import Loss, Metric
 
 
+def nothing() -> None:
+    """Nothing is to be done."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
     """The loss of a global batch: means over all its predictions."""
@@ -45,6 +49,10 @@ class StepResult:
 class StepHooks:
     """Additions to a step beside its passes, clipping and update: by default none. All methods are
     collective."""
+
+    def changes_before(self, step: int) -> bool:
+        """Whether `before_step` of that step changes weights or the optimizer's state."""
+        return False
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Before the first forward pass.
@@ -97,6 +105,7 @@ def train_step(
     is_primary: bool = True,
     hooks: StepHooks | None = None,
     more: Callable[[], Tensor] | None = None,
+    before_change: Callable[[], None] = nothing,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one global batch.
 
@@ -114,6 +123,7 @@ def train_step(
         hooks: what else is done; None: nothing.
         more: numbers of this rank that are added up over all ranks in the message of the losses,
             float64, shape [n], on their device; called after the backward passes.
+        before_change: called before weights or the optimizer's state may change.
     """
     hooks = hooks or StepHooks()
     stopwatch = _ModelStopwatch(device := _device_of(optimizer))
@@ -123,6 +133,7 @@ def train_step(
     added_up = _all_reduced(sums.values, is_primary, more() if more else None)
     stopwatch.out_of_model()
     loss_is_finite = sums.terms_of(added_up).sum().isfinite()
+    before_change()
     hooks.before_clip(optimizer, finite=loss_is_finite)
     gradient_norm = clip.after_backward().detach()
     finite = loss_is_finite & gradient_norm.isfinite()

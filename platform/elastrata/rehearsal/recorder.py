@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._enter_copy(args[1], args[0], args[2:] == (True,) or kwargs.get("non_blocking"))
         elif func is _aten._to_copy.default:
             self._enter_copy(args[0], out, kwargs.get("non_blocking"))
-        elif func in _WRITES_AT and any(map(_is_mask, args[1])):
+        elif func in _WRITES_AT and any(map(_is_mask, args[1])) and not _is_number(args[2]):
             self._shape_waits(args[0])
         self._ledger.sees([t.untyped_storage() for t in tree_iter(out) if _is_on_device(t)])
 
@@ -188,6 +188,12 @@ def _one(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
+
+
+def _is_number(value: Tensor) -> bool:
+    """Whether it is one number of the host: with a mask, that is a `masked_fill`, and has no
+    shape to wait for."""
+    return value.numel() == 1 and value.device.type == "cpu"
 
 
 def _is_mask(index: Any) -> bool:

@@ -13,7 +13,8 @@ import torch._dynamo  # before functions of torch are replaced: it makes a table
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from elastrata.core import parallelize
+from elastrata.core import loop, parallelize
+from elastrata.core.background import AtOnce
 from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.ranks import fake_ranks
@@ -46,6 +47,8 @@ def rehearsal(
         on.enter_context(patch.object(parallelize, "nodes_of_all", _nodes_of(device)))
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
         on.enter_context(patch.object(FakeTensor, "tolist", _tolist(ledger)))
+        # Threads take turns in a fake mode, and torch's is not made for that.
+        on.enter_context(patch.object(loop, "BackgroundThread", lambda _: AtOnce()))
         for mode in modes:
             on.enter_context(mode)
         yield ledger

@@ -51,6 +51,11 @@ class Replicas:
         """The name of the root in messages."""
         return "hot:"
 
+    @property
+    def node(self) -> str:
+        """The node of this process."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def uri(self, *parts: str) -> str:
         """The name of a path in messages."""
         return self.url + "/".join(parts)

@@ -144,6 +144,7 @@ class LoneTrial:
             channel=self._channel,
             state=self._trainer.state,
             extra=self._trainer.extra,
+            on_gpu=current_device().type == "cuda",
         )
         with self._manager as manager:
             manager.started(

@@ -54,7 +54,13 @@ def attempt(
         steps: of the whole run.
         target: where the run ends earlier.
     """
-    steps_done = trainer.steps(stream, start, chose=manager.chose, asked=manager.asked)
+    steps_done = trainer.steps(
+        stream,
+        start,
+        chose=manager.chose,
+        asked=manager.asked,
+        before_change=manager.before_change,
+    )
     with closing(steps_done):
         for record, action in steps_done:
             manager.stepped(record)

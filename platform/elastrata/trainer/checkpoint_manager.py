@@ -11,8 +11,9 @@ from typing import Any, Self, cast
 
 import torch.distributed as dist
 
-from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, replica_saver
+from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
+from elastrata.checkpoints.staging import Stager
 from elastrata.core.backoff import Backoff
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import (
@@ -32,12 +33,11 @@ from elastrata.replicas.storage import Replicas
 from elastrata.run.history import HistoryWriter
 from elastrata.run.succession import unwritten
 from elastrata.trainer.channel import Channel
+from elastrata.trainer.memory_copies import MemoryCopies
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
 """Who waits for a save says so this often; silence would be taken for a hang."""
-_SECONDS_FOR_A_COPY = 5.0
-"""How long a copy in memory waits for the one before, once: then steps go on without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ class CheckpointManager:
         channel: to the driver.
         state: what there is to save, as it is when this is called.
         extra: more that a commit is to say, as it is when this is called.
+        on_gpu: whether the state is on one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CheckpointManager:
         channel: Channel,
         state: Callable[[], dict[str, Any]],
         extra: Callable[[], Mapping[str, Any]] = dict,
+        on_gpu: bool = False,
     ) -> None:
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
@@ -88,10 +90,11 @@ class CheckpointManager:
         self._retry = Backoff()
         self._newest: Saving | None = None
         self._overdue = False
-        self._is_stuck = False
+        self._stager = Stager()
         self._durable = DurableSaver(
             self._checkpoints,
             attempt=attempt,
+            stager=self._stager,
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             warn=self._failed,
@@ -100,8 +103,13 @@ class CheckpointManager:
                 Removed(uri=self._checkpoints.uri(commit.folder))
             ),
         )
-        self._in_memory = (
-            replica_saver(replicas, attempt=attempt, warn=self._warn) if replicas else None
+        self._in_memory = replicas and MemoryCopies(
+            replicas,
+            attempt=attempt,
+            config=config,
+            stager=self._stager,
+            adapts=on_gpu,
+            warn=self._warn,
         )
 
     def asked(self) -> Action:
@@ -174,10 +182,15 @@ class CheckpointManager:
         seconds = 0.0
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
             seconds += self._save_durably(waits=action >= Action.HALT or is_last)
-        if self._in_memory and (action >= Action.HALT or record.step % self._config.hot_every == 0):
-            seconds += self._copy(self._in_memory)
+        if self._in_memory:
+            self._in_memory.stepped(record)
+            seconds += self._copy(self._in_memory, record.step, asked=action >= Action.HALT)
         if seconds:
             self._channel.send(Stalled(step=record.step, seconds=seconds))
+
+    def before_change(self) -> None:
+        """The state is about to change: what the GPU does from here on comes after its copies."""
+        self._stager.before_change()
 
     def continued(self, saving: Saving) -> None:
         """The group continued from that state in memory, and no step is left: it is the last one
@@ -216,10 +229,11 @@ class CheckpointManager:
         while self._newest:
             self._await(self._durable)
             if self._in_memory:
-                self._await(self._in_memory)
+                self._await(self._in_memory.saver)
             if self._durable.all_saved(self._newest.step):
                 return
-            if in_memory and self._in_memory and self._in_memory.all_saved(self._newest.step):
+            copies = self._in_memory if in_memory else None
+            if copies and copies.saver.all_saved(self._newest.step):
                 return
             if self._history:
                 Event().wait(self._retry.seconds)
@@ -246,13 +260,11 @@ class CheckpointManager:
         self._await(self._durable)
         return self._save(self._durable)
 
-    def _copy(self, saver: DurableSaver) -> float:
-        """Copies into memory; not now where the copy before is stuck, as its store may be gone."""
-        started = time.perf_counter()
-        saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
-        self._is_stuck = not saver.all_idle()
-        waited = time.perf_counter() - started
-        return waited if self._is_stuck else waited + self._save(saver)
+    def _copy(self, copies: MemoryCopies, step: int, *, asked: bool) -> float:
+        """Copies into memory where that is due, or asked for, and there is room."""
+        if (asked or copies.is_due(step)) and copies.has_room(self._state):
+            return copies.copy(step, self._save)
+        return 0.0
 
     def _save(self, saver: DurableSaver) -> float:
         assert self._newest is not None
@@ -294,6 +306,6 @@ class CheckpointManager:
             self._make_safe(in_memory=False)
             self._durable.close()
             if self._in_memory:
-                self._in_memory.close()
+                self._in_memory.saver.close()
         if self._history:
             self._history.flush()

@@ -112,6 +112,7 @@ class Trainer:
         *,
         chose: Callable[[Chosen], None],
         asked: Callable[[], Action],
+        before_change: Callable[[], None],
     ) -> Generator[tuple[StepRecord, Action]]:
         """Trains.
 
@@ -120,6 +121,7 @@ class Trainer:
             start: where the run is.
             chose: called with every choice that is to be recorded.
             asked: what is to be done after the step.
+            before_change: called before anything of `state` may change.
 
         Yields:
             The record of every step, and what all ranks agree to do after it. Nothing goes on
@@ -143,6 +145,7 @@ class Trainer:
             asked,
             cut=partial(chooser.cut, tell=chose),
             foreseen=chooser.foreseen,
+            before_change=before_change,
         )
         with self._demoting(), closing(run):
             for done, action in run:

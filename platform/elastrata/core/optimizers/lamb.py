@@ -19,6 +19,7 @@ from elastrata.core.optimizers.keys import (
     decaying_or_not,
     trainable,
 )
+from elastrata.core.readback import to_device
 from elastrata.core.sharding import MeshAxis, local, sharding_axes
 
 
@@ -144,7 +145,8 @@ def _global_norms(parameters: Sequence[Tensor], *shards: Sequence[Tensor]) -> Te
         for axis in sharding_axes(parameter):
             columns.setdefault(axis, []).append(number)
     for axis, numbers in columns.items():
-        summed = squares[:, numbers]
+        places = to_device(torch.tensor(numbers), squares.device)  # of a list, the host would wait
+        summed = squares.index_select(1, places)
         dist.all_reduce(summed, group=axis.group)
-        squares[:, numbers] = summed
+        squares.index_copy_(1, places, summed)
     return squares.sqrt()

@@ -158,7 +158,7 @@ class Pipeline(ForwardBackward):
             [None] * count,
             return_outputs=False,
         )
-        return self._told_by_the_last()
+        return self._told_by_the_last(weights)
 
     def _run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
         whole = self._workload.hidden_shape(batches[0])
@@ -211,12 +211,12 @@ class Pipeline(ForwardBackward):
             return one_stage_order(self._group.size(), num_micro_batches, interleaves=warm_up)
         return _actions(schedule.pipeline_order)
 
-    def _told_by_the_last(self) -> Loss:
+    def _told_by_the_last(self, weights: Mapping[str, float]) -> Loss:
         """The sum of the losses that the last stage has; the ranks tell their memory, too. Read by
         nobody here: numbers stay on the device."""
         last = self._stages.stages.get(len(self._stages.costs) - 1)
         loss = _summed(last.losses) if last else None
-        names = self._loss_names(loss)
+        names = self._loss_names(loss, weights)
         told = torch.full(
             (1 + len(names),), float(peak_memory_bytes(self._device)), **_like(self._device)
         )
@@ -229,15 +229,15 @@ class Pipeline(ForwardBackward):
         self._memory = Readback(torch.stack([numbers[0] for numbers in heard]))
         return names.loss(heard[-1][1:])
 
-    def _loss_names(self, loss: Loss | None) -> LossNames:
+    def _loss_names(self, loss: Loss | None, weights: Mapping[str, float]) -> LossNames:
         """What the numbers of a loss are called, which the last stage tells once: they are the same
         in every step."""
         if self._names is None:
             heard: list[LossNames | None] = [None] * self._group.size()
             own = LossNames.of(loss) if loss else None
             dist.all_gather_object(heard, own, group=self._group)
-            self._names = heard[-1]
-        assert self._names is not None
+            # In a rehearsal one rank stands for all, and none may have the last stage.
+            self._names = heard[-1] or LossNames(tuple(weights), ())
         return self._names
 
     def _add_up_shared(self) -> None:

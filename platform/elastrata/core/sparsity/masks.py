@@ -85,6 +85,11 @@ class Masks(StepHooks):
         return {name: local(mask) for name, mask in self._masks.items()}
 
     @override
+    def changes_before(self, step: int) -> bool:
+        """Whether a phase begins with that step."""
+        return self._phase_of(step) != self._number
+
+    @override
     def before_step(self, step: int, optimizer: Optimizer) -> None:
         """Takes up the masks of the phase that begins with that step, if one does. Collective.
 

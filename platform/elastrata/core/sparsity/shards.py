@@ -9,7 +9,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from elastrata.core.readback import to_device
 from elastrata.core.sharding import MeshAxis, axes_as_divided, local, sharding_axes
 
 Value = TypeVar("Value")
@@ -55,9 +57,10 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
         for axis in sharding_axes(matrix):
             rows.setdefault(axis, []).append(number)
     for axis, numbers in rows.items():
-        summed = values[numbers]
+        places = to_device(torch.tensor(numbers), values.device)  # of a list, the host would wait
+        summed = values.index_select(0, places)
         dist.all_reduce(summed, group=axis.group)
-        values[numbers] = summed
+        values.index_copy_(0, places, summed)
     return values
 
 
@@ -115,24 +118,64 @@ def smallest(
             count-th must all differ, over all ranks.
         counts: how many elements of each whole matrix; there are as many.
     """
-    below = torch.zeros(len(keys), dtype=torch.int64)
-    left = torch.tensor(counts, dtype=torch.int64)
-    rest = [key.flatten() for key in keys]
+    device = keys[0].device if keys else torch.device("cpu")
+    below = torch.zeros(len(keys), dtype=torch.int64, device=device)
+    left = to_device(torch.tensor(counts, dtype=torch.int64), device)
+    remaining = [_Remaining.of(key) for key in keys]
     for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        digits = [(key >> shift) & (_DIGITS - 1) for key in rest]
-        counts_here = torch.stack([torch.bincount(digit, minlength=_DIGITS) for digit in digits])
-        totals = sums_over_shards(matrices, counts_here).cpu().cumsum(1)
+        counts_here = torch.stack([some.counts(shift) for some in remaining])
+        totals = sums_over_shards(matrices, counts_here).cumsum(1)
         chosen = (totals < left[:, None]).sum(1)
         smaller = totals.gather(1, (chosen - 1).clamp(min=0)[:, None])[:, 0]
         left -= torch.where(chosen > 0, smaller, 0)
         below |= chosen << shift
-        rest = [
-            key[digit == int(value)] for key, digit, value in zip(rest, digits, chosen, strict=True)
-        ]
+        for some, digit in zip(remaining, chosen, strict=True):
+            some.keep(shift, digit)
     return [
         _ordered(key) <= (limit ^ _SIGN) if count else torch.zeros_like(key, dtype=torch.bool)
-        for key, limit, count in zip(keys, below.tolist(), counts, strict=True)
+        for key, limit, count in zip(keys, below, counts, strict=True)
     ]
+
+
+class _Remaining:
+    """The keys of a shard that have the digits which were chosen so far."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = keys
+
+    @staticmethod
+    def of(keys: Tensor) -> _Remaining:
+        """All keys of a shard."""
+        return (_Remaining if keys.device.type == "cpu" else _MarkedRemaining)(keys.flatten())
+
+    def counts(self, shift: int) -> Tensor:
+        """How many have which digit there; shape [256]."""
+        return torch.bincount(self._digits(shift), minlength=_DIGITS)
+
+    def keep(self, shift: int, digit: Tensor) -> None:
+        """Those that have this one, a scalar, there."""
+        self._keys = self._keys[self._digits(shift) == digit]
+
+    def _digits(self, shift: int) -> Tensor:
+        return (self._keys >> shift) & (_DIGITS - 1)
+
+
+class _MarkedRemaining(_Remaining):
+    """On a GPU: all keys stay, and those that are out have a digit that is not counted. How many
+    are left decides about no shape, so that no host waits to know it."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__(keys)
+        self._is_in = torch.ones_like(keys, dtype=torch.bool)
+
+    @override
+    def counts(self, shift: int) -> Tensor:
+        counts = self._keys.new_zeros(_DIGITS)
+        return counts.scatter_add_(0, self._digits(shift), self._is_in.long())
+
+    @override
+    def keep(self, shift: int, digit: Tensor) -> None:
+        self._is_in &= self._digits(shift) == digit
 
 
 def in_portions(matrices: Sequence[Tensor]) -> Iterator[slice]:

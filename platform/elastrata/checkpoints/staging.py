@@ -1,0 +1,245 @@
+"""The stager: copies of a state in main memory, taken while training goes on.
+
+PyTorch's own (`torch.distributed.checkpoint.staging.DefaultStager`) makes one copy per tensor, on a
+stream that waits for no update before it, and blocks the host where the next update is due. Here
+tensors go together in a few copies, and streams wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from typing_extensions import override
+
+from elastrata.core.sharding import local, resharded
+
+BUCKET_BYTES = 2**27
+"""Tensors are gathered on the GPU up to so many bytes, and copied from there at once. A power of
+two, as pinned memory is handed out in those."""
+
+
+class Stager:
+    """Copies states into main memory that it keeps: fresh pages, and pinning them, would cost more
+    than the copy. For all savers of a state; two that save the same step get the same copy.
+
+    From a GPU the copies go to pinned memory, on a stream of their own, and the host waits for
+    none: `before_change` must be called before anything changes the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[StagedCopy] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._newest: torch.cuda.Event | None = None
+
+    def stage(self, state: dict[str, Any], step: int) -> StagedCopy:
+        """A copy of a state as it is now; the caller releases it.
+
+        Args:
+            state: nested dicts of tensors and plain values.
+            step: a copy of the same step that is still in use is given again.
+        """
+        if same := next((copy for copy in self._copies if copy.shared(step)), None):
+            return same
+        copy = next((copy for copy in self._copies if copy.is_free), None) or self._new()
+        copy.taken(step)
+        try:
+            self._fill(copy, state)
+        except BaseException:
+            copy.release()
+            raise
+        return copy
+
+    def before_change(self) -> None:
+        """What the GPU is asked for from here on comes after the copies that are under way."""
+        if self._newest is not None:
+            torch.cuda.current_stream().wait_event(self._newest)
+            self._newest = None
+
+    def _new(self) -> StagedCopy:
+        self._copies.append(StagedCopy())
+        return self._copies[-1]
+
+    @torch.no_grad()
+    def _fill(self, copy: StagedCopy, state: dict[str, Any]) -> None:
+        if not any(tensor.device.type == "cuda" for tensor in _tensors(state)):
+            copy.state = _copied(state, copy.state)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copy.fill_from_gpu(state)
+            copy.arrived.record()
+        self._newest = copy.arrived
+
+
+class StagedCopy:
+    """A state in main memory, for one saver or more; they release it in threads of their own."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self._step, self._users, self._lock = -1, 0, Lock()
+        self._buckets: list[Bucket] = []
+        self._layout: list[tuple[Any, ...]] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    @property
+    def arrived(self) -> torch.cuda.Event:
+        """Happens when all of it is there; whoever waits for it leaves the processor to others."""
+        if self._arrived is None:
+            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+            self._arrived = event(blocking=True)
+        return self._arrived
+
+    def wait(self) -> None:
+        """Waits until all of it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no saver reads it."""
+        return not self._users
+
+    def taken(self, step: int) -> None:
+        """A first saver reads it, with the state of that step."""
+        self._step, self._users = step, 1
+
+    def shared(self, step: int) -> bool:
+        """One saver more reads it, if it still holds that step for another one; returns whether."""
+        with self._lock:
+            is_same = bool(self._users) and self._step == step
+            self._users += is_same
+            return is_same
+
+    def release(self) -> None:
+        """One saver less reads it."""
+        with self._lock:
+            self._users -= 1
+
+    def fill_from_gpu(self, state: dict[str, Any]) -> None:
+        """Begins to copy a state; on the current stream."""
+        tensors = [tensor for tensor in _tensors(state) if tensor.device.type == "cuda"]
+        layout = [(t.shape, t.dtype, local(t).shape) for t in tensors]
+        if layout != self._layout:
+            self._buckets = [Bucket.of(members) for members in in_buckets(tensors)]
+            self._layout = layout
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        hosts: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            bucket.copy([tensors[number] for number in bucket.members])
+            hosts |= zip(bucket.members, bucket.parts, strict=True)
+        self.state = _on_host(state, lambda tensor: hosts[numbers[id(tensor)]])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are copied together."""
+
+    members: Sequence[int]
+    """Their numbers among all of the state."""
+    host: Tensor
+    """All their bytes, pinned."""
+    parts: Sequence[Tensor]
+    """Each of them there, with its shape and dtype."""
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[int, Tensor]]) -> Bucket:
+        """Memory for these tensors, each with its number."""
+        shards = [local(tensor) for _, tensor in members]
+        host = torch.empty(
+            sum(map(_size, shards)),
+            dtype=torch.uint8,
+            pin_memory=shards[0].device.type == "cuda",
+        )
+        pieces = torch.split(host, [_size(shard) for shard in shards])
+        parts = [
+            piece.view(shard.dtype).view(shard.shape)
+            for piece, shard in zip(pieces, shards, strict=True)
+        ]
+        return cls([number for number, _ in members], host, parts)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Begins to copy them; one copy."""
+        raw = [_bytes(local(tensor)) for tensor in tensors]
+        self.host.copy_(raw[0] if len(raw) == 1 else torch.cat(raw), non_blocking=True)
+
+
+def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Tensors with their numbers, in buckets of up to `BUCKET_BYTES`, or of one that is larger; any
+    two neighbouring buckets have more. Those with the longest numbers come first: so all begin at
+    a multiple of the length of theirs."""
+    ordered = sorted(enumerate(tensors), key=lambda item: -item[1].element_size())
+    buckets: list[list[tuple[int, Tensor]]] = []
+    filled = BUCKET_BYTES
+    for number, tensor in ordered:
+        size = _size(local(tensor))
+        if filled + size > BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append((number, tensor))
+        filled += size
+    return buckets
+
+
+class Given(BlockingAsyncStager):
+    """A copy that was taken already, where DCP asks for one."""
+
+    def __init__(self, copy: StagedCopy) -> None:
+        super().__init__()
+        self._copy = copy
+
+    @override
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return cast(dict[str, Any], self._copy.state)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of this rank's shards of a state, nested dicts of tensors."""
+    return sum(_size(local(tensor)) for tensor in _tensors(state))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _on_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
+    """Nested dicts with other tensors in the place of those on a GPU."""
+    if isinstance(value, dict):
+        return {key: _on_host(item, host) for key, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cuda":
+        return value.detach().clone()
+    return resharded(value, host(value))
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of nested dicts of tensors in main memory, in the tensors of `into` where they fit."""
+    if isinstance(value, dict):
+        reusable = into if isinstance(into, dict) else {}
+        return {key: _copied(item, reusable.get(key)) for key, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(into, Tensor) or into.shape != value.shape or into.dtype != value.dtype:
+        return value.detach().to("cpu", copy=True)
+    local(into).copy_(local(value))
+    return into

@@ -1,0 +1,52 @@
+"""A step on a GPU, rehearsed: the host waits for the device once, and copies wait for nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import rehearsed_steps
+from support.fake_cuda import on_fake_cuda
+
+SMALL = [
+    *("workload.hidden_size=32", "workload.num_layers=2", "workload.num_heads=4"),
+    *("batch_size=16", "micro_batch_tokens=512"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "skips"),
+    [
+        ("gpt/tiny", [], True),
+        ("bert/tiny", ["clip.method=bucketwise"], True),
+        ("gpt/tiny", ["optimizer.name=muon"], False),
+        ("gpt/tiny", ["optimizer.name=lamb"], False),
+        ("gpt/tiny", ["sparsity.level=0.5"], True),
+        ("gpt/tiny", ["parallel.tensor=2", "workers.min=8", "workers.max=8"], True),
+        ("gpt/tiny", ["parallel.pipeline=2", "workers.min=8", "workers.max=8"], True),
+        (
+            "gpt/tiny",
+            ["parallel.virtual_ranks=8", "optimizer.fused=false", "workers.threads=1"],
+            False,
+        ),
+    ],
+    ids=["plain", "bucketwise", "muon", "lamb", "sparse", "tensor", "pipeline", "virtual ranks"],
+)
+def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool) -> None:
+    waits, copies, on_device = on_fake_cuda(
+        rehearsed_steps.entries_of_a_step, name, [*SMALL, *overrides]
+    )
+    assert [(reason, count) for reason, _, count in waits] == [("Event.synchronize", 1)], waits
+    assert not [copy for copy in copies if copy[1]], copies
+    assert {direction for direction, *_ in copies} == {"to host", "to device"}
+    assert on_device == skips
+
+
+def test_an_update_of_masks_only_asks_whether_all_is_finite() -> None:
+    rigl = ["sparsity.method=rigl", "sparsity.level=0.5", "sparsity.schedule.every=3"]
+    waits, copies, _ = on_fake_cuda(rehearsed_steps.entries_of_a_step, "gpt/tiny", [*SMALL, *rigl])
+    assert sorted((reason, line.rpartition(" ")[2]) for reason, line, _ in waits) == [
+        ("Event.synchronize", "wait"),
+        ("item", "all_finite"),
+        ("item", "before_clip"),
+    ]
+    assert not [copy for copy in copies if copy[1]], copies

@@ -1,0 +1,53 @@
+"""Steps of the engine that tests take on fake CUDA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastrata.bench.samples import bench_samples
+from elastrata.core.control_signal import Action
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.step import skips_on_device
+from elastrata.recipe.file import load_recipe
+from elastrata.rehearsal.ledger import Entries, Ledger
+from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata_pipelines.batches import Start
+
+CUDA = torch.device("cuda", 0)
+STEPS = 3
+
+
+def entries_of_a_step(
+    ledger: Ledger, name: str, overrides: list[str]
+) -> tuple[list[tuple[str, str, int]], list[tuple[str, bool, int]], bool]:
+    """Of a recipe's third step: its waits by reason and line, its copies by direction with whether
+    they wait, and whether the device itself skips updates."""
+    entries, on_device = _third_step(ledger, name, overrides)
+    waits = [(wait.reason, str(wait.line), count) for wait, count in entries.waits.items()]
+    copies: Counter[tuple[str, bool]] = Counter()
+    for copy, amount in entries.copies.items():
+        copies[copy.direction, copy.waits] += amount.count
+    return waits, [(*key, count) for key, count in copies.items()], on_device
+
+
+def _third_step(ledger: Ledger, name: str, overrides: list[str]) -> tuple[Entries, bool]:
+    recipe = load_recipe(name, ["precision=bf16", "compile=false", "steps=100", *overrides])
+    samples: Any = bench_samples(recipe, "full", steps=STEPS + 1)
+    world_size = dist.get_world_size()
+    divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CUDA, world_size)
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    masks = phase_masks(recipe, divided)
+    loop = training_loop(recipe, divided.clip, samples.vocabulary, CUDA, world_size, masks=masks)
+    run = loop.run(
+        divided.forward_backward, optimizer, samples.steps, Start(), lambda: Action.GO_ON
+    )
+    for number, _ in enumerate(run, 1):
+        entries = ledger.take()
+        if number == STEPS:
+            return entries, skips_on_device(optimizer, CUDA)
+    raise AssertionError
