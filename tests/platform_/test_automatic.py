@@ -203,8 +203,12 @@ def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -
     cpu, memory = torch.device("cpu"), 2**40
     chooser = Automatic(phases, "none", ways.append, cpu, memory)
     news: list[Chosen] = []
-    for _ in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
-        pass
+    foreseen: list[int] = []
+    for part in chooser.cut((_empty_step(number) for number in range(1, 13)), news.append):
+        following = _empty_step(part.step + 1)
+        if chooser.foreseen(following) is not None:
+            foreseen.append(following.step)
+    assert foreseen == [6, 12], "of no phase before its choice is made and measured"
     assert [one.step for one in news] == [1, 5, 7, 11]
     assert [one.activation_checkpointing for one in news] == ["full", "none", "none", "none"]
     tokens = [one.micro_batch_tokens for one in news]

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import save
 
 from elastrata.cli.main import run as run_here
+from elastrata.core.sparsity import shards
 from elastrata.core.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
 from elastrata.core.sparsity.draw import drawn, element_hashes
 from elastrata.core.sparsity.layers import erdos_renyi, layer_levels
@@ -102,6 +103,21 @@ def _replaced(weights: Any, gradient: Any, mask: Any, count: int) -> Any:
     zero = set(kept[:count]) | {i for i in order if mask.flat[i]}
     coming = sorted(zero, key=lambda i: (-abs(gradient.flat[i]), i))[:count]
     return np.array([i in zero and i not in coming for i in order]).reshape(mask.shape)
+
+
+def test_the_smallest_keys_are_the_same_where_none_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where keys that are out are marked."""
+    generator = torch.Generator().manual_seed(0)
+    shapes, counts = [(3, 5), (40, 30), (1, 1), (0, 4), (16, 16)], [4, 600, 1, 0, 0]
+    keys = [torch.randint(-(2**63), 2**63 - 1, shape, generator=generator) for shape in shapes]
+    dropped = shards.smallest(keys, keys, counts)
+    monkeypatch.setattr(shards.Remaining, "of", lambda keys: shards.MarkedRemaining(keys.flatten()))
+    marked = shards.smallest(keys, keys, counts)
+    assert [int(chosen.sum()) for chosen in marked] == counts
+    for first, second in zip(dropped, marked, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -41,12 +41,13 @@ def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool
     assert on_device == skips
 
 
-def test_an_update_of_masks_only_asks_whether_all_is_finite() -> None:
+def test_an_update_of_masks_asks_whether_all_is_finite_and_counts_zeros() -> None:
     rigl = ["sparsity.method=rigl", "sparsity.level=0.5", "sparsity.schedule.every=3"]
     waits, copies, _ = on_fake_cuda(rehearsed_steps.entries_of_a_step, "gpt/tiny", [*SMALL, *rigl])
     assert sorted((reason, line.rpartition(" ")[2]) for reason, line, _ in waits) == [
         ("Event.synchronize", "wait"),
         ("item", "all_finite"),
         ("item", "before_clip"),
+        ("item", "counts_over_shards"),
     ]
     assert not [copy for copy in copies if copy[1]], copies

@@ -36,8 +36,9 @@ class StepRecord:
     lie between steps."""
     seconds_waiting_for_data: float
     seconds_collating: float
+    """On a GPU micro-batches are collated ahead: what was not done in time counts as waiting."""
     seconds_in_model: float
-    """Forward and backward, with the communication inside."""
+    """Forward and backward, with the communication inside; on a GPU those of the device."""
     seconds_in_optimizer: float
     """Clipping and update."""
     padding: float

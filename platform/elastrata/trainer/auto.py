@@ -100,8 +100,12 @@ class Automatic:
     def foreseen(self, part: RankStep) -> RankStep | None:
         """A step as `cut` will have it, while the step before it is still trained; None where that
         is measured first. May be called beside `cut`, of any step to come."""
-        is_fixed = self._is_settled and part.step <= self._phases[self._phase].last_step
-        return self.as_chosen(part) if is_fixed or not self._phases else None
+        if not self._phases:
+            return part
+        phase = self._phase  # before it is asked whether that is settled: `cut` may begin a phase
+        if self._is_settled and part.step <= self._phases[phase].last_step:
+            return self.as_chosen(part)
+        return None
 
     def figures(self) -> dict[str, Any]:
         """The choices that the newest step was taken with: fields of `StepRecord`."""

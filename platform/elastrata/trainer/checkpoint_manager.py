@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from threading import Event
 from types import TracebackType
 from typing import Any, Self, cast
@@ -34,20 +34,11 @@ from elastrata.run.history import HistoryWriter
 from elastrata.run.succession import unwritten
 from elastrata.trainer.channel import Channel
 from elastrata.trainer.memory_copies import MemoryCopies
+from elastrata.trainer.saving import Saving
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
 """Who waits for a save says so this often; silence would be taken for a hang."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """The progress, and more values, that a commit keeps beside the state."""
-
-    step: int
-    samples: int
-    tokens: int
-    extra: Mapping[str, Any]
 
 
 class CheckpointManager:
@@ -83,13 +74,11 @@ class CheckpointManager:
     ) -> None:
         self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
         self._checkpoints = run.sub("checkpoints")
-        self._config, self._channel, self._state = config, channel, state
-        self._extra = extra
+        self._config, self._channel, self._state, self._extra = config, channel, state, extra
         self._evaluated: Evaluated | None = None
         self._serving: ControlSignal | None = None
-        self._retry = Backoff()
         self._newest: Saving | None = None
-        self._overdue = False
+        self._retry, self._overdue = Backoff(), False
         self._stager = Stager()
         self._durable = DurableSaver(
             self._checkpoints,

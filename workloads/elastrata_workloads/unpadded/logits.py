@@ -79,7 +79,9 @@ class _CrossEntropy(torch.autograd.Function):
         told = logits.new_empty(4, len(targets), dtype=torch.float32)
         for rows in _portions(logits):
             told[:, rows] = _statistics(logits[rows], targets[rows])
-        total, of_target, right = _put_together(told, group) if group else told[[0, 1, 3]]
+        total, of_target, right = (
+            _put_together(told, group) if group else (told[0], told[1], told[3])
+        )
         ctx.save_for_backward(logits, targets, total)
         ctx.is_over = False
         right = right.sum()

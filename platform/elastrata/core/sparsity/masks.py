@@ -24,6 +24,7 @@ from elastrata.core.sparsity.shards import (
     all_finite,
     counts_over_shards,
     in_portions,
+    no_mask,
     of_all_stages,
     rows_and_columns,
 )
@@ -180,7 +181,7 @@ class Masks(StepHooks):
         self._number = self._phase_of(step)
         config = self._sparsity
         if config is not None and _is_stored(config):
-            self._keep({name: _no_mask(self._matrices[name]) for name in self._sparse(config)})
+            self._keep({name: no_mask(self._matrices[name]) for name in self._sparse(config)})
             load({MASKS: self._masks})
             self._count()
         else:
@@ -236,7 +237,7 @@ class Masks(StepHooks):
 
     def _from_file(self, path: str, sparse: Iterable[str]) -> dict[str, Tensor]:
         whole = read_masks(path, self._shapes)
-        shards = {name: _no_mask(self._matrices[name]) for name in sparse}
+        shards = {name: no_mask(self._matrices[name]) for name in sparse}
         for name in shards:
             if layer_of(name) in whole:
                 rows, columns = rows_and_columns(self._matrices[name])
@@ -290,13 +291,9 @@ class Masks(StepHooks):
     def _mask(self, name: str) -> Tensor:
         """This rank's shard of a mask, also where there is none yet."""
         mask = self._masks.get(name)
-        return _no_mask(self._matrices[name]) if mask is None else local(mask)
+        return no_mask(self._matrices[name]) if mask is None else local(mask)
 
 
 def _is_stored(config: AnySparsity | None) -> bool:
     """Whether masks do not follow from the recipe alone."""
     return isinstance(config, RiglConfig | GivenConfig)
-
-
-def _no_mask(matrix: Tensor) -> Tensor:
-    return torch.zeros_like(local(matrix), dtype=torch.bool)

@@ -36,6 +36,11 @@ def rows_and_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return places[0], places[1]
 
 
+def no_mask(matrix: Tensor) -> Tensor:
+    """This rank's shard of a mask of that matrix which is nowhere true."""
+    return torch.zeros_like(local(matrix), dtype=torch.bool)
+
+
 def elements(matrix: Tensor) -> Tensor:
     """The place of each element of this rank's shard in the whole matrix, counted row by row;
     int64, of the shard's shape."""
@@ -95,12 +100,12 @@ def counts_over_shards(is_meant: Sequence[Tensor], matrices: Sequence[Tensor]) -
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all elements are; the same on every rank. Collective over all of them."""
-    bad = torch.zeros((), dtype=torch.int32, device=local(tensors[0]).device)
+    finite = torch.ones((), dtype=torch.int32, device=local(tensors[0]).device)
     for tensor in tensors:
-        bad |= (~torch.isfinite(local(tensor)).all()).int()
+        finite &= torch.isfinite(local(tensor)).all().int()
     if dist.is_initialized():
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-    return not bad.item()
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite.item())
 
 
 def smallest(
@@ -121,7 +126,7 @@ def smallest(
     device = keys[0].device if keys else torch.device("cpu")
     below = torch.zeros(len(keys), dtype=torch.int64, device=device)
     left = to_device(torch.tensor(counts, dtype=torch.int64), device)
-    remaining = [_Remaining.of(key) for key in keys]
+    remaining = [Remaining.of(key) for key in keys]
     for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
         counts_here = torch.stack([some.counts(shift) for some in remaining])
         totals = sums_over_shards(matrices, counts_here).cumsum(1)
@@ -137,16 +142,16 @@ def smallest(
     ]
 
 
-class _Remaining:
+class Remaining:
     """The keys of a shard that have the digits which were chosen so far."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
 
     @staticmethod
-    def of(keys: Tensor) -> _Remaining:
+    def of(keys: Tensor) -> Remaining:
         """All keys of a shard."""
-        return (_Remaining if keys.device.type == "cpu" else _MarkedRemaining)(keys.flatten())
+        return (Remaining if keys.device.type == "cpu" else MarkedRemaining)(keys.flatten())
 
     def counts(self, shift: int) -> Tensor:
         """How many have which digit there; shape [256]."""
@@ -160,7 +165,7 @@ class _Remaining:
         return (self._keys >> shift) & (_DIGITS - 1)
 
 
-class _MarkedRemaining(_Remaining):
+class MarkedRemaining(Remaining):
     """On a GPU: all keys stay, and those that are out have a digit that is not counted. How many
     are left decides about no shape, so that no host waits to know it."""
 
