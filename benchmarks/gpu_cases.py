@@ -81,12 +81,21 @@ RESTORED = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What `gpu.py` tells every case."""
+    """What `gpu.py` tells every case.
+
+    Raises:
+        RuntimeError: the device is not there.
+    """
 
     device: str
     is_tiny: bool
     histogram: str
     folder: str
+
+    def __post_init__(self) -> None:
+        found = current_device().type
+        if found != ("cpu" if self.device == "cpu" else "cuda"):
+            raise RuntimeError(f"wanted {self.device}, found {found}")
 
     @property
     def is_measured(self) -> bool:
@@ -112,11 +121,9 @@ def _is_of_size(override: str) -> bool:
 
 
 def machine(**told: Any) -> Row:
-    """The machine and its software; fails where there is no GPU and one is wanted."""
-    wanted = Told(**told)
+    """The machine and its software."""
+    Told(**told)
     device = current_device()
-    if device.type != ("cpu" if wanted.device == "cpu" else "cuda"):
-        raise RuntimeError(f"wanted {wanted.device}, found {device.type}")
     about: Row = {
         "device": device_name(device),
         "peak_flops": peak_flops(device),
@@ -160,6 +167,7 @@ def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
 def steps_beside_cpu(**told: Any) -> Row:
     """Losses and gradient norms of some steps on this device beside those on the CPU, in fp32, for
     each way of clipping."""
+    Told(**told)
     differences: dict[str, float] = {}
     for model in ("gpt/125m", "bert/base"):
         for clip in ("none", "global_norm", "bucketwise"):
