@@ -77,7 +77,7 @@ def test_nothing_is_held_beside_the_logits_but_a_portion(monkeypatch: pytest.Mon
         total, _ = cross_entropy(of_ids(F.linear(hidden, table), rows - 10), targets)
         total.backward()
     logits = predictions * rows * 2
-    assert logits < live.peak < logits + 4 * 4 * at_once + 64 * predictions
+    assert logits < live.peak < logits + 1.5 * 4 * at_once + 64 * predictions
     exact = table.detach().float().requires_grad_()
     wanted = F.cross_entropy((hidden.float() @ exact.T)[:, :-10], targets, reduction="sum")
     wanted.backward()

@@ -97,10 +97,9 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.is_over = True
         gradient = torch.empty_like(logits) if logits.is_leaf else logits
         for rows in _portions(logits):
-            is_here, column = _columns(targets[rows], logits.shape[1])
-            part = (logits[rows] - total[rows, None]).exp_()  # in fp32, as the total is
-            part.scatter_add_(1, column, -is_here[:, None].float())
+            part = _gradient(logits[rows], targets[rows], total[rows])
             gradient[rows] = part.mul_(gradients[0])
+            del part  # or the next one would be there beside it
         return gradient, None, None
 
 
@@ -131,6 +130,13 @@ def _statistics(logits: Tensor, targets: Tensor) -> Tensor:
     # Where all are -inf, as columns without ids, the sum is no number, and the logarithm is -inf.
     logarithm = torch.where(largest == -math.inf, largest, sums.log() + largest)
     return torch.stack([logarithm, of_target, largest, is_right])
+
+
+def _gradient(logits: Tensor, targets: Tensor, total: Tensor) -> Tensor:
+    """Softmax less 1 at the target, in fp32."""
+    is_here, column = _columns(targets, logits.shape[1])
+    softmax = (logits - total[:, None]).exp_()  # in fp32, as the total is
+    return softmax.scatter_add_(1, column, -is_here[:, None].float())
 
 
 def _put_together(told: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
