@@ -202,9 +202,8 @@ print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]))
 os._exit(0)
 """
     address = ray.get_runtime_context().gcs_address
-    found = subprocess.run(
-        [sys.executable, "-c", code, address], capture_output=True, text=True, check=True
-    )
+    found = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
     pids = [int(pid) for pid in found.stdout.splitlines()[-1].split()]  # Ray may speak first
     assert pids
     until(lambda: not any(map(is_running, pids)))

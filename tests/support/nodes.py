@@ -1,4 +1,5 @@
-"""Several Ray nodes on this machine, each a raylet of its own, that come and go."""
+"""Several Ray nodes on this machine, each a raylet of its own, that come and go. Forked workers
+would be those of their first driver alone; so these have Ray's own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
-from support.forked_workers import forked_workers
+from support.forked_workers import forked_workers, own_workers
 from support.shared_ray import close_ray
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -27,7 +28,7 @@ class Nodes:
 
     def __init__(self, folder: str) -> None:
         arguments = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
-        with forked_workers():
+        with own_workers(), forked_workers():
             self._cluster = Cluster(initialize_head=True, head_node_args=arguments)
 
     @property
@@ -36,7 +37,7 @@ class Nodes:
 
     def add(self, cpus: int, **arguments: Any) -> Any:
         """A new node; Ray's `Cluster.add_node` says what other arguments it takes."""
-        with forked_workers():
+        with own_workers(), forked_workers():
             memory = 128 * 2**20
             return self._cluster.add_node(num_cpus=cpus, object_store_memory=memory, **arguments)
 
