@@ -23,6 +23,10 @@ def test_waits_for_the_device_are_entered_with_their_line() -> None:
     ]
 
 
+def test_numbers_are_those_of_the_host_as_far_as_the_device_has_not_changed_them() -> None:
+    assert on_fake_cuda(rehearsed.numbers_that_are_read) == [[3.0, 4.0], [1.0, 1.0], 1.0, 5]
+
+
 def test_memory_statistics_follow_the_live_tensors() -> None:
     assert on_fake_cuda(rehearsed.memory_in_use) == [8192, 4096, 8192, 4096, 0]
 

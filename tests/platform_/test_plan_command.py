@@ -66,3 +66,14 @@ def test_what_a_recipe_leaves_open_is_planned_and_stays_open(
 def test_inspecting_tells_what_is_left_open(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "gpt/tiny", "micro_batch_tokens=auto"]) == 0
     assert "auto         micro_batch_tokens" in capsys.readouterr().out
+
+
+def test_the_layouts_that_are_shown_are_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["gpt/125m", "workload.num_layers=2", "batch_size=16"]
+    options = ["--cluster", "4xA100-80GB", "--best", "1", "--rehearse", "--json"]
+    assert run(["plan", *recipe, *options]) == 0
+    shown = capsys.readouterr()
+    (layout,) = json.loads(shown.out)["layouts"]
+    assert layout["rehearsed"]["devices"] == 4
+    assert layout["rehearsed"]["ranks"][0]["peak_bytes"] < layout["memory_bytes"]
+    assert "runs; " in shown.err

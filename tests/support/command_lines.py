@@ -68,6 +68,14 @@ READING = {
     "elastrata plan gpt/13b --cluster 64xA100-80GB": Run(),
     "elastrata plan gpt/13b --cluster cluster.yaml --explain --write mine.yaml "
     "--plot layouts.png": Run(words={"mine.yaml": "planned.yaml"}),
+    "elastrata rehearse RECIPE --cluster 1024xH100-80GB|FILE": Run(
+        words={"RECIPE": "bert/base", "1024xH100-80GB|FILE": "16xH100-80GB"},
+        extra=("workload.num_layers=2", "--no-graphs"),
+    ),
+    "elastrata rehearse gpt/7b --cluster 64xH100-80GB": Run(
+        words={"gpt/7b": "gpt/125m", "64xH100-80GB": "8xH100-80GB"},
+        extra=("workload.num_layers=1", "--no-graphs"),
+    ),
     "elastrata runs [STORAGE]": Run(words={"[STORAGE]": "runs"}),
     "elastrata schema --keys": Run(),
     "elastrata schema --out recipe.schema.json": Run(),

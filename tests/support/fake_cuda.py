@@ -31,8 +31,13 @@ def on_fake_cuda(
         world_size: ranks of the default process group; None: it is not there.
         rank: the one that is played.
     """
+    return apart(_in_session, function, args, world_size, rank)
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in such a process, where it can begin rehearsals."""
     server = _server()
-    server.send((function, args, world_size, rank))
+    server.send((function, args))
     done, value = server.recv()
     if not done:
         pytest.fail(value, pytrace=False)
@@ -57,8 +62,7 @@ def _serve(tests: Connection) -> None:
     from elastrata.rehearsal.shim import load_shim
 
     load_shim()
-    import elastrata.rehearsal.session
-    import elastrata.trainer.engine  # noqa: F401
+    import torch.distributed.pipelining  # noqa: F401
 
     while True:
         try:
@@ -73,16 +77,20 @@ def _serve(tests: Connection) -> None:
             tests.send((False, f"the process on fake CUDA ended with {code}"))
 
 
-def _answer(
-    function: Callable[..., Any], args: tuple[Any, ...], world_size: int | None, rank: int
-) -> tuple[bool, Any]:
-    from elastrata.rehearsal.session import rehearsal
-
+def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     try:
-        with rehearsal(world_size=world_size, rank=rank) as ledger:
-            return True, function(ledger, *args)
+        return True, function(*args)
     except BaseException:
         return False, traceback.format_exc()
+
+
+def _in_session(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int | None, rank: int
+) -> Any:
+    from elastrata.rehearsal.session import rehearsal
+
+    with rehearsal(world_size=world_size, rank=rank) as ledger:
+        return function(ledger, *args)
 
 
 if __name__ == "__main__":

@@ -82,3 +82,11 @@ def copy_of_a_thread(ledger: Ledger) -> list[tuple[str, bool]]:
     thread.start()
     thread.join()
     return [(copy.line.function, copy.waits) for copy in ledger.take().copies]
+
+
+def numbers_that_are_read(ledger: Ledger) -> list[Any]:
+    """Of tensors that came from the host, unchanged or not, and of one that the device made."""
+    told = torch.tensor([3.0, 4.0], device=CUDA)
+    dist.all_reduce(told)
+    unchanged = told.tolist()
+    return [unchanged, told.mul_(2).tolist(), told.sum().item(), torch.tensor(5).item()]

@@ -24,6 +24,7 @@ from elastrata.cli.jobs import stop, submit
 from elastrata.cli.plan import plan
 from elastrata.cli.prepare import prepare
 from elastrata.cli.quickstart import quickstart
+from elastrata.cli.rehearse import rehearse
 from elastrata.cli.runs import runs, status
 from elastrata.cli.schema import schema
 from elastrata.cli.simulate import simulate
@@ -41,6 +42,7 @@ _COMMANDS = (
     prepare,
     inspect,
     plan,
+    rehearse,
     simulate,
     train,
     sweep,

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName, part_of
-from elastrata.cli.plan_report import plan_result, show_automatic, show_plan, show_terms
+from elastrata.cli.plan_report import (
+    plan_result,
+    show_automatic,
+    show_plan,
+    show_rehearsals,
+    show_terms,
+)
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -43,6 +51,10 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="PNG file: speed and memory of all layouts.")
     ] = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Run a step under each shown layout, on GPUs not there."),
+    ] = False,
     phase: Phase = 0,
     json: Json = False,
 ) -> None:
@@ -76,6 +88,13 @@ def plan(
     left_open = _left_open(loaded, part_of(loaded, phase), made)
     if left_open is not None:
         show_automatic(console, made, left_open)
+    rehearsals: list[Mapping[str, Any] | None] = [None] * len(families)
+    if rehearse:
+        rehearsals = [
+            _rehearsed(recipe, overrides or [], loaded, made, forecast, cluster, phase)
+            for forecast in families
+        ]
+        show_rehearsals(console, families, rehearsals)
     if write is not None:
         _write(write, recipe, overrides or [], loaded, made, chosen)
         console.print(f"\nrecipe {write}", markup=False)
@@ -87,7 +106,7 @@ def plan(
         print_json_line(
             {
                 "recipe": recipe,
-                **plan_result(made, families),
+                **plan_result(made, families, rehearsals),
                 "automatic": left_open and asdict(left_open),
                 "written": written,
             }
@@ -117,6 +136,35 @@ def _runnable(recipe: Recipe, made: Plan) -> Forecast | None:
         ),
         None,
     )
+
+
+def _rehearsed(
+    recipe: str,
+    overrides: list[str],
+    loaded: Recipe,
+    made: Plan,
+    forecast: Forecast,
+    cluster: str,
+    phase: int,
+) -> Mapping[str, Any] | None:
+    """The figures of a rehearsal; None where recipes of this version cannot say the layout."""
+    from elastrata.planner.plan import problems_of, recipe_keys
+    from elastrata.rehearsal.process import Request
+    from elastrata.rehearsal.process import rehearse as rehearse_apart
+
+    layout, seq_len = forecast.layout, made.model.seq_len
+    if problems_of(loaded, layout, seq_len):
+        return None
+    keys = recipe_keys(loaded, layout, seq_len)
+    said = [f"{path}={dumps(value)}" for path, value in keys.items()]
+    request = Request(
+        recipe=recipe,
+        overrides=(*overrides, *said),
+        cluster=cluster,
+        phase=phase,
+        graphs=False,
+    )
+    return rehearse_apart(request)
 
 
 def _write(

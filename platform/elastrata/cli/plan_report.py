@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,38 @@ def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None
     )
 
 
-def plan_result(plan: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
-    """The plan as JSON values."""
+def show_rehearsals(
+    console: Console, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """A line for each layout that was rehearsed."""
+    console.print("\nrehearsed, on GPUs that are not there")
+    for forecast, figures in zip(best, rehearsals, strict=True):
+        said = "this version cannot train under it" if figures is None else _rehearsed(figures)
+        console.print(f"  {forecast.layout}: {said}", markup=False)
+
+
+def _rehearsed(figures: Mapping[str, Any]) -> str:
+    fullest = max(figures["ranks"], key=lambda rank: rank["peak_bytes"])
+    peak, plan = fullest["peak_bytes"], fullest["planned_bytes"]
+    sent = sum(message["bytes"] for message in fullest["messages"])
+    count = sum(message["count"] for message in fullest["messages"])
+    return (
+        f"runs; {peak / _GIB:.2f} GiB at the peak ({plan / peak - 1:+.1%} by the plan), "
+        f"{count:,} messages of {sent / 1e9:.3g} GB a step, "
+        f"{sum(wait['count'] for wait in fullest['waits']):,} waits for the device"
+    )
+
+
+def plan_result(
+    plan: Plan, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The plan as JSON values.
+
+    Args:
+        plan: all of it.
+        best: the layouts that are told.
+        rehearsals: of each; None where it was not rehearsed.
+    """
     return {
         "device": plan.cluster.device.name,
         "devices": plan.cluster.devices,
@@ -138,7 +168,8 @@ def plan_result(plan: Plan, best: Sequence[Forecast]) -> dict[str, Any]:
                 "memory": asdict(forecast.memory),
                 "time": asdict(forecast.time),
                 "why_not": forecast.why_slower(best[0]),
+                "rehearsed": rehearsed,
             }
-            for forecast in best
+            for forecast, rehearsed in zip(best, rehearsals, strict=True)
         ],
     }

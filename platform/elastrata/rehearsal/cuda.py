@@ -65,7 +65,7 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
         for kind in (FakeStream, FakeEvent):
             patches.enter_context(patch.object(kind, "waits", waits))
         accelerator = {
-            "current_stream": current_stream,
+            "current_stream": lambda _=None: current_stream(),
             "current_device_index": lambda: 0,
             "synchronize": lambda _=None: ledger.host_waits("synchronize"),
         }
@@ -80,21 +80,18 @@ def fake_cuda(device: FakeDevice, ledger: Ledger) -> Iterator[None]:
 def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
     """What stands for each function of `torch.cuda`."""
 
-    def nothing(*_: object, **__: object) -> None:
-        pass
-
-    def always(value: object) -> Any:
+    def always(value: object) -> Any:  # a new one each time: torch.compile has a table of them
         return lambda *_, **__: value
 
     return {
         "is_available": always(True),
         "is_initialized": always(True),
-        "init": nothing,
-        "_lazy_init": nothing,
+        "init": always(None),
+        "_lazy_init": always(None),
         "is_bf16_supported": always(device.capability >= (8, 0)),
         "device_count": always(device.per_node),
         "current_device": always(0),
-        "set_device": nothing,
+        "set_device": always(None),
         "get_device_name": always(device.name),
         "get_device_capability": always(device.capability),
         "get_device_properties": always(device.properties),
@@ -107,7 +104,7 @@ def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
         "set_stream": set_stream,
         "is_current_stream_capturing": always(False),
         "synchronize": lambda _=None: ledger.host_waits("synchronize"),
-        "empty_cache": nothing,
+        "empty_cache": always(None),
         "memory_allocated": lambda _=None: ledger.live_bytes,
         "max_memory_allocated": lambda _=None: ledger.peak_bytes,
         "memory_reserved": lambda _=None: ledger.live_bytes,
@@ -123,8 +120,8 @@ def _answers(device: FakeDevice, ledger: Ledger) -> Mapping[str, Any]:
             max(0, device.memory_bytes - ledger.live_bytes),
             device.memory_bytes,
         ),
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
+        "manual_seed": always(None),
+        "manual_seed_all": always(None),
         "get_rng_state": lambda _=None: torch.get_rng_state(),
-        "set_rng_state": nothing,
+        "set_rng_state": always(None),
     }

@@ -73,6 +73,8 @@ class Entries:
     """Bytes: of the largest tensor that is given or received."""
     copies: dict[Copy, Amount] = field(default_factory=dict)
     waits: Counter[Wait] = field(default_factory=Counter)
+    flops: int = 0
+    """Of matrix products, convolutions and attention, by torch's formulas."""
 
 
 class Ledger:
@@ -111,6 +113,10 @@ class Ledger:
             self.entries.copies.setdefault(copy, Amount()).add(size)
             if waits:
                 self.entries.waits[Wait(f"copy {direction}", line)] += 1
+
+    def flops(self, number: int) -> None:
+        """An operator of so many."""
+        self.entries.flops += number
 
     def host_waits(self, reason: str) -> None:
         """The host waits for the device."""

@@ -24,8 +24,10 @@ class Line:
     number: int
     function: str
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.function}"
+    @property
+    def place(self) -> str:
+        """As compilers say it, such as `core/step.py:83`."""
+        return f"{self.file}:{self.number}" if self.number else self.file
 
 
 def current_line() -> Line:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastrata.rehearsal.ledger import Ledger
@@ -80,6 +81,9 @@ def fake_ranks(ledger: Ledger, world_size: int | None, rank: int) -> Iterator[Ax
             _everywhere(patches, original, replacement)
         for name, method in _mesh_methods(axes).items():
             patches.enter_context(patch.object(DeviceMesh, name, method))
+        # It tries operators out on tensors of the whole shape: in the mode that is there, these
+        # would count as memory.
+        patches.enter_context(patch.object(_sharding_prop, "detect_fake_mode", lambda: None))
         if world_size is not None:
             dist.init_process_group(
                 "fake",

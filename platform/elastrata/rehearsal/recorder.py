@@ -8,18 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from elastrata.rehearsal.ledger import Collective, Ledger
 
 _aten = torch.ops.aten
+_LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+"""With them `torch.tensor` makes a tensor of the mode from one with numbers."""
+_MOST_KNOWN = 4096
 _WRITES_AT = (_aten.index_put_.default, _aten.index_put.default)
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _NO_MESSAGES = ("wait_tensor",)
@@ -28,19 +36,21 @@ Axes = Callable[[dist.ProcessGroup], tuple[str, int]]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it lasts, numbers on the device read as 1, and the ledger is kept.
+    """While it lasts, numbers that the device has made read as 1, and the ledger is kept.
 
     Within a `FakeTensorMode`.
 
     Args:
+        fake: the mode; what happens in others, where DTensor tries out operators, is not entered.
         ledger: that is kept.
         axes: names the groups of collectives.
     """
 
-    def __init__(self, ledger: Ledger, axes: Axes) -> None:
+    def __init__(self, fake: FakeTensorMode, ledger: Ledger, axes: Axes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._axes = ledger, axes
-        self._pinned: set[int] = set()
+        self._fake, self._ledger, self._axes = fake, ledger, axes
+        self._pinned: Any = WeakIdKeyDictionary()
+        self._known: Any = WeakIdKeyDictionary()
         self._answers = {
             _aten._local_scalar_dense.default: self._number,
             _aten.equal.default: self._number,
@@ -64,27 +74,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operators on local tensors first
         named: dict[str, Any] = kwargs or {}
-        answer = self._answers.get(func)
-        if answer and isinstance(args[0], FakeTensor):  # others are in real modes meanwhile
+        if active_fake_mode() is not self._fake:
+            return func(*args, **named)
+        if answer := self._answers.get(func):
             return answer(func, args, named)
         pins = named.pop("pin_memory", False) if "pin_memory" in named else False
         out = func(*args, **named)
         if pins:
-            self._pinned.add(out.untyped_storage()._cdata)
+            self._pinned[out.untyped_storage()] = True
         self._enter(func, args, named, out)
         return out
+
+    def tolist(self, tensor: FakeTensor) -> Any:
+        """The numbers of a tensor on the device, for which the host waits once: those that were
+        copied there and nobody has written to but a collective; else ones."""
+        self._ledger.host_waits("item")
+        if (known := self._known.get(tensor)) is not None:
+            return known.tolist()
+        with unset_fake_temporarily():
+            return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
     def _enter(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         name = func.name()
         if name.startswith(_COLLECTIVES):
             self._enter_collective(name, args, kwargs)
-        elif func is _aten.copy_.default:
+        elif func._schema.is_mutable:
+            for written in _tensors(args[:1]):
+                self._known.pop(written, None)
+        if func is _aten.copy_.default:
             self._enter_copy(args[1], args[0], args[2:] == (True,) or kwargs.get("non_blocking"))
         elif func is _aten._to_copy.default:
             self._enter_copy(args[0], out, kwargs.get("non_blocking"))
+            if (known := self._known.get(args[0])) is not None and out.dtype == known.dtype:
+                self._known[out] = known
+        elif func in _LIFTS and args[0].numel() <= _MOST_KNOWN:
+            self._known[out] = args[0]
         elif func in _WRITES_AT and any(map(_is_mask, args[1])) and not _is_number(args[2]):
             self._shape_waits(args[0])
-        self._ledger.sees([t.untyped_storage() for t in tree_iter(out) if _is_on_device(t)])
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self._ledger.flops(count(*args, **kwargs, out_val=out))
+        self._ledger.sees([t.untyped_storage() for t in _tensors(out) if t.is_cuda])
 
     def _enter_collective(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -123,8 +152,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if args[0].device.type == "cuda":
+            known = self._known.get(args[0])
             self._ledger.host_waits("item")
-            return _one(args[0].dtype)
+            return _one(args[0].dtype) if known is None else known.item()
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
@@ -172,7 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         pinned: Tensor = args[0].clone(memory_format=torch.contiguous_format)
-        self._pinned.add(pinned.untyped_storage()._cdata)
+        self._pinned[pinned.untyped_storage()] = True
         return pinned
 
     def _is_pinned(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
@@ -180,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _has_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
-            return tensor.untyped_storage()._cdata in self._pinned
+            return tensor.untyped_storage() in self._pinned
         return False
 
 
@@ -198,10 +228,6 @@ def _is_number(value: Tensor) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
 
 def _tensors(values: Any) -> list[Tensor]:

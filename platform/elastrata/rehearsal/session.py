@@ -42,11 +42,13 @@ def rehearsal(
     """
     ledger = Ledger()
     with fake_cuda(device, ledger), fake_ranks(ledger, world_size, rank) as axes, ExitStack() as on:
-        modes = FakeTensorMode(allow_non_fake_inputs=True), Recorder(ledger, axes)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        recorder = Recorder(fake, ledger, axes)
+        modes = fake, recorder
         on.enter_context(patch.object(threading.Thread, "run", _run_with(modes)))
         on.enter_context(patch.object(parallelize, "nodes_of_all", _nodes_of(device)))
         on.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize(ledger)))
-        on.enter_context(patch.object(FakeTensor, "tolist", _tolist(ledger)))
+        on.enter_context(patch.object(FakeTensor, "tolist", _tolist(recorder)))
         # Threads take turns in a fake mode, and torch's is not made for that.
         on.enter_context(patch.object(loop, "BackgroundThread", lambda _: AtOnce()))
         for mode in modes:
@@ -84,20 +86,11 @@ def _resize(ledger: Ledger) -> Callable[[torch.UntypedStorage, int], torch.Untyp
     return resize_
 
 
-def _tolist(ledger: Ledger) -> Callable[[FakeTensor], Any]:
-    """`Tensor.tolist`, which waits for a device once, whatever the number of numbers."""
+def _tolist(recorder: Recorder) -> Callable[[FakeTensor], Any]:
+    """`Tensor.tolist`, which reads the device once, whatever the number of numbers."""
     by_number: Any = FakeTensor.tolist
 
     def tolist(tensor: FakeTensor) -> Any:
-        if tensor.device.type != "cuda":
-            return by_number(tensor)
-        ledger.host_waits("item")
-        return _ones(tensor.shape, 1.0 if tensor.dtype.is_floating_point else 1)
+        return recorder.tolist(tensor) if tensor.is_cuda else by_number(tensor)
 
     return tolist
-
-
-def _ones(shape: tuple[int, ...], value: float) -> Any:
-    if not shape:
-        return value
-    return [_ones(shape[1:], value) for _ in range(shape[0])]

@@ -1,0 +1,128 @@
+"""The rehearsal of a recipe on a cluster: the ranks that differ, and what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from elastrata.core.workload import model_spec
+from elastrata.planner.cluster import Cluster, read_cluster
+from elastrata.planner.group import group_layout, planned
+from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.length import full_part, in_steps
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
+from elastrata.rehearsal.cuda import FakeDevice
+from elastrata.rehearsal.figures import GraphFigures, RankFigures
+from elastrata.rehearsal.forks import side_by_side
+from elastrata.rehearsal.graphs import rehearse_graphs
+from elastrata.rehearsal.process import Request
+from elastrata.rehearsal.rank import Task, rehearse_rank
+from elastrata_pipelines.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """All figures. The names of fields are keys of `elastrata rehearse --json`."""
+
+    recipe: str
+    device: str
+    devices: int
+    layout: str
+    micro_batch_tokens: int
+    activation_checkpointing: str
+    batch_size: int
+    seq_len: int
+    memory_bytes: float
+    """Of a device."""
+    ranks: Sequence[RankFigures]
+    """The first one; with a pipeline, that of its last stage, too."""
+    graphs: GraphFigures | None
+    """None: the recipe does not compile, or nobody asked."""
+
+
+def figures(request: Request) -> Rehearsal:
+    """Rehearses.
+
+    Raises:
+        UserError: recipe or cluster cannot work, a line for each reason.
+    """
+    asked = task(request)
+    recipe, cluster = asked.recipe, asked.cluster
+    calls: list[Callable[[], Any]] = [
+        partial(rehearse_rank, asked, rank) for rank in ranks(recipe, cluster.devices)
+    ]
+    if request.graphs and recipe.compile:
+        calls.append(partial(rehearse_graphs, asked, 0))
+    done = side_by_side(calls)
+    return Rehearsal(
+        recipe=request.recipe,
+        device=cluster.device.name,
+        devices=cluster.devices,
+        layout=group_layout(recipe.parallel, cluster.devices).division,
+        micro_batch_tokens=asked.tokens,
+        activation_checkpointing=recipe.activation_checkpointing,
+        batch_size=recipe.batch_size,
+        seq_len=asked.spec.seq_len,
+        memory_bytes=cluster.device.memory_bytes,
+        ranks=[one for one in done if isinstance(one, RankFigures)],
+        graphs=next((one for one in done if isinstance(one, GraphFigures)), None),
+    )
+
+
+def task(request: Request) -> Task:
+    """What a request asks for: a recipe without phases that leaves nothing open.
+
+    Raises:
+        UserError: recipe or cluster cannot work, a line for each reason.
+    """
+    cluster = read_cluster(request.cluster)
+    if cluster.device.name == "CPU":
+        raise UserError(f"--cluster: {request.cluster}: a rehearsal is of GPUs")
+    workers = [f"workers.min={cluster.devices}", f"workers.max={cluster.devices}"]
+    recipe = in_steps(load_recipe(request.recipe, [*request.overrides, *workers]))
+    if request.phase >= len(recipe.parts):
+        raise UserError(
+            f"--phase: {request.phase}: the recipe has {len(recipe.parts)}, counted from 0"
+        )
+    spec = data_spec(recipe)
+    part = full_part(recipe.parts[request.phase], spec.seq_len)
+    chosen = _chosen(recipe, part, cluster)
+    return Task(
+        recipe=recipe.model_copy(update={**_keys(part), **chosen, "phases": ()}),
+        spec=spec,
+        cluster=cluster,
+        device=FakeDevice(
+            name=f"NVIDIA {cluster.device.name}",
+            capability=(9, 0) if cluster.device.peak.dtype == "bf16" else (7, 0),
+            memory_bytes=int(cluster.device.memory_bytes),
+            multiprocessors=cluster.device.multiprocessors,
+            per_node=cluster.per_node,
+        ),
+    )
+
+
+def _keys(part: PhaseKeys) -> Mapping[str, Any]:
+    return {key: getattr(part, key) for key in PhaseKeys.model_fields}
+
+
+def _chosen(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, Any]:
+    """The values that a plan has for what the recipe leaves open."""
+    if not recipe.is_automatic:
+        return {}
+    spec = data_spec(recipe)
+    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
+    plan = planned(recipe, part, model, cluster)
+    return {
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "activation_checkpointing": plan.activation_checkpointing,
+    }
+
+
+def ranks(recipe: Recipe, world_size: int) -> list[int]:
+    """The first rank; with a pipeline, that of its last stage, too."""
+    stages = recipe.parallel.pipeline
+    return [0] if stages == 1 else [0, world_size // stages * (stages - 1)]
