@@ -97,6 +97,7 @@ def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage
         return layers * micro_batches
     p, v = layout.pipeline, layout.virtual_stages
     held = p - stage + ((p - 1) / v if v > 1 else 0)
+    held += layout.schedule == "zero_bubble"  # its gradients of weights are yet to come
     return layers * min(held, micro_batches)
 
 
@@ -141,6 +142,7 @@ def _stage(
     own = numbers / layout.tensor
     micro_batches = layout.micro_batches(batch_size)
     flight = blocks_in_flight(model, layout, micro_batches, stage - stack.extra_micro_batches)
+    travelling = _travelling(model, stack, layout, micro_batches, flight, stage)
     block = block_activations(model, stack, layout)
     logits = _logits(model, stack, layout) if has_head else 0.0
     kept = _kept(model, stack, layout, block)
@@ -150,10 +152,10 @@ def _stage(
     gathered = _gathered(model, stack, layout, own)
     begins = (
         _accumulated(stack, layout, own, micro_batches),
-        kept * flight,
+        kept * flight + travelling + _waiting(model, stack, layout),
         max(logits, again),
     )
-    ends = (_reduced(model, stack, layout, own), 0.0, block)
+    ends = (_reduced(model, stack, layout, own), travelling, block)
     gradients, activations, working = max(begins, ends, key=sum)
     return Memory(
         parameters=state,
@@ -170,6 +172,40 @@ def _stage(
 def _largest_parameter(model: ModelSpec) -> int:
     """Numbers of the largest parameter: the table of tokens, or a feed-forward's matrix."""
     return model.hidden * max(model.vocabulary, model.feed_forward)
+
+
+def _travelling(
+    model: ModelSpec,
+    stack: Stack,
+    layout: Layout,
+    micro_batches: int,
+    flight: float,
+    stage: int,
+) -> float:
+    """Hidden states that come from other stages, and those that go there. torch.distributed's
+    pipelines receive into memory of its own for each micro-batch of a step, and keep what a stage
+    has sent until the gradient of it is back."""
+    if layout.pipeline == 1:
+        return 0.0
+    parts = layout.tensor if layout.sequence else 1
+    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes / parts
+    before = layout.virtual_stages - (stage == 0)
+    behind = layout.virtual_stages - (stage == layout.pipeline - 1)
+    in_flight = flight / layout.layers_of_stage(model.layers)
+    received = (micro_batches - in_flight) * before  # the others are inputs that blocks keep
+    return hidden * (received + micro_batches * behind + in_flight * behind)
+
+
+def _waiting(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Gradients of what every matrix and norm of a stage has made of one micro-batch: zero bubble
+    computes those of the weights from them, later."""
+    if layout.schedule != "zero_bubble" or layout.pipeline == 1:
+        return 0.0
+    inner = (2 if model.gated else 1) * model.feed_forward
+    own = 3 * model.hidden + 2 * model.kv_width + inner
+    tokens = layout.micro_batch * model.seq_len * stack.element_bytes
+    whole = 2 * model.hidden / (layout.tensor if layout.sequence else 1)
+    return layout.layers_of_stage(model.layers) * tokens * (own / layout.tensor + whole)
 
 
 def _kept(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:

@@ -58,7 +58,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
             is_primary=place.is_primary,
             masks=masks,
         )
-            run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
+        run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
         for _ in run:
             after.append(backend.graphs)
     return GraphFigures(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ from elastrata.trainer.engine import DividedModel, divided_model, phase_masks, t
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 
-_EFFECTS = ("reserved", "fragmentation")
-"""Terms of the plan for what no tensor has."""
+_TERMS = ("parameters", "gathered", "gradients", "activations", "working")
+"""Terms of the plan for what tensors have in a step."""
 DEVICE = torch.device("cuda", 0)
 
 
@@ -191,5 +191,5 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
         replace(layout, micro_batch=1, checkpointing=recipe.activation_checkpointing),
         len(step.micro_batches) * layout.data,
     )
-    terms = {name: size for name, size in asdict(need).items() if name not in _EFFECTS}
+    terms = {name: getattr(need, name) for name in _TERMS}
     return {"planned_bytes": sum(terms.values()), "planned": terms}

@@ -119,6 +119,7 @@ def _chosen(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, A
     return {
         "micro_batch_tokens": plan.micro_batch_tokens,
         "activation_checkpointing": plan.activation_checkpointing,
+        "parallel": recipe.parallel.model_copy(update={"gradient_sync": plan.gradient_sync}),
     }
 
 
