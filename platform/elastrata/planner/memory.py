@@ -150,9 +150,11 @@ def _stage(
     shards = layout.shards if stack.sharding != "none" else 1
     state = own * stack.state_bytes / shards
     gathered = _gathered(model, stack, layout, own)
+    all_forward_first = layout.pipeline > 1 and layout.schedule == "gpipe"
+    heads = _heads(model, stack, layout) * (micro_batches - 1) if all_forward_first else 0.0
     begins = (
-        _accumulated(stack, layout, own, micro_batches),
-        kept * flight + travelling + _waiting(model, stack, layout),
+        0.0 if all_forward_first else _accumulated(stack, layout, own, micro_batches),
+        kept * flight + travelling + _waiting(model, stack, layout) + heads * has_head,
         max(logits, again),
     )
     ends = (_reduced(model, stack, layout, own), travelling, block)
@@ -236,6 +238,14 @@ def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     tokens = layout.micro_batch * model.seq_len * model.predicted
     logits = tokens * model.vocabulary / (1 if stack.whole_logits else layout.tensor)
     return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
+
+
+def _heads(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """What the head keeps of one micro-batch until its backward pass: logits, and its input before
+    and after the norm."""
+    tokens = layout.micro_batch * model.seq_len * model.predicted
+    columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
+    return tokens * (columns + 2 * model.hidden) * stack.element_bytes
 
 
 def _gathered(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:
