@@ -155,7 +155,7 @@ def _stage(
     begins = (
         0.0 if all_forward_first else _accumulated(stack, layout, own, micro_batches),
         kept * flight + travelling + _waiting(model, stack, layout) + heads * has_head,
-        max(logits, again),
+        max(logits, again + _backward(model, stack, layout)),
     )
     ends = (_reduced(model, stack, layout, own), travelling, block)
     gradients, activations, working = max(begins, ends, key=sum)
@@ -238,6 +238,13 @@ def _logits(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     tokens = layout.micro_batch * model.seq_len * model.predicted
     logits = tokens * model.vocabulary / (1 if stack.whole_logits else layout.tensor)
     return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
+
+
+def _backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Gradients at once inside a block: of its feed-forward's inner numbers, and of its output."""
+    parts = layout.tensor if layout.sequence else 1
+    numbers = model.feed_forward / layout.tensor + model.hidden / parts
+    return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
 
 
 def _heads(model: ModelSpec, stack: Stack, layout: Layout) -> float:
