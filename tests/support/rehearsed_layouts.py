@@ -1,0 +1,91 @@
+"""Layouts of both models that are rehearsed: small, so that each takes seconds, at 8 ranks, and at
+1,024 where that makes another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastrata.rehearsal.figures import RankFigures
+from elastrata.rehearsal.process import Request
+from support.fake_cuda import apart
+
+MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
+    "gpt": ("gpt/125m", 8, ("data.prepare.tokenizer.vocab_size=8192",)),
+    "bert": ("bert/base", 32, ()),
+}
+"""Recipe, samples of a data rank in a step, and changes."""
+_SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")
+_TENSOR = ("parallel.tensor=2",)
+_PIPELINE = ("parallel.pipeline=2",)
+
+LAYOUTS: Mapping[str, Sequence[str]] = {
+    "fsdp": (),
+    "hsdp": ("parallel.replicate=2",),
+    "copies": ("parallel.replicate=all",),
+    "keep": ("parallel.reshard_after_forward=false",),
+    "prefetch": ("parallel.prefetch=2",),
+    "selective": ("activation_checkpointing=selective",),
+    "full": ("activation_checkpointing=full",),
+    "bf16": ("parallel.reduce_dtype=bf16",),
+    "bf16-hsdp": ("parallel.reduce_dtype=bf16", "parallel.replicate=2"),
+    "bucketwise": ("clip.method=bucketwise",),
+    "bucketwise-local": ("clip.method=bucketwise", "clip.scope=local"),
+    "tensor": _TENSOR,
+    "sequence": (*_TENSOR, "parallel.sequence=true"),
+    "tensor-full": (*_TENSOR, "activation_checkpointing=full"),
+    "gpipe": (*_PIPELINE, "parallel.schedule=gpipe"),
+    "1f1b": _PIPELINE,
+    "interleaved": (
+        *_PIPELINE,
+        "parallel.schedule=interleaved_1f1b",
+        "parallel.virtual_stages=2",
+    ),
+    "zero-bubble": (
+        *_PIPELINE,
+        "parallel.schedule=zero_bubble",
+        "parallel.reshard_after_forward=false",
+    ),
+    "all-axes": (*_TENSOR, *_PIPELINE, "parallel.replicate=2", "parallel.sequence=true"),
+    "virtual": ("parallel.virtual_ranks=WORLD", "optimizer.fused=false", "workers.threads=1"),
+    "muon": ("optimizer.name=muon",),
+    "lamb": ("optimizer.name=lamb",),
+    "sparse": ("sparsity={method: rigl, level: 0.8}",),
+}
+"""By name, what a recipe says. WORLD stands for the number of ranks."""
+
+WIDE = ("fsdp", "hsdp", "bf16-hsdp", "bucketwise", "all-axes", "virtual")
+"""Of these, those at 1,024 ranks."""
+
+
+def worlds(layout: str) -> tuple[int, ...]:
+    """The numbers of ranks that a layout is rehearsed at."""
+    return (8, 1024) if layout in WIDE else (8,)
+
+
+def request(model: str, layout: str, world_size: int) -> Request:
+    """The rehearsal of a layout."""
+    recipe, samples, changes = MODELS[model]
+    settings = [setting.replace("WORLD", str(world_size)) for setting in LAYOUTS[layout]]
+    if set(_TENSOR) <= set(settings):
+        samples //= 2  # so many ranks have them together
+    batch = f"batch_size={samples * world_size}"  # with a pipeline, twice for each data rank
+    return Request(
+        recipe=recipe,
+        overrides=(*changes, *_SMALL, batch, *settings),
+        cluster=f"{world_size}xH100-80GB",
+        graphs=False,
+    )
+
+
+def rehearse_layout(model: str, layout: str, world_size: int) -> list[RankFigures]:
+    """The figures of its ranks, each rehearsed in a process of its own."""
+    asked = request(model, layout, world_size)
+    ranks = [0, world_size // 2] if set(_PIPELINE) <= set(LAYOUTS[layout]) else [0]
+    return [apart(_rehearse, asked, rank) for rank in ranks]
+
+
+def _rehearse(asked: Request, rank: int) -> RankFigures:
+    from elastrata.rehearsal.rank import rehearse_rank
+    from elastrata.rehearsal.rehearse import task
+
+    return rehearse_rank(task(asked), rank)
