@@ -72,10 +72,6 @@ READING = {
         words={"RECIPE": "bert/base", "1024xH100-80GB|FILE": "16xH100-80GB"},
         extra=("workload.num_layers=2", "--no-graphs"),
     ),
-    "elastrata rehearse gpt/7b --cluster 64xH100-80GB": Run(
-        words={"gpt/7b": "gpt/125m", "64xH100-80GB": "8xH100-80GB"},
-        extra=("workload.num_layers=1", "--no-graphs"),
-    ),
     "elastrata runs [STORAGE]": Run(words={"[STORAGE]": "runs"}),
     "elastrata schema --keys": Run(),
     "elastrata schema --out recipe.schema.json": Run(),
@@ -150,6 +146,7 @@ NOT_RUN = {
     "make check": "runs this test",
     "make gpu": "needs a GPU: test_gpu_table.py runs it on a CPU",
     "make gpu-wheels": _INSTALLS,
+    "python benchmarks/gpu.py --list": "names the cases that test_gpu_table.py runs",
     "make test-all": "runs this test",
     "make chaos": "takes minutes: tests/faults/test_chaos.py does some of it",
     "pip install -c constraints.txt -e .": _INSTALLS,
@@ -179,6 +176,7 @@ NOT_RUN = {
         "needs a database and a bucket: tests/support/tracking_server.py starts such a server"
     ),
     "elastrata doctor --clean": "removes what others left on this machine: test_ray_session.py",
+    "elastrata rehearse gpt/7b --cluster 64xH100-80GB": "as the other `elastrata rehearse`",
     "elastrata train RECIPE": "as `elastrata train mine.yaml`",
     "elastrata train ... --from STEP": _BACK,
     "elastrata train RECIPE --from COMMIT": _BACK,
