@@ -37,6 +37,11 @@ CASES = {
         overrides=_TENSOR_PIPELINE,
         cluster="1024xH100-80GB",
     ),
+    "7 B widths in 8 layers, 1,024 GPUs, TP 8 x PP 4 x HSDP 4 x 8": Request(
+        recipe="gpt/7b",
+        overrides=(*_TENSOR_PIPELINE, "workload.num_layers=8"),
+        cluster="1024xH100-80GB",
+    ),
 }
 
 
