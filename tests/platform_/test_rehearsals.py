@@ -59,7 +59,7 @@ def test_memory_is_as_planned_and_the_host_waits_where_it_may(
     assert fullest.planned_bytes == pytest.approx(fullest.peak_bytes, rel=error)
     if "parallel.pipeline=2" not in LAYOUTS[layout]:  # torch's schedules have more
         for rank in figures:
-            assert unexpected_waits(layout, rank.waits) == []
+            assert unexpected_waits(rank.waits) == []
 
 
 @pytest.mark.parametrize(("model", "layout", "world_size"), KEPT)

@@ -12,11 +12,8 @@ from elastrata.rehearsal.figures import WaitFigures
 IN_EVERY_STEP = {
     ("core/readback.py", "wait"),  # the step's numbers, at its end
 }
-IN_SOME: dict[str, set[tuple[str, str]]] = {}
-"""By layout, more of them."""
 
 
-def unexpected_waits(layout: str, waits: Iterable[WaitFigures]) -> list[WaitFigures]:
+def unexpected_waits(waits: Iterable[WaitFigures]) -> list[WaitFigures]:
     """Those in other places."""
-    allowed = IN_EVERY_STEP | IN_SOME.get(layout, set())
-    return [wait for wait in waits if (wait.line.split(":")[0], wait.function) not in allowed]
+    return [wait for wait in waits if (wait.line.split(":")[0], wait.function) not in IN_EVERY_STEP]
