@@ -23,7 +23,7 @@ from elastrata.launch.launch import look_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
-from elastrata.run.export import chosen_commit
+from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import own_run

@@ -178,6 +178,8 @@ NOT_RUN = {
     "elastrata doctor --clean": "removes what others left on this machine: test_ray_session.py",
     "elastrata rehearse gpt/7b --cluster 64xH100-80GB": "as the other `elastrata rehearse`",
     "elastrata train RECIPE": "as `elastrata train mine.yaml`",
+    "elastrata prepare continue.yaml": "test_continue_a_model.py has a model to go on with",
+    "elastrata train continue.yaml": "as the line before it",
     "elastrata train ... --from STEP": _BACK,
     "elastrata train RECIPE --from COMMIT": _BACK,
     "elastrata train bert/mini optimizer.lr=3e-4 workers.max=8 optimizer.betas.1=0.95 "

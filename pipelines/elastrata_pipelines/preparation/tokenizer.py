@@ -57,7 +57,13 @@ class TokenizerFiles:
     @property
     def vocabulary_size(self) -> int:
         """One more than the largest id."""
-        return 1 + int(max(self._parsed.get_vocab(with_added_tokens=True).values()))
+        return 1 + int(max(self.ids.values()))
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """The id of every token, the added ones included."""
+        found: dict[str, int] = self._parsed.get_vocab(with_added_tokens=True)
+        return found
 
     def token_id(self, role: str) -> int | None:
         """The id of a special token by its role, such as `pad_token`; None where it has none."""

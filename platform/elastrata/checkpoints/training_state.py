@@ -7,7 +7,7 @@ optimizer is told (learning rate, betas...) belongs to the recipe and is not par
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner, read_metadata
+from elastrata.core.sharding import local, own_box
 from elastrata_pipelines.errors import UserError
 
 MODEL = "model"
@@ -91,6 +92,52 @@ def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
         RuntimeError: reading failed.
     """
     _load(storage, commit, read_metadata(storage, commit), state)
+
+
+@torch.no_grad()
+def restore_weights(
+    storage: CommitStorage, commit: Commit, model: nn.Module, rows: Mapping[str, int]
+) -> None:
+    """Puts the model of a commit into one that may have tables of another length.
+
+    Collective over all ranks, if torch.distributed is initialised. A table whose rows are counted
+    is read whole, on every rank that has a part of it; of anything else each reads its part.
+
+    Args:
+        storage: the folder of checkpoints.
+        commit: one of them.
+        model: with its parameters allocated, sharded in whatever way.
+        rows: the parameters of which so many rows alone are taken, by name.
+
+    Raises:
+        UserError: the commit holds another model.
+    """
+    metadata = read_metadata(storage, commit)
+    state = _tensors(get_model_state_dict(model))
+    whole = {name: tensor for name, tensor in state.items() if name not in rows}
+    _load(storage, commit, metadata, {MODEL: whole})
+    for name in sorted(rows.keys() & state.keys()):
+        entry = metadata.state_dict_metadata[f"{MODEL}.{name}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        table = torch.empty(entry.size, dtype=entry.properties.dtype)
+        _read(storage, commit, metadata, {MODEL: {name: table}}, alone=True)
+        target, box = local(state[name]), own_box(state[name])
+        part = table[: rows[name]][box]
+        target[: len(part)].copy_(part)
+
+
+def model_sizes(storage: CommitStorage, commit: Commit) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model in a commit.
+
+    Raises:
+        UserError: as `read_metadata`.
+    """
+    prefix = f"{MODEL}."
+    return {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in read_metadata(storage, commit).state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def load_full_model_state(storage: CommitStorage, commit: Commit) -> dict[str, Tensor]:

@@ -69,6 +69,8 @@ def _result(audits: list[Audit], compared: Comparison | None) -> dict[str, Any]:
 
 def _show(console: Console, audited: Audit, *, with_steps: bool) -> None:
     console.print(f"run  {audited.run}", markup=False)
+    if audited.parent:
+        console.print(f"began with  {audited.parent}", markup=False)
     _show_attempts(console, audited.attempts)
     if with_steps:
         _show_steps(console, audited)

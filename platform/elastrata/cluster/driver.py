@@ -29,6 +29,7 @@ from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
 from elastrata.run.facts import flops_by_phase
 from elastrata.run.history import HistoryWriter
+from elastrata.run.parent import Parent
 from elastrata.run.pictures import publish_pictures
 from elastrata.run.status import status as status_of
 from elastrata.run.time_to_target import time_to_target
@@ -50,6 +51,7 @@ class RunDriver:
     interrupt: Interrupt
     gpus: float
     show: Callable[[Event], None]
+    parent: Parent | None = None
 
     def to_end(self, finished: bool) -> Status:
         """Trains what is left, and records how it ended, whatever comes."""
@@ -204,6 +206,7 @@ class RunDriver:
             held_out=self.data.held_out,
             channel=self.channel,
             replicas=replicas,
+            parent=self.parent,
         )
 
     def _report(self, status: Status) -> None:

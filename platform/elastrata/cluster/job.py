@@ -7,6 +7,7 @@ from typing import Any
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas
+from elastrata.run.parent import Parent
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage
@@ -25,3 +26,5 @@ class Job:
     """Handle of the driver's channel."""
     replicas: Replicas | None
     """Where the copies in memory are kept; None: nowhere."""
+    parent: Parent | None = None
+    """The weights that it begins with, where it has no checkpoint; None: drawn ones."""

@@ -105,11 +105,18 @@ def _train(job: Job, sender: Sender) -> None:
     if commit:
         trainer.restore(_storage(job, resumed), commit)
     else:
-        trainer.begin()
+        trainer.begin(job.parent)
     if recipe.is_automatic:
         trainer.avoid(agreed(_ran_out(job.run, sender) if rank == 0 else None))
     stopwatch.passed("state")
-    held_out = HeldOut(job.phases, job.held_out, recipe.evaluation, data, start.step)
+    held_out = HeldOut(
+        job.phases,
+        job.held_out,
+        recipe.evaluation,
+        data,
+        start.step,
+        has_parent=job.parent is not None,
+    )
     stopwatch.passed("held_out")
     manager = CheckpointManager(
         job.run,

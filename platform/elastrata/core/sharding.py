@@ -93,3 +93,17 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
         parts = torch.chunk(part, axis.size, dim=axis.dim)  # the last ones may be missing
         part = parts[axis.rank] if axis.rank < len(parts) else part.narrow(axis.dim, 0, 0)
     return part
+
+
+def own_box(like: Tensor) -> tuple[slice, ...]:
+    """The place of this rank's shard, maybe empty, in the whole tensor: a range in each dim.
+
+    Args:
+        like: says how it is divided; its values do not matter.
+    """
+    part = own_part(torch.empty(like.shape, device="meta"), like)
+    starts, offset = [], part.storage_offset()
+    for stride in torch.empty(like.shape, device="meta").stride():
+        starts.append(offset // stride)
+        offset %= stride
+    return tuple(slice(first, first + n) for first, n in zip(starts, part.shape, strict=True))

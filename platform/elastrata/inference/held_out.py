@@ -9,7 +9,7 @@ from elastrata.core.events import Evaluated
 from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.export import chosen_commit
+from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.preflight import training_data

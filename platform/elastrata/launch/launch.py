@@ -45,9 +45,11 @@ from elastrata.run.folder import (
 from elastrata.run.going_back import find_commit, go_back
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
+from elastrata.run.parent import Parent
 from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
 from elastrata.tracking.tracker import Tracker, open_tracker
+from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,
@@ -101,6 +103,7 @@ def train(
     stopwatch.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
     origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
+    parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
     with _owned(run, interrupt, show, origin) as ownership:
         show = _noting(ownership, show)
         identity = read_identity(run)
@@ -119,10 +122,10 @@ def train(
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
             recipe = with_workers(recipe, gpus, resources)
             channel = open_channel()
-            tracker = _open_record(recipe, name, run, identity, data, record)
+            tracker = _open_record(recipe, name, run, identity, data, parent, record)
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
-            driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show)
+            driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
                 status = driver.to_end(finished)
     return _result(run, recipe.target, tracker.run_id, status)
@@ -228,6 +231,7 @@ def _open_record(
     run: Storage,
     identity: RunIdentity | None,
     data: TrainingData,
+    parent: Parent | None,
     record: Tracker | None,
 ) -> Tracker:
     """Starts the run's folder and its record, or goes on with them."""
@@ -239,11 +243,12 @@ def _open_record(
         run_name=name,
         run_id=identity.mlflow_run_id if identity else None,
         params={**recipe_params(recipe.model_dump(mode="json")), **size},
-        tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources()),
+        tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources())
+        | (parent.to_tags() if parent else {}),
         inputs=data.inputs,
     )
     tracker.log_artifact(RECIPE_FILE, to_yaml(recipe).encode())
-    now = RunIdentity(name=name, data=data.data_sets, mlflow_run_id=tracker.run_id)
+    now = RunIdentity(name=name, data=data.data_sets, mlflow_run_id=tracker.run_id, parent=parent)
     write_identity(run, now, recipe)
     if identity:
         catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))

@@ -51,8 +51,7 @@ def inspect_model(recipe: Recipe) -> ModelInspection:
 
 def num_parameters(workload: Workload, data: TrainingData) -> int:
     """How many numbers a model has that trains on that data; shared ones count once."""
-    seq_len = max(phase.batches.manifest.seq_len for phase in data.phases)
-    model = meta_model(lambda: workload.build_model(data.vocabulary, seq_len))
+    model = meta_model(lambda: workload.build_model(data.vocabulary, data.seq_len))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

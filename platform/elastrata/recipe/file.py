@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from elastrata.core.workload import Workload, workload_class
+from elastrata.recipe.begin_with import BeginWith
+from elastrata.recipe.given_model import given_workload
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe
@@ -30,6 +32,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
+    _take_workload(text)
     problems = misread_booleans(_described(text), text)
     try:
         recipe = Recipe.model_validate(text.values)
@@ -40,6 +43,21 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     if problems:
         raise UserError(*problems)
     return recipe
+
+
+def _take_workload(text: RecipeText) -> None:
+    """Where nothing says what the model is, it is that of the weights that the run begins with."""
+    if "workload" in text.values or text.values.get("begin_with") is None:
+        return
+    try:
+        begin = TypeAdapter(BeginWith).validate_python(text.values["begin_with"])
+    except ValidationError:  # of which its own line tells
+        return
+    try:
+        text.values["workload"] = given_workload(begin)
+    except UserError as error:
+        origin = text.origin(("begin_with",))
+        raise UserError(*(f"{origin}: {line}" for line in error.problems)) from None
 
 
 def stored_recipe(values: Any, file: str) -> Recipe:

@@ -13,6 +13,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"
 _ANY_OF = {"oneOf": "anyOf"}
 _VARIANT = " (variant)"
+_HAS_MODEL = {"anyOf": [{"required": [key]} for key in ("workload", "begin_with")]}
 _HAS_LENGTH = {"anyOf": [{"required": [key]} for key in (*LENGTHS, "phases")]}
 
 
@@ -28,9 +29,10 @@ def recipe_schema() -> dict[str, Any]:
     described = recipe["properties"]["workload"]["description"]
     recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "description": described}
     recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
+    recipe["required"] = [key for key in recipe["required"] if key != "workload"]
     base = "A recipe's file or name; this one says only what is different."
     schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
-    whole = {"allOf": [schema["else"], _HAS_LENGTH]}
+    whole = {"allOf": [schema["else"], _HAS_LENGTH, _HAS_MODEL]}
     return {**schema, "title": "Elastrata recipe", "else": whole}
 
 

@@ -221,7 +221,7 @@ def _tell(problem: Mapping[str, Any], place: Place, model: Model) -> list[str]:
 
 def _meant(place: Place, model: Model) -> str:
     """The key that an unknown one probably stands for: beside it, or elsewhere in the recipe."""
-    here = model_of(place.annotation)
+    here = model_of(members(place.annotation)[0])
     name = place.path[-1]
     known = list(here.model_fields) if here else []
     others = [path for path in known_paths(model) if path != place.path]

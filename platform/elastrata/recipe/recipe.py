@@ -25,6 +25,7 @@ from elastrata.core.recomputation import Recomputation
 from elastrata.core.schedule import learning_rate
 from elastrata.core.target import TargetConfig
 from elastrata.core.workload import Workload, workload_class
+from elastrata.recipe.begin_with import BeginWith
 from elastrata.recipe.phase import Phase, PhaseKeys, with_inherited
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.errors import UserError
@@ -97,7 +98,11 @@ class Recipe(PhaseKeys):
     """The run's name and its folder's; the same name continues the same run. Default: the recipe
     file's name, or `bert-tiny` for the recipe `bert/tiny`."""
     workload: Annotated[SerializeAsAny[Workload], BeforeValidator(_read_workload)]
-    """The model and its objective; `name` chooses one of those installed."""
+    """The model and its objective; `name` chooses one of those installed. A file that has
+    `begin_with` may leave it out: the model is that of the weights."""
+    begin_with: BeginWith | None = None
+    """The weights that the run begins with: another run's, or those of a folder that transformers
+    or `elastrata export` has written. Default: they are drawn."""
     phases: Annotated[tuple[Phase, ...], Field(max_length=1000)] = ()
     """The parts of the run, one after the other, where it has several: each says how it differs
     from the rest of the recipe. The model, the optimizer's state, the record and the progress run

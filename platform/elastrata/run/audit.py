@@ -14,6 +14,7 @@ from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
+from elastrata.run.parent import Parent
 from elastrata.run.summary import PhaseSummary, read_summary
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
@@ -50,6 +51,8 @@ class Audit:
     chain: ChainState
     """How its history is: `whole`, `broken`, or `none` where versions wrote it that did not link
     its parts."""
+    parent: Parent | None
+    """The weights that it began with; None: drawn ones."""
     problems: tuple[str, ...]
     """A line each; none: every sample was seen as it should be."""
 
@@ -68,6 +71,7 @@ class Audit:
             "digests_checked": self.digests_checked,
             "data": self.data.state,
             "chain": self.chain,
+            "parent": self.parent and self.parent.model_dump(mode="json"),
             "problems": list(self.problems),
         }
 
@@ -114,6 +118,7 @@ def audit(run: Storage) -> Audit:
         digests_checked=num_checked,
         epochs=tuple(epochs),
         chain=found.history.chain.state,
+        parent=identity.parent,
         problems=tuple(problems),
     )
 

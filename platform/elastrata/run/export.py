@@ -13,19 +13,17 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
-from elastrata.checkpoints.commit import Commit, commits, markers, problems
-from elastrata.checkpoints.retention import best_commit
+from elastrata.checkpoints.commit import Commit, problems
 from elastrata.checkpoints.training_state import load, load_full_model_state
 from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.core.sparsity.masks import Masks, SparsePhase
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.evidence import contradictions
+from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
-from elastrata.run.history import read_lineage
 from elastrata.tracking.models import LoadableModel, write_mlmodel
 from elastrata_pipelines.checked_json import read_bytes
-from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.storage import Storage
@@ -182,41 +180,6 @@ def _manifest(data_set: DataSet) -> Manifest:
     if manifest.fingerprint != data_set.fingerprint:
         raise UserError(f"{data.uri()}: not the data set any more that the run was trained on")
     return manifest
-
-
-def chosen_commit(run: Storage, wanted: str) -> Commit:
-    """The checkpoint of a run that is meant by `newest`, `best` or a step; its files are not looked
-    at.
-
-    Raises:
-        UserError: there is none, or none that counts.
-    """
-    checkpoints, lineage = run.sub("checkpoints"), read_lineage(run.sub("history"))
-    found = commits(checkpoints)
-    if not found:
-        raise UserError(f"{checkpoints.uri()}: the run has no checkpoint yet")
-    counting = [commit for commit in found if lineage.counts(*commit.place)]
-    if wanted in ("newest", "best") and not counting:
-        raise UserError(*contradictions(run, found, lineage))
-    if wanted == "newest":
-        folder, newest = next(iter(markers(checkpoints).items()))
-        if isinstance(newest, str):
-            raise UserError(
-                f"checkpoint {checkpoints.uri(folder)}: {newest}; --checkpoint names one"
-            )
-        return counting[0]
-    if wanted == "best":
-        best = best_commit(counting)
-        if best is None:
-            raise UserError(f"{checkpoints.uri()}: no checkpoint was evaluated; try 'newest'")
-        return best
-    by_step = {str(commit.step): commit for commit in (*reversed(found), *reversed(counting))}
-    if wanted not in by_step:
-        raise UserError(
-            f"--checkpoint: {wanted}: expected newest, best or one of the steps "
-            f"{', '.join(sorted(by_step, key=int))}{nearest(wanted, [*by_step, 'newest', 'best'])}"
-        )
-    return by_step[wanted]
 
 
 def _fetched_tokenizer(data: Storage, manifest: Manifest, folder: Path) -> Path | None:

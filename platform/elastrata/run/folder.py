@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
+from elastrata.run.parent import Parent
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -57,6 +58,8 @@ class RunIdentity(Record):
     data: tuple[DataSet, ...]
     """That of every phase."""
     mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
+    parent: Parent | None = None
+    """The weights that it began with; None: drawn ones."""
     recipe_sha256: str | None = None
     """The checksum of the recipe's file; None: written by an earlier version."""
     digest: str | None = None
@@ -66,9 +69,10 @@ class RunIdentity(Record):
     @property
     def own_digest(self) -> str:
         """The digest that belongs to these values."""
-        content = self.model_dump(
-            mode="json", exclude={"digest": True, "data": {"__all__": {"url"}}}
-        )
+        left_out: dict[str, Any] = {"digest": True, "data": {"__all__": {"url"}}}
+        if self.parent is None:  # as earlier versions, which knew of none, have it
+            left_out["parent"] = True
+        content = self.model_dump(mode="json", exclude=left_out)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -30,6 +30,7 @@ from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import newest_state, start_after
+from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
@@ -71,6 +72,7 @@ class LoneTrial:
         data = training_data(recipe)
         _check_held_out(data)
         self._phases = data.phases
+        parent = find_parent(run, recipe, data, _nothing)
         self._trainer = Trainer(
             recipe,
             data.phases,
@@ -82,7 +84,7 @@ class LoneTrial:
         if self._commit:
             self._trainer.restore(checkpoints, self._commit)
         else:
-            self._trainer.begin()
+            self._trainer.begin(parent)
         self.start = start_after(self._commit)
         self._held_out = HeldOut(
             data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step
@@ -90,7 +92,7 @@ class LoneTrial:
         self._channel = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
-        write_identity(run, RunIdentity(name=name, data=data.data_sets), recipe)
+        write_identity(run, RunIdentity(name=name, data=data.data_sets, parent=parent), recipe)
         number = take_over(run, self._commit if origin is None else None)
         self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])
         self._told_before = told
@@ -218,6 +220,10 @@ def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
         for group in phase.groups(start, max_tokens=_GROUP_TOKENS):
             for payload in phase.batches.payloads(group, 1, stripes):
                 yield from decode(payload, phase.batches.manifest.token_dtype)
+
+
+def _nothing(line: str) -> None:
+    """Tells nobody; the sweep has told it once."""
 
 
 def _refuse(line: str) -> None:

@@ -54,6 +54,8 @@ def attempt(
         steps: of the whole run.
         target: where the run ends earlier.
     """
+    if at_once := held_out.due_at_once():
+        manager.evaluated(0, *trainer.evaluate(at_once))
     steps_done = trainer.steps(
         stream,
         start,
@@ -67,7 +69,7 @@ def attempt(
             metrics, seconds, is_last = {}, 0.0, record.step == steps
             if due := held_out.due(record):
                 loss, seconds = trainer.evaluate(due)
-                metrics = dict(manager.evaluated(record, loss, seconds))
+                metrics = dict(manager.evaluated(record.step, loss, seconds))
                 is_last |= _has_reached(target, metrics, record, manager)
             manager.keep(record, action, is_last=is_last)
             yield TrainedStep(

@@ -141,20 +141,18 @@ class CheckpointManager:
         if self._history:
             self._history.add("step", record.to_dict())
 
-    def evaluated(self, record: StepRecord, loss: StepLoss, seconds: float) -> Mapping[str, float]:
-        """The held-out data was evaluated after that step.
+    def evaluated(self, step: int, loss: StepLoss, seconds: float) -> Mapping[str, float]:
+        """The held-out data was evaluated after so many steps.
 
         Returns:
             What the evaluation reports, by metric name.
         """
         metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
-        self._evaluated = Evaluated(
-            step=record.step, loss=loss.total, metrics=metrics, seconds=seconds
-        )
+        self._evaluated = Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=seconds)
         self._channel.send(self._evaluated)
         reported = self._evaluated.to_metrics()
         if self._history:
-            self._history.add("evaluated", {"step": record.step, **reported})
+            self._history.add("evaluated", {"step": step, **reported})
         return reported
 
     def reached(self, record: StepRecord, metric: str, value: float) -> None:

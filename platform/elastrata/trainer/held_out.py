@@ -21,6 +21,8 @@ class HeldOut:
         config: when to evaluate, and on how much.
         data: this rank's place among those that have samples.
         done: steps that the run has done.
+        has_parent: whether the run began with weights: how good they are is measured before its
+            first step.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -33,8 +35,11 @@ class HeldOut:
         config: EvaluationConfig,
         data: DataRank,
         done: int,
+        *,
+        has_parent: bool = False,
     ) -> None:
         self._config = config
+        self._is_due_at_once = has_parent and done == 0
         self._parts = {
             phase.last_step: held_out_step(
                 batches, samples=config.samples, rank=data.rank, num_ranks=data.dp_size
@@ -56,6 +61,10 @@ class HeldOut:
             batch_samples=record.batch_samples,
         )
         return self.of(record.step) if is_due else None
+
+    def due_at_once(self) -> RankStep | None:
+        """The data that the model is evaluated on before the first step that is left."""
+        return self.of(0) if self._is_due_at_once else None
 
     def of(self, step: int) -> RankStep | None:
         """That of the phase which has that step."""

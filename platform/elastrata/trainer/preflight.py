@@ -60,6 +60,11 @@ class TrainingData:
         return self.train.manifest.vocabulary
 
     @property
+    def seq_len(self) -> int:
+        """Tokens of the longest sample that any of them may have."""
+        return max(phase.batches.manifest.seq_len for phase in self.phases)
+
+    @property
     def data_sets(self) -> tuple[DataSet, ...]:
         """The data sets of the phases, in order."""
         return tuple(

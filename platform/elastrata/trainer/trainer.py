@@ -25,8 +25,10 @@ from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
+from elastrata.run.parent import Parent
 from elastrata.trainer.auto import automatic
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
@@ -58,9 +60,9 @@ class Trainer:
         self._recipe, self._device = recipe, device
         self._world_size, self._is_primary = world_size, is_primary
         self._vocabulary = phases[0].batches.manifest.vocabulary
-        seq_len = max(phase.batches.manifest.seq_len for phase in phases)
+        self._seq_len = max(phase.batches.manifest.seq_len for phase in phases)
         self._divided = divided_model(
-            recipe, self._vocabulary, seq_len, device, world_size, draws=False
+            recipe, self._vocabulary, self._seq_len, device, world_size, draws=False
         )
         self.model = self._divided.model
         self.optimizer = build_optimizer(
@@ -77,9 +79,16 @@ class Trainer:
             synchronize=self._divided.forward_backward.synchronizes,
         )
 
-    def begin(self) -> None:
-        """Begins a new run: draws the model's first weights."""
+    def begin(self, parent: Parent | None = None) -> None:
+        """Begins a new run: draws the model's first weights, and reads those that a parent has.
+
+        Raises:
+            UserError: the parent is not there any more, or damaged.
+        """
         self._divided.draw()
+        if parent:
+            model = self._recipe.workload, self._vocabulary, self._seq_len
+            begin_with(parent, *model, self.model, self.optimizer)
 
     def restore(self, checkpoints: CommitStorage, commit: Commit) -> None:
         """Goes on from a commit.

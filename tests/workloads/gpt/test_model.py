@@ -69,12 +69,13 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(
     model = gpt.build_model(vocabulary, 64)
     batch = gpt.collate(make_rows(LENGTHS), vocabulary, seed=1)
     other, family = reference(model)
+    table = family.counterpart(model.shape)
     if direction == "ours to theirs":
-        report = other.load_state_dict(family.to_weights(model.shape, model.state_dict()), False)
+        report = other.load_state_dict(table.to_theirs(model.state_dict()), False)
         assert set(report.missing_keys) <= {"lm_head.weight"}
         assert not report.unexpected_keys
     else:
-        model.load_state_dict(family.from_weights(model.shape, other.state_dict()))
+        model.load_state_dict(table.to_ours(table.origins, other.state_dict()))
     inputs = padded(batch)
     output = other(**inputs)
     output.loss.backward()
@@ -83,7 +84,7 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(
     theirs = output.logits[inputs["attention_mask"].bool()][batch.predicted]
     torch.testing.assert_close(model(batch), theirs, **CLOSE)
     torch.testing.assert_close(mean_loss(gpt, model, batch), output.loss, **CLOSE)
-    mine = family.to_weights(model.shape, {n: p.grad for n, p in model.named_parameters()})
+    mine = table.to_theirs({n: p.grad for n, p in model.named_parameters()})
     torch.testing.assert_close(mine, {n: other.get_parameter(n).grad for n in mine}, **CLOSE)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch
+from elastrata.core.counterpart import Counterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
+from elastrata_workloads.bert import transformers_bert
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import MaskingRule
 from elastrata_workloads.bert.objective import Objective, loss
@@ -87,6 +90,31 @@ class Bert(Planned, TensorParallel, PipelineParallel):
         check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
         check_weights(self.num_layers, self.hidden_size, self.intermediate_size)
         return self
+
+    def architecture(self) -> dict[str, Any]:
+        """All that its objective, its initialization and its kernels do not concern."""
+        keys = ("hidden_size", "num_layers", "num_heads", "max_positions", "layer_norm_eps")
+        return {
+            **{key: getattr(self, key) for key in keys},
+            "intermediate_size": self.intermediate_size or 4 * self.hidden_size,
+        }
+
+    @classmethod
+    def settings_of(cls, config: Any) -> dict[str, Any] | None:
+        """The keys by which it is a BERT of transformers.
+
+        Raises:
+            UserError: that one has a part which this encoder lacks.
+        """
+        if config.model_type != "bert":
+            return None
+        if lacking := transformers_bert.unsupported(config):
+            raise UserError(f"workload bert has no {', '.join(lacking)}")
+        return transformers_bert.from_config(config)
+
+    def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
+        """Where its parameters lie in transformers' BERT."""
+        return transformers_bert.counterpart(next_sentence=self.next_sentence)
 
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why BERT cannot train on that data set; empty if it can."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastrata_pipelines.errors import UserError
-from elastrata_workloads.gpt import gpt2, llama
+from elastrata_workloads.gpt import gpt2
+from elastrata_workloads.gpt.families import family_of
 from elastrata_workloads.gpt.shape import GptShape
 
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")
@@ -53,22 +52,7 @@ def export(
         for name, value in state.items()
     }
     weights = {
-        name: value.contiguous() for name, value in family.to_weights(shape, ids_only).items()
+        name: value.contiguous()
+        for name, value in family.counterpart(shape).to_theirs(ids_only).items()
     }
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def family_of(shape: GptShape) -> ModuleType:
-    """The module of the model in transformers that has this shape: `gpt2` or `llama`.
-
-    Raises:
-        UserError: there is none.
-    """
-    by_family = {family: family.differences(shape) for family in (gpt2, llama)}
-    for family, differences in by_family.items():
-        if not differences:
-            return family
-    raise UserError(
-        f"workload: transformers has no such model: GPT-2 is without {', '.join(by_family[gpt2])}; "
-        f"Llama without {', '.join(by_family[llama])}"
-    )

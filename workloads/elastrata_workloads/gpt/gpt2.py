@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
 
 ARCHITECTURE = "GPT2LMHeadModel"
+
+_TOKENS, _HEAD = "transformer.wte.weight", "lm_head.weight"
 
 _QKV = ("query", "key", "value")
 _BLOCK = {
@@ -54,18 +53,19 @@ def to_config(shape: GptShape) -> dict[str, Any]:
 
 
 def from_config(config: Any) -> dict[str, Any]:
-    """The settings of the workload `gpt` for a GPT2Config."""
+    """The settings of the workload `gpt` for a GPT2Config, which does not say whether all of its
+    biases are zeros."""
     return {
         "hidden_size": config.n_embd,
         "num_layers": config.n_layer,
         "num_heads": config.n_head,
+        "num_kv_heads": config.n_head,
         "intermediate_size": config.n_inner or 4 * config.n_embd,
         "max_positions": config.n_positions,
         "positions": "learned",
         "activation": "gelu",
         "norm": "layer",
         "norm_eps": config.layer_norm_epsilon,
-        "bias": True,
         "tied_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
     }
@@ -83,66 +83,44 @@ def unsupported(config: Any) -> list[str]:
     return [key for key, differs in lacks.items() if differs]
 
 
-def to_weights(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their state dict from ours.
+def counterpart(shape: GptShape) -> Counterpart:
+    """Where our parameters lie in it.
 
     GPT-2 keeps its matrices transposed, query, key and value as one, and always has biases: zeros
     where ours has none.
     """
-    ours = _with_biases(shape, state)
-    theirs = {
-        "transformer.wte.weight": ours["embeddings.tokens.weight"],
-        "transformer.wpe.weight": ours["embeddings.positions.weight"],
-        "transformer.ln_f.weight": ours["norm.weight"],
-        "transformer.ln_f.bias": ours["norm.bias"],
+    origins = {
+        "embeddings.tokens.weight": Origin(name=_TOKENS),
+        "embeddings.positions.weight": Origin(name="transformer.wpe.weight"),
+        "norm.weight": Origin(name="transformer.ln_f.weight"),
+        "norm.bias": Origin(name="transformer.ln_f.bias"),
     }
     if not shape.tied_embeddings:
-        theirs["lm_head.weight"] = ours["head.weight"]
+        origins["head.weight"] = Origin(name=_HEAD)
     for layer in range(shape.num_layers):
-        here, there = f"blocks.{layer}.", f"transformer.h.{layer}."
         for part in ("weight", "bias"):
-            fused = torch.cat([ours[f"{here}attention.{name}.{part}"] for name in _QKV])
-            theirs[f"{there}attn.c_attn.{part}"] = _turned(fused, "attn.c_attn")
-            for name, their_name in _BLOCK.items():
-                value = ours[f"{here}{name}.{part}"]
-                theirs[f"{there}{their_name}.{part}"] = _turned(value, their_name)
-    return theirs
+            origins |= _block(f"blocks.{layer}.", f"transformer.h.{layer}.", part)
+    return Counterpart(
+        origins=origins,
+        tied={_HEAD: _TOKENS} if shape.tied_embeddings else {},
+        fills_with_zeros=True,
+        prefix="transformer.",
+        unused=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    )
 
 
-def from_weights(shape: GptShape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict from theirs."""
-    ours = {
-        "embeddings.tokens.weight": weights["transformer.wte.weight"],
-        "embeddings.positions.weight": weights["transformer.wpe.weight"],
-        "norm.weight": weights["transformer.ln_f.weight"],
-        "norm.bias": weights["transformer.ln_f.bias"],
+def _block(here: str, there: str, part: str) -> dict[str, Origin]:
+    """The weights, or the biases, of a block."""
+    is_matrix = part == "weight"
+    origins = {
+        f"{here}attention.{name}.{part}": Origin(
+            name=f"{there}attn.c_attn.{part}", transposed=is_matrix, part=number, parts=len(_QKV)
+        )
+        for number, name in enumerate(_QKV)
     }
-    if not shape.tied_embeddings:
-        ours["head.weight"] = weights["lm_head.weight"]
-    for layer in range(shape.num_layers):
-        here, there = f"blocks.{layer}.", f"transformer.h.{layer}."
-        for part in ("weight", "bias"):
-            fused = _turned(weights[f"{there}attn.c_attn.{part}"], "attn.c_attn")
-            for name, value in zip(_QKV, fused.chunk(3), strict=True):
-                ours[f"{here}attention.{name}.{part}"] = value.contiguous()
-            for name, their_name in _BLOCK.items():
-                value = weights[f"{there}{their_name}.{part}"]
-                ours[f"{here}{name}.{part}"] = _turned(value, their_name)
-    return ours
-
-
-def _turned(value: Tensor, their_name: str) -> Tensor:
-    """A matrix between [outputs, inputs], ours, and [inputs, outputs], theirs."""
-    is_matrix = value.ndim == 2 and not their_name.startswith("ln")
-    return value.T.contiguous() if is_matrix else value
-
-
-def _with_biases(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if shape.bias:
-        return dict(state)
-    missing = {
-        f"{name.removesuffix('weight')}bias": value.new_zeros(value.shape[0])
-        for name, value in state.items()
-        if name.startswith(("blocks", "norm"))
-    }
-    return {**state, **missing}
+    for name, theirs in _BLOCK.items():
+        is_norm = theirs.startswith("ln")
+        origins[f"{here}{name}.{part}"] = Origin(
+            name=f"{there}{theirs}.{part}", transposed=is_matrix and not is_norm
+        )
+    return origins

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -93,15 +91,15 @@ def unsupported(config: Any) -> list[str]:
     return [key for key, differs in lacks.items() if differs]
 
 
-def to_weights(shape: GptShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their state dict from ours: other names for the same tensors."""
-    names = _names(shape)
-    return {names[name]: value for name, value in state.items()}
-
-
-def from_weights(shape: GptShape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict from theirs."""
-    return {name: weights[there] for name, there in _names(shape).items() if there in weights}
+def counterpart(shape: GptShape) -> Counterpart:
+    """Where our parameters lie in it: the same tensors under other names."""
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    return Counterpart(
+        origins={name: Origin(name=theirs) for name, theirs in _names(shape).items()},
+        tied=tied if shape.tied_embeddings else {},
+        prefix="model.",
+        unused=(r".*\.rotary_emb\.inv_freq",),
+    )
 
 
 def _names(shape: GptShape) -> dict[str, str]:

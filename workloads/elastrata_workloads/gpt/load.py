@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from elastrata_pipelines.errors import UserError
-from elastrata_workloads.gpt import gpt2, llama
+from elastrata_workloads.gpt.families import FAMILIES
 from elastrata_workloads.gpt.workload import Gpt
-
-_FAMILIES = {"gpt2": gpt2, "llama": llama}
 
 
 def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
@@ -30,11 +28,12 @@ def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(folder)
-    family = _FAMILIES.get(config.model_type)
+    family = FAMILIES.get(config.model_type)
     if family is None:
-        raise UserError(f"{folder}: a {config.model_type}: expected {' or '.join(_FAMILIES)}")
+        raise UserError(f"{folder}: a {config.model_type}: expected {' or '.join(FAMILIES)}")
     if lacking := family.unsupported(config):
         raise UserError(f"{folder}: workload gpt has no {', '.join(lacking)}")
     workload = Gpt.model_validate(family.from_config(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    return workload, family.from_weights(workload.shape(config.vocab_size), model.state_dict())
+    table = family.counterpart(workload.shape(config.vocab_size))
+    return workload, table.to_ours(table.origins, model.state_dict())

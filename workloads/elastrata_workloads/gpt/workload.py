@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch
+from elastrata.core.counterpart import Counterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.gpt.batch import GptBatch
+from elastrata_workloads.gpt.families import FAMILIES, family_of
 from elastrata_workloads.gpt.objective import collate, loss
 from elastrata_workloads.gpt.shape import Activation, GptShape, Norm, Positions
 from elastrata_workloads.unpadded.batch import equally_long
@@ -112,6 +115,42 @@ class Gpt(Planned, TensorParallel, PipelineParallel):
                 "turns features in pairs"
             )
         return self
+
+    def architecture(self) -> dict[str, Any]:
+        """All that its initialization, its dropout and its kernels do not concern."""
+        keys = ("hidden_size", "num_layers", "num_heads", "positions", "activation", "norm")
+        more = ("norm_eps", "bias", "tied_embeddings")
+        position = "max_positions" if self.positions == "learned" else "rotary_base"
+        return {
+            **{key: getattr(self, key) for key in (*keys, *more, position)},
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.intermediate_size or self._usual_intermediate_size(),
+        }
+
+    @classmethod
+    def settings_of(cls, config: Any) -> dict[str, Any] | None:
+        """The keys by which it is a GPT-2 or a Llama.
+
+        Raises:
+            UserError: that one has a part which this decoder lacks.
+        """
+        family = FAMILIES.get(config.model_type)
+        if family is None:
+            return None
+        if lacking := family.unsupported(config):
+            raise UserError(f"workload gpt has no {', '.join(lacking)}")
+        settings: dict[str, Any] = family.from_config(config)
+        return settings
+
+    def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
+        """Where its parameters lie in GPT-2, or in Llama.
+
+        Raises:
+            UserError: transformers has no such model.
+        """
+        shape = self.shape(vocabulary.size)
+        found: Counterpart = family_of(shape).counterpart(shape)
+        return found
 
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why GPT cannot train on that data set; empty if it can."""

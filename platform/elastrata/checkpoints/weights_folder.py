@@ -1,0 +1,99 @@
+"""A folder with a model as transformers saves it: its place, its configuration, its checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastrata.checkpoints.safetensors_files import SafetensorsFolder
+from elastrata_pipelines.checked_json import read_bytes
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_WANTED = ("*.json", "*.safetensors")
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """Such a folder."""
+
+    storage: Storage
+    """Where its files are; for a model of the hub, in the cache of this machine."""
+    hub_revision: str | None = None
+    """The commit of a model that came from the hub."""
+
+    @property
+    def weights(self) -> SafetensorsFolder:
+        """Its tensors."""
+        return SafetensorsFolder(self.storage)
+
+    def config(self) -> Any:
+        """Its configuration, as transformers reads it.
+
+        Raises:
+            UserError: there is none, or transformers does not know such a model.
+        """
+        # Imported here: it takes seconds.
+        from transformers import AutoConfig
+
+        where = self.storage.uri(CONFIG)
+        try:
+            content = read_bytes(self.storage, CONFIG)
+        except FileNotFoundError:
+            raise UserError(f"{where}: missing: no model of transformers") from None
+        with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
+            (Path(scratch) / CONFIG).write_bytes(content)
+            try:
+                return AutoConfig.from_pretrained(scratch)
+            except Exception as error:  # its parsers raise what they like
+                why = " ".join(str(error).split())[:200]
+                raise UserError(f"{where}: no configuration of transformers ({why})") from None
+
+    def sha256(self) -> str:
+        """The SHA-256 of the lines that `sha256sum` prints for its configuration and weights."""
+        names = sorted((CONFIG, *self.weights.files))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            sums = pool.map(self.storage.sha256, names)
+            lines = [f"{digest}  {name}\n" for digest, name in zip(sums, names, strict=True)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def weights_folder(place: str, revision: str | None) -> WeightsFolder:
+    """The folder of that path or URL, or the model of that name in the hub.
+
+    Args:
+        place: path, URL or name.
+        revision: of a model in the hub; None: its newest.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Storage(place)
+    if "://" in place or Path(place).exists() or not _HUB_NAME.fullmatch(place):
+        if not folder.exists():
+            raise UserError(f"{folder.uri()}: no such folder")
+        return WeightsFolder(folder)
+    return _from_hub(place, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> WeightsFolder:
+    """A model of the hub, downloaded where the cache of this machine has it not."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
+    except Exception as error:  # it raises those of several libraries
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{name}: neither a folder here nor a model that the hub gives ({why})"
+        ) from None
+    return WeightsFolder(Storage(str(path)), hub_revision=path.name)

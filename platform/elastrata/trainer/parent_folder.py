@@ -1,0 +1,142 @@
+"""A folder that transformers could load as the parent of a run: held against recipe and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
+from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder
+from elastrata.core.counterpart import Counterpart
+from elastrata.core.id_tables import sizes
+from elastrata.recipe.begin_with import BeginConfig
+from elastrata.recipe.recipe import Recipe
+from elastrata.run.parent import Parent
+from elastrata.trainer.parent_fit import GivenTokenizer, GivenWeights, fit_problems, in_short
+from elastrata.trainer.preflight import TrainingData
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.tokenizer import load_tokenizer
+
+_KEY = "begin_with.weights"
+
+
+def folder_parent(
+    folder: WeightsFolder,
+    begin: BeginConfig,
+    recipe: Recipe,
+    data: TrainingData,
+    warn: Callable[[str], None],
+) -> Parent:
+    """The folder that `begin_with` means, as a parent.
+
+    Raises:
+        UserError: a line for each reason why the recipe cannot begin with it.
+    """
+    name = begin.weights
+    config, tensors = folder.config(), folder.weights.tensors
+    settings = _settings(recipe, config, folder.storage.uri(CONFIG))
+    theirs = type(recipe.workload).model_validate({**recipe.workload.model_dump(), **settings})
+    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
+    is_same = architecture.items() <= recipe.workload.architecture().items()
+    table = (recipe.workload if is_same else theirs).counterpart(data.vocabulary)
+    ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
+    names = table.known_names(tensors, ours)
+    known = {known: tensors[given] for known, given in names.items()}
+    given = GivenWeights(
+        name=name,
+        workload=recipe.workload.name,
+        architecture=architecture,
+        counterpart=table,
+        sizes=_sizes(known, table),
+        num_ids=int(config.vocab_size),
+        tokenizer=_tokenizer(folder, warn, name),
+    )
+    lines = [*fit_problems(given, begin, recipe, data), *_type_problems(known, name)]
+    if begin.optimizer:
+        lines.append("begin_with.optimizer: true: expected false: a folder has weights alone")
+    lines = lines or [*_value_problems(folder.weights, names, table, ours, name)]
+    if lines:
+        raise UserError(*lines)
+    if left_out := [known for known in names if table.is_left_out(known)]:
+        warn(f"{_KEY}: {name}: left out, as the model has no such part: {in_short(left_out)}")
+    return Parent(
+        kind="hub" if folder.hub_revision else "folder",
+        url=begin.place if folder.hub_revision else folder.storage.uri(),
+        sha256=folder.sha256(),
+        num_ids=given.num_ids,
+        commit=folder.hub_revision,
+    )
+
+
+def _settings(recipe: Recipe, config: object, where: str) -> Mapping[str, object]:
+    """The keys of the recipe's workload that make the folder's model."""
+    try:
+        settings = recipe.workload.settings_of(config)
+    except UserError as error:
+        raise UserError(*(f"{_KEY}: {where}: {line}" for line in error.problems)) from None
+    if settings is None:
+        kind = getattr(config, "model_type", "model of another kind")
+        raise UserError(
+            f"{_KEY}: {where}: a {kind}: workload {recipe.workload.name} is none of these"
+        )
+    return settings
+
+
+def _sizes(known: Mapping[str, StoredTensor], table: Counterpart) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that count, by their names in transformers' model."""
+    return {
+        name: stored.shape
+        for name, stored in known.items()
+        if not (name in table.tied or table.is_unused(name) or table.is_left_out(name))
+    }
+
+
+def _tokenizer(
+    folder: WeightsFolder, warn: Callable[[str], None], name: str
+) -> GivenTokenizer | None:
+    """The folder's tokenizer; None where it has none that is fast."""
+    if not folder.storage.exists(TOKENIZER):
+        warn(f"{_KEY}: {name}: no {TOKENIZER} in it: its ids are not checked")
+        return None
+    files = load_tokenizer(folder.storage.uri())
+    return GivenTokenizer(fingerprint=files.fingerprint, ids=files.ids)
+
+
+def _type_problems(known: Mapping[str, StoredTensor], name: str) -> Iterator[str]:
+    by_type: dict[str, list[str]] = {}
+    for tensor, stored in known.items():
+        if stored.dtype not in DTYPES:
+            by_type.setdefault(stored.dtype, []).append(tensor)
+    for dtype, tensors in by_type.items():
+        yield f"{_KEY}: {name}: {in_short(tensors)}: {dtype}, expected {' or '.join(DTYPES)}"
+
+
+def _value_problems(
+    weights: SafetensorsFolder,
+    names: Mapping[str, str],
+    table: Counterpart,
+    ours: Mapping[str, object],
+    name: str,
+) -> Iterator[str]:
+    """Tied tensors that differ, and biases that a model without them would lose."""
+    for tied, other in table.tied.items():
+        if tied in names and not torch.equal(
+            _whole(weights, names[tied]), _whole(weights, names[other])
+        ):
+            yield f"{_KEY}: {name}: {tied} differs from {other}, though the model ties them"
+    lost = [
+        bias
+        for bias in sorted(table.zeros(ours))
+        if bias in names and bool(_whole(weights, names[bias]).any())
+    ]
+    if lost:
+        yield f"{_KEY}: {name}: {in_short(lost)}: not all zeros: expected workload.bias true"
+
+
+def _whole(weights: SafetensorsFolder, name: str) -> Tensor:
+    stored = weights.tensors[name]
+    target = torch.empty(stored.shape)
+    weights.copy(name, tuple(slice(0, length) for length in stored.shape), target)
+    return target

@@ -1,0 +1,254 @@
+"""`begin_with` a folder of transformers: its loss, in any layout; exported again, to the bit; and
+whatever is wrong with it, in one line each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from elastrata.core.mesh import lone_group
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
+from elastrata_pipelines.errors import UserError
+from support.begin_ranks import Begun, first_losses
+from support.ranks import run_fresh_ranks, run_ranks
+from support.synthetic import VOCABULARY, tiny_recipe, write_data_set
+from support.their_models import WORKLOADS, save_theirs, their_loss
+
+KINDS = list(WORKLOADS)
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {}),
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+]
+CLOSE = {"rel": 0.0, "abs": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("begin")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, float]:
+    """Makes the data and a folder for each kind of model; transformers' own loss of each."""
+    write_data_set(folder / "data", samples=300, held_out=40)
+    return {
+        kind: their_loss(save_theirs(kind, folder / kind), _recipe(folder, kind)) for kind in KINDS
+    }
+
+
+def _recipe(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    evaluation = {"every": 2, "samples": 32}
+    values = tiny_recipe(folder / "data", folder / "runs", evaluation=evaluation)
+    begin = {"workload": WORKLOADS[kind], "begin_with": str(folder / kind)}
+    return {**values, **begin, **changes}
+
+
+def _begun(folder: Path, kind: str, **changes: Any) -> Begun:
+    with lone_group(torch.device("cpu")):
+        recipe = Recipe.model_validate(_recipe(folder, kind, **changes))
+        return Begun(0, 1, recipe, folder / "runs" / "child")
+
+
+def _refused(folder: Path, kind: str, **changes: Any) -> tuple[str, ...]:
+    with pytest.raises(UserError) as refused:
+        _begun(folder, kind, **changes)
+    return refused.value.problems
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_loss_is_transformers_own(
+    folder: Path, losses: dict[str, float], kind: str
+) -> None:
+    with lone_group(torch.device("cpu")):
+        begun = Begun(0, 1, Recipe.model_validate(_recipe(folder, kind)), folder / "runs" / "one")
+        assert begun.loss() == pytest.approx(losses[kind], **CLOSE)
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
+def test_and_so_it_is_in_any_layout(
+    folder: Path, losses: dict[str, float], world_size: int, parallel: dict[str, Any]
+) -> None:
+    count = {"min": world_size, "max": world_size, "cpus": 0.4, "threads": 1, "spares": False}
+    cases = [
+        (_recipe(folder, kind, workers=count, parallel=parallel), str(folder / "runs" / "many"))
+        for kind in KINDS
+    ]
+    run = run_fresh_ranks if parallel else run_ranks
+    for found in run(world_size, first_losses, cases):
+        assert found == pytest.approx([losses[kind] for kind in KINDS], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_at_once_is_equal_to_the_bit(
+    folder: Path, losses: dict[str, float], kind: str, tmp_path: Path
+) -> None:
+    begun = _begun(folder, kind)
+    recipe = Recipe.model_validate(_recipe(folder, kind))
+    vocabulary = training_data(recipe).vocabulary
+    recipe.workload.export(begun.weights(), vocabulary, 48, None, tmp_path / "again")
+    theirs = load_file(folder / kind / "model.safetensors")
+    ours = load_file(tmp_path / "again" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_export_without_biases_begins_one_without_them(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    workload = {**WORKLOADS["gpt2"], "bias": False, "embedding_multiple": 64}
+    drawn = _begun(folder, "gpt2", workload=workload, begin_with=None)
+    recipe = Recipe.model_validate(_recipe(folder, "gpt2", workload=workload))
+    vocabulary = training_data(recipe).vocabulary
+    recipe.workload.export(drawn.weights(), vocabulary, 48, None, tmp_path / "model")
+    begun = _begun(folder, "gpt2", workload=workload, begin_with=str(tmp_path / "model"), seed=5)
+    expected, found = drawn.weights(), begun.weights()
+    table = "embeddings.tokens.weight"
+    assert torch.equal(found.pop(table)[:VOCABULARY], expected.pop(table)[:VOCABULARY])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("saving", [{"max_shard_size": "20KB"}, {"dtype": torch.bfloat16}])
+def test_shards_and_half_numbers_are_read(
+    folder: Path, losses: dict[str, float], tmp_path: Path, saving: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "gpt2", dtype=saving.get("dtype"))
+    model.save_pretrained(tmp_path / "m", max_shard_size=saving.get("max_shard_size", "5GB"))
+    assert (tmp_path / "m" / "model.safetensors.index.json").exists() == ("dtype" not in saving)
+    begun = _begun(folder, "gpt2", begin_with=str(tmp_path / "m"))
+    table = model.state_dict()["transformer.wte.weight"].float()
+    assert torch.equal(begun.weights()["embeddings.tokens.weight"], table)
+
+
+def test_a_model_without_its_head_and_old_names_are_known(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    for kind, prefix in (("gpt2", "transformer."), ("bert", "")):
+        shutil.copytree(folder / kind, tmp_path / kind)
+        file = tmp_path / kind / "model.safetensors"
+        renamed = {
+            name.removeprefix(prefix)
+            .replace("LayerNorm.weight", "LayerNorm.gamma")
+            .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+            for name, tensor in load_file(file).items()
+        }
+        if kind == "gpt2":
+            renamed["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+        save_file(renamed, file)
+        plain, begun = _begun(folder, kind), _begun(folder, kind, begin_with=str(tmp_path / kind))
+        found = begun.weights()
+        assert all(torch.equal(found[name], value) for name, value in plain.weights().items())
+
+
+def test_a_vocabulary_that_grew_is_extended_where_that_is_asked_for(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    save_theirs("gpt2", tmp_path / "small", num_ids=VOCABULARY - 7)
+    begin = {"weights": str(tmp_path / "small")}
+    (line,) = _refused(folder, "gpt2", begin_with=begin)
+    assert line.startswith("begin_with.extend_vocabulary: false: the tokenizer of ")
+    begun = _begun(folder, "gpt2", begin_with={**begin, "extend_vocabulary": True})
+    drawn = _begun(folder, "gpt2", begin_with=None).weights()["embeddings.tokens.weight"]
+    known = load_file(tmp_path / "small" / "model.safetensors")["transformer.wte.weight"]
+    found = begun.weights()["embeddings.tokens.weight"]
+    assert torch.equal(found, torch.cat((known, drawn[len(known) :])))
+    assert any("the rows of 7 new ids are drawn" in line for line in begun.lines)
+
+
+def _altered(folder: Path, to: Path, kind: str, **changes: torch.Tensor | None) -> str:
+    """A copy of a folder with some tensors replaced, or without them."""
+    shutil.copytree(folder / kind, to)
+    tensors: dict[str, Any] = load_file(to / "model.safetensors") | changes
+    save_file({n: t for n, t in tensors.items() if t is not None}, to / "model.safetensors")
+    return str(to)
+
+
+def test_missing_and_other_tensors_are_all_named(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    gone = {f"transformer.h.{layer}.mlp.c_fc.bias": None for layer in range(2)}
+    extra = {"transformer.adapter.weight": torch.zeros(3)}
+    model = _altered(folder, tmp_path / "m", "gpt2", **gone, **extra)
+    missing, other = _refused(folder, "gpt2", begin_with=model)
+    where = f"begin_with.weights: {model}"
+    assert missing.startswith(f"{where}: lacks transformer.h.{{0..1}}.mlp.c_fc.bias")
+    assert other == f"{where}: has transformer.adapter.weight, which the model has not"
+
+
+def test_shapes_and_types_are_named(folder: Path, losses: dict[str, float], tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    model = _altered(folder, tmp_path / "shape", "llama", **{name: torch.zeros(31)})
+    (line,) = _refused(folder, "llama", begin_with=model)
+    assert line.endswith(f"{name} has shape (31,), expected (32,)")
+    model = _altered(folder, tmp_path / "type", "llama", **{name: torch.zeros(32, dtype=torch.int)})
+    (line,) = _refused(folder, "llama", begin_with=model)
+    assert line.endswith(f"{name}: I32, expected F32 or BF16 or F16")
+
+
+def test_tied_weights_have_to_be_equal(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    head = torch.zeros(VOCABULARY, 32)
+    model = _altered(folder, tmp_path / "m", "gpt2", **{"lm_head.weight": head})
+    (line,) = _refused(folder, "gpt2", begin_with=model)
+    assert "lm_head.weight differs from transformer.wte.weight" in line
+
+
+def test_another_architecture_is_refused_key_by_key(folder: Path, losses: dict[str, float]) -> None:
+    (line,) = _refused(folder, "gpt2", begin_with=str(folder / "bert"))
+    assert line.endswith("config.json: a bert: workload gpt is none of these")
+    changed = {**WORKLOADS["gpt2"], "num_layers": 3, "norm_eps": 1e-6}
+    lines = _refused(folder, "gpt2", workload=changed)
+    where = f"as {folder / 'gpt2'} has"
+    assert f"workload.num_layers: 3: expected 2, {where}" in lines
+    assert f"workload.norm_eps: 1e-06: expected 1e-05, {where}" in lines
+
+
+def test_a_folder_without_weights_and_a_pickle_are_refused(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(folder / "gpt2", model)
+    (model / "model.safetensors").unlink()
+    (line,) = _refused(folder, "gpt2", begin_with=str(model))
+    assert line.startswith(f"begin_with.weights: {model}: has no weights")
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (line,) = _refused(folder, "gpt2", begin_with=str(model))
+    assert line.startswith(f"begin_with.weights: {model}: pytorch_model.bin is a pickle")
+    (line,) = _refused(folder, "gpt2", begin_with=str(tmp_path / "nothing"))
+    assert line == f"begin_with.weights: {tmp_path / 'nothing'}: no such folder"
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -1])
+def test_truncated_files_are_refused(
+    folder: Path, losses: dict[str, float], tmp_path: Path, kept: int
+) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(folder / "gpt2", model)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    (line,) = _refused(folder, "gpt2", begin_with=str(model))
+    assert line.startswith(f"begin_with.weights: {file}: truncated")
+
+
+def test_a_header_that_lies_is_refused(
+    folder: Path, losses: dict[str, float], tmp_path: Path
+) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(folder / "gpt2", model)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(4)
+    (model / "model.safetensors").write_bytes(content)
+    (line,) = _refused(folder, "gpt2", begin_with=str(model))
+    assert line.endswith("a: 4 bytes are not its shape's (altered)")

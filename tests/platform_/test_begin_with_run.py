@@ -1,0 +1,160 @@
+"""`begin_with` another run: its weights, in any layout, and whatever does not fit them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.core.mesh import lone_group
+from elastrata.recipe.recipe import Recipe
+from elastrata.run.folder import read_identity
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+from support.begin_ranks import Begun, first_losses
+from support.lone_run import lone_run
+from support.ranks import run_fresh_ranks, run_ranks
+from support.synthetic import tiny_recipe
+
+GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 48}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("begin")
+
+
+@pytest.fixture(scope="module")
+def parent(folder: Path) -> Path:
+    return lone_run(folder, "parent", workload=GPT)
+
+
+def _recipe(folder: Path, begin_with: Any, **changes: Any) -> dict[str, Any]:
+    evaluation = {"every": 2, "samples": 32}
+    values = tiny_recipe(folder / "data", folder / "runs", evaluation=evaluation, workload=GPT)
+    return {**values, "begin_with": begin_with, **changes}
+
+
+def _begun(folder: Path, begin_with: Any, **changes: Any) -> Begun:
+    recipe = Recipe.model_validate(_recipe(folder, begin_with, **changes))
+    with lone_group(torch.device("cpu")):
+        return Begun(0, 1, recipe, folder / "runs" / "child")
+
+
+def _evaluations(run: Path) -> dict[int, float]:
+    lines = [
+        json.loads(line)
+        for path in sorted((run / "history").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return {line["step"]: line["eval/loss"] for line in lines if line["kind"] == "evaluated"}
+
+
+@pytest.mark.parametrize(("chosen", "step"), [("", 4), ("@2", 2), ("@newest", 4)])
+def test_a_run_begins_with_the_checkpoint_that_is_named(
+    folder: Path, parent: Path, chosen: str, step: int
+) -> None:
+    begun = _begun(folder, f"{parent}{chosen}")
+    (commit,) = (c for c in commits(Storage(str(parent)).sub("checkpoints")) if c.step == step)
+    expected = load_full_model_state(Storage(str(parent)).sub("checkpoints"), commit)
+    found = begun.weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert begun.parent is not None
+    assert (begun.parent.step, begun.parent.commit) == (step, commit.folder)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (2, {}),
+        (3, {}),
+        (2, {"tensor": 2}),
+        (2, {"pipeline": 2}),
+        pytest.param(4, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_loss_is_the_parents_last_in_any_layout(
+    folder: Path, parent: Path, world_size: int, parallel: dict[str, Any]
+) -> None:
+    count = {"min": world_size, "max": world_size, "cpus": 0.4, "threads": 1, "spares": False}
+    recipe = _recipe(folder, f"{parent}@4", parallel=parallel, workers=count)
+    run = run_fresh_ranks if parallel else run_ranks
+    found = run(world_size, first_losses, [(recipe, str(folder / "runs" / "child"))])
+    expected = _evaluations(parent)[4]
+    assert [losses[0] for losses in found] == pytest.approx([expected] * world_size, rel=1e-6)
+
+
+def test_the_state_of_the_optimizer_comes_along_where_it_is_asked_for(
+    folder: Path, parent: Path
+) -> None:
+    begun = _begun(folder, {"weights": f"{parent}@2", "optimizer": True})
+    moments = begun.trainer.state()["optimizer"]
+    steps = {float(value) for name, value in moments.items() if name.endswith(".step")}
+    assert steps == {2.0}
+    assert "optimizer" not in _begun(folder, f"{parent}@2").trainer.state()
+
+
+def test_a_begun_run_trains_and_says_of_its_parent(folder: Path, parent: Path) -> None:
+    child = lone_run(folder, "child-of-2", workload=GPT, begin_with=f"{parent}@2")
+    identity = read_identity(Storage(str(child)))
+    assert identity is not None
+    assert identity.parent is not None
+    marker = Storage(str(parent)).sub("checkpoints", identity.parent.commit or "")
+    assert identity.parent.sha256 == marker.sha256("commit.json")
+    assert _evaluations(child)[4] < _evaluations(parent)[2]
+
+
+def _refused(folder: Path, begin_with: Any, **changes: Any) -> tuple[str, ...]:
+    with pytest.raises(UserError) as refused:
+        _begun(folder, begin_with, **changes)
+    assert not (folder / "runs" / "child").exists()
+    return refused.value.problems
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_the_nearest(
+    folder: Path, parent: Path
+) -> None:
+    (line,) = _refused(folder, f"{parent}@3000")
+    assert line.startswith("begin_with.weights: 3000: expected newest, best or one of the steps 2")
+    assert line.endswith("(did you mean '4'?)")
+
+
+def test_a_checkpoint_that_does_not_verify_is_refused(folder: Path, parent: Path) -> None:
+    damaged = lone_run(folder, "damaged", workload=GPT)
+    (file, *_) = sorted((damaged / "checkpoints").glob("000000004-*/*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (line,) = _refused(folder, f"{damaged}@4")
+    assert line.startswith("begin_with.weights: checkpoint ")
+    assert f"{file.name} is altered" in line
+
+
+def test_another_model_is_refused_key_by_key(folder: Path, parent: Path) -> None:
+    changed = {**GPT, "num_layers": 3, "num_heads": 4, "norm": "rms"}
+    lines = _refused(folder, str(parent), workload=changed)
+    where = f"as {parent}, step 4 has"
+    assert f"workload.num_layers: 3: expected 2, {where}" in lines
+    assert f"workload.num_heads: 4: expected 2, {where}" in lines
+    assert f"workload.norm: rms: expected layer, {where}" in lines
+    (line,) = _refused(folder, str(parent), workload={"name": "bert", "hidden_size": 32})
+    assert line == f"workload.name: bert: expected gpt, {where}"
+
+
+def test_another_optimizer_cannot_take_its_state(folder: Path, parent: Path) -> None:
+    begin = {"weights": str(parent), "optimizer": True}
+    (line,) = _refused(folder, begin, optimizer={"name": "lamb", "lr": 1e-3})
+    assert line.startswith("begin_with.optimizer: true: the run was trained with adamw")
+
+
+def test_a_folder_without_a_run_is_refused(folder: Path, parent: Path) -> None:
+    (line,) = _refused(folder, str(parent.parent / "nothing"))
+    assert line.startswith(f"begin_with.weights: {parent.parent / 'nothing'}: ")

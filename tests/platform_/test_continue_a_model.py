@@ -1,0 +1,103 @@
+"""README's recipe that goes on with a model: a GPT-2 as transformers saves it, on new text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastrata.cli.main import run
+from elastrata.run import history
+from elastrata_pipelines.storage import Storage
+from support.documented import ROOT
+from support.texts import plain_text
+
+SMALL = ["steps=30", "batch_size=8", "optimizer.lr=3e-3", "evaluation.samples=64"]
+ONE_WORKER = ["workers={max: 1, threads: 1, spares: false}", "tracking.uri=sqlite:///mlflow.db"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Iterator[Path]:
+    """The folder of README's reader: a GPT-2 that knows the old texts, and new texts."""
+    home = tmp_path_factory.mktemp("home")
+    for kind, count in (("old", 40), ("my", 400)):
+        (home / kind / "texts").mkdir(parents=True)
+        for number in range(count):
+            text = plain_text(1 if kind == "my" else 2, 900 + 7 * number)[-900:]
+            (home / kind / "texts" / f"{number}.txt").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        made = "--tokenizer bpe --vocab-size 400 --packing best_fit --seq-len 64 --out data/old"
+        assert run(["prepare", "--text", "old/texts", *made.split()]) == 0
+        shutil.copytree(home / "data" / "old" / "tokenizer", home / "models" / "theirs")
+        _train_with_transformers(home / "old" / "texts", home / "models" / "theirs")
+        readme = (ROOT / "README.md").read_text()
+        (home / "continue.yaml").write_text(re.findall(r"```yaml\n(.*?)```", readme, re.S)[1])
+        yield home
+
+
+def _train_with_transformers(texts: Path, folder: Path) -> None:
+    """A tiny GPT-2, beside its tokenizer."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 2}
+    end = tokenizer.eos_token_id
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, **sizes)
+    model: Any = GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = [tokenizer(path.read_text())["input_ids"][:128] for path in sorted(texts.iterdir())]
+    for number in range(30):
+        batch = torch.tensor([ids[number % len(ids)]])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+def test_the_readme_has_it_in_eight_lines() -> None:
+    recipe = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert len(recipe.splitlines()) == 8
+
+
+@pytest.mark.slow
+def test_a_gpt2_of_transformers_goes_on_with_new_text(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["prepare", "continue.yaml"]) == 0
+    assert run(["train", "continue.yaml", *SMALL, *ONE_WORKER]) == 0
+    entries = history.read(Storage("runs/continue").sub("history"))
+    losses = {e["step"]: e["eval/loss"] for e in history.surviving_evaluations(entries)}
+    assert sorted(losses) == [0, 30]
+    assert losses[30] < losses[0] - 0.3
+    capsys.readouterr()
+    assert run(["audit", "continue", "--json"]) == 0
+    parent = json.loads(capsys.readouterr().out)["parent"]
+    assert (parent["kind"], parent["url"]) == ("folder", str(home / "models" / "theirs"))
+    page = (ROOT / "docs" / "begin-and-fork.md").read_text()
+    (line,) = re.findall(r"^cd models/theirs && .*", page, re.M)
+    told = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    assert told.stdout.split()[0] == parent["sha256"]
+    assert run(["export", "continue", "--out", "models/mine"]) == 0
+    config = json.loads((home / "models" / "mine" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.slow
+def test_whatever_does_not_fit_begins_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["data.path=data/old", *SMALL, *ONE_WORKER]
+    wrong = ["begin_with=models/theres", "workload.name=gpt"]
+    assert run(["train", "continue.yaml", *wrong, *data, "--name", "wrong"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "models/theres: no such folder" in line or "models/theres: neither" in line
+    assert not (home / "runs" / "wrong").exists()

@@ -1,0 +1,66 @@
+"""Runs that begin with weights, as the ranks of a group have them before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elastrata.core.mesh import data_rank
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.parent import find_parent
+from elastrata.trainer.preflight import training_data
+from elastrata.trainer.trainer import Trainer
+from elastrata_pipelines.storage import Storage
+
+Section = dict[str, Any]
+
+
+class Begun:
+    """One rank's part of a run that has begun and done no step."""
+
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, run: Path) -> None:
+        data = training_data(recipe)
+        self.lines: list[str] = []
+        self.parent = find_parent(Storage(str(run)), recipe, data, self.lines.append)
+        parallel = recipe.parallel
+        place = data_rank(rank, world_size, parallel.tensor, parallel.pipeline)
+        self.trainer = Trainer(
+            recipe,
+            data.phases,
+            torch.device("cpu"),
+            world_size=world_size,
+            per_node=world_size,
+            is_primary=place.is_primary,
+        )
+        self.trainer.begin(self.parent)
+        self._held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, place, 0)
+
+    def loss(self) -> float:
+        """Of the held-out data. Collective."""
+        held_out = self._held_out.of(0)
+        assert held_out is not None
+        return self.trainer.evaluate(held_out)[0].total
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, those of this rank's stage. Collective."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in self.trainer.model.state_dict().items()
+        }
+
+
+def first_losses(rank: int, world_size: int, cases: Sequence[tuple[Section, str]]) -> list[float]:
+    """The held-out loss that each of some recipes begins with, in a run's folder."""
+    found = []
+    for values, run in cases:
+        recipe = Recipe.model_validate(values)
+        found.append(Begun(rank, world_size, recipe, Path(run)).loss())
+        dist.barrier()
+    return found
