@@ -144,7 +144,7 @@ def test_a_model_without_its_head_and_old_names_are_known(
             for name, tensor in load_file(file).items()
         }
         if kind == "gpt2":
-            renamed["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+            renamed["h.0.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool)
         save_file(renamed, file)
         plain, begun = _begun(folder, kind), _begun(folder, kind, begin_with=str(tmp_path / kind))
         found = begun.weights()
@@ -227,7 +227,7 @@ def test_a_folder_without_weights_and_a_pickle_are_refused(
     (line,) = _refused(folder, "gpt2", begin_with=str(model))
     assert line.startswith(f"begin_with.weights: {model}: pytorch_model.bin is a pickle")
     (line,) = _refused(folder, "gpt2", begin_with=str(tmp_path / "nothing"))
-    assert line == f"begin_with.weights: {tmp_path / 'nothing'}: no such folder"
+    assert line.startswith(f"begin_with.weights: {tmp_path / 'nothing'}: no such folder")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -1])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import load_full_model_state
 from elastrata.core.mesh import lone_group
+from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
+from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.trainer.parent import find_parent
+from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.begin_ranks import Begun, first_losses
@@ -21,6 +27,7 @@ from support.lone_run import lone_run
 from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe
 
+BERT = {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2}
 GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 48}
 
 
@@ -145,7 +152,7 @@ def test_another_model_is_refused_key_by_key(folder: Path, parent: Path) -> None
     assert f"workload.num_layers: 3: expected 2, {where}" in lines
     assert f"workload.num_heads: 4: expected 2, {where}" in lines
     assert f"workload.norm: rms: expected layer, {where}" in lines
-    (line,) = _refused(folder, str(parent), workload={"name": "bert", "hidden_size": 32})
+    (line,) = _refused(folder, str(parent), workload=BERT)
     assert line == f"workload.name: bert: expected gpt, {where}"
 
 
@@ -158,3 +165,49 @@ def test_another_optimizer_cannot_take_its_state(folder: Path, parent: Path) -> 
 def test_a_folder_without_a_run_is_refused(folder: Path, parent: Path) -> None:
     (line,) = _refused(folder, str(parent.parent / "nothing"))
     assert line.startswith(f"begin_with.weights: {parent.parent / 'nothing'}: ")
+
+
+def _trial(folder: Path, name: str, begin_with: str) -> LoneTrial:
+    recipe = _recipe(folder, begin_with, steps=4, checkpoint={"every": 1000})
+    run = Storage(str(folder / "runs" / name))
+    return LoneTrial(Recipe.model_validate(recipe), run)
+
+
+def test_until_its_first_checkpoint_a_run_begins_anew_with_the_same_weights(folder: Path) -> None:
+    source = lone_run(folder, "source", workload=GPT)
+    threads = torch.get_num_threads()
+    with lone_group(torch.device("cpu")):
+        lost = _trial(folder, "begun-twice", str(source))
+        first, step = lost.evaluation(), lost.report()
+        lost.close()
+        (newest, *_) = sorted((source / "checkpoints").glob("000000004-*"))
+        again = _trial(folder, "begun-twice", str(source))
+        assert again.start.step == 0
+        assert again.evaluation() == first
+        assert again.report().metrics == step.metrics
+        again.close()
+        shutil.rmtree(newest)
+        with pytest.raises(UserError, match=r"begin_with\.weights: "):
+            _trial(folder, "begun-twice", str(source))
+    torch.set_num_threads(threads)
+
+
+def test_a_run_with_a_checkpoint_needs_its_parent_no_more(folder: Path) -> None:
+    source = lone_run(folder, "gone", workload=GPT)
+    child = lone_run(folder, "orphan", workload=GPT, begin_with=str(source))
+    before = read_identity(Storage(str(child)))
+    assert before is not None
+    shutil.rmtree(source)
+    recipe = Recipe.model_validate(_recipe(folder, str(source)))
+    found = find_parent(Storage(str(child)), recipe, training_data(recipe), pytest.fail)
+    assert found == before.parent
+
+
+def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -> None:
+    values = _recipe(folder, str(parent))
+    del values["workload"]
+    (folder / "on.yaml").write_text(yaml.safe_dump(values))
+    assert load_recipe(str(folder / "on.yaml")).workload.model_dump()["hidden_size"] == 32
+    (folder / "on.yaml").write_text(yaml.safe_dump({**values, "begin_with": "runs/none"}))
+    with pytest.raises(UserError, match=r"on\.yaml: begin_with\.weights: runs/none: "):
+        load_recipe(str(folder / "on.yaml"))

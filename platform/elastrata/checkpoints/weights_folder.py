@@ -12,7 +12,8 @@ from typing import Any
 
 from elastrata.checkpoints.safetensors_files import SafetensorsFolder
 from elastrata_pipelines.checked_json import read_bytes
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
 
 CONFIG = "config.json"
@@ -58,6 +59,22 @@ class WeightsFolder:
                 why = " ".join(str(error).split())[:200]
                 raise UserError(f"{where}: no configuration of transformers ({why})") from None
 
+    def tokenizer(self) -> TokenizerFiles | None:
+        """Its tokenizer, as transformers loads it; None where it has none that is fast.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
+        if not self.storage.exists(TOKENIZER):
+            return None
+        if self.storage.is_local:
+            return load_tokenizer(self.storage.uri())
+        with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
+            for name in self.storage.names():
+                if name.endswith((".json", ".txt", ".jinja")):  # the weights stay where they are
+                    (Path(scratch) / name).write_bytes(read_bytes(self.storage, name))
+            return load_tokenizer(scratch)
+
     def sha256(self) -> str:
         """The SHA-256 of the lines that `sha256sum` prints for its configuration and weights."""
         names = sorted((CONFIG, *self.weights.files))
@@ -80,7 +97,7 @@ def weights_folder(place: str, revision: str | None) -> WeightsFolder:
     folder = Storage(place)
     if "://" in place or Path(place).exists() or not _HUB_NAME.fullmatch(place):
         if not folder.exists():
-            raise UserError(f"{folder.uri()}: no such folder")
+            raise UserError(f"{folder.uri()}: no such folder{_hint(place)}")
         return WeightsFolder(folder)
     return _from_hub(place, revision)
 
@@ -94,6 +111,13 @@ def _from_hub(name: str, revision: str | None) -> WeightsFolder:
     except Exception as error:  # it raises those of several libraries
         why = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{name}: neither a folder here nor a model that the hub gives ({why})"
+            f"{name}: neither a folder here nor a model that the hub gives{_hint(name)} ({why})"
         ) from None
     return WeightsFolder(Storage(str(path)), hub_revision=path.name)
+
+
+def _hint(name: str) -> str:
+    """The folder beside the one that is not there which is most like it."""
+    beside = Path(name).parent
+    folders = [str(path) for path in beside.iterdir() if path.is_dir()] if beside.is_dir() else []
+    return nearest(name, folders)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -50,9 +49,9 @@ class Origin:
 class Counterpart:
     """A model in transformers that computes what a workload's model does."""
 
-    origins: Mapping[str, Origin] = MappingProxyType({})
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     """By our name; a parameter that is not among them has the same name there."""
-    tied: Mapping[str, str] = MappingProxyType({})
+    tied: Mapping[str, str] = field(default_factory=dict)
     """Names that a file may have beside others that hold the same numbers."""
     fills_with_zeros: bool = False
     """Whether it has zeros where `origins` has a parameter and our model has none."""
@@ -60,7 +59,7 @@ class Counterpart:
     """What names in the file of a model without its head leave out."""
     unused: tuple[str, ...] = ()
     """Patterns of names that hold nothing which was learned, such as tables of angles."""
-    left_out: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
     """Patterns of names that hold a part which our model does without, and may."""
 
     def origin(self, name: str) -> Origin:

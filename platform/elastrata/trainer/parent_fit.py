@@ -94,6 +94,11 @@ def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) ->
         first = 1 if name in tables else 0
         if expected[name][first:] != given.sizes[name][first:]:
             yield f"{given.name}: {name} has shape {given.sizes[name]}, expected {expected[name]}"
+        elif first and given.sizes[name][0] < given.num_ids:
+            yield (
+                f"{given.name}: {name} has {given.sizes[name][0]:,} rows, expected one for each of "
+                f"{given.num_ids:,} ids"
+            )
 
 
 def in_short(names: Iterable[str]) -> str:

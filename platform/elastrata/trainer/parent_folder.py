@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder
 from elastrata.core.counterpart import Counterpart
 from elastrata.core.id_tables import sizes
+from elastrata.core.workload import Workload
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.parent import Parent
 from elastrata.trainer.parent_fit import GivenTokenizer, GivenWeights, fit_problems, in_short
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation.tokenizer import load_tokenizer
 
 _KEY = "begin_with.weights"
 
@@ -34,40 +36,57 @@ def folder_parent(
     Raises:
         UserError: a line for each reason why the recipe cannot begin with it.
     """
-    name = begin.weights
-    config, tensors = folder.config(), folder.weights.tensors
-    settings = _settings(recipe, config, folder.storage.uri(CONFIG))
-    theirs = type(recipe.workload).model_validate({**recipe.workload.model_dump(), **settings})
-    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
-    is_same = architecture.items() <= recipe.workload.architecture().items()
-    table = (recipe.workload if is_same else theirs).counterpart(data.vocabulary)
+    name, tensors = begin.weights, folder.weights.tensors
+    config = folder.config()
+    architecture, table = _model(recipe, config, data, folder.storage.uri(CONFIG))
     ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
     names = table.known_names(tensors, ours)
-    known = {known: tensors[given] for known, given in names.items()}
+    left_out = [known for known in names if table.is_left_out(known)]
+    counting = {
+        known: tensors[stored]
+        for known, stored in names.items()
+        if not (table.is_unused(known) or known in left_out)
+    }
     given = GivenWeights(
         name=name,
         workload=recipe.workload.name,
         architecture=architecture,
         counterpart=table,
-        sizes=_sizes(known, table),
+        sizes={n: t.shape for n, t in counting.items() if n not in table.tied},
         num_ids=int(config.vocab_size),
         tokenizer=_tokenizer(folder, warn, name),
     )
-    lines = [*fit_problems(given, begin, recipe, data), *_type_problems(known, name)]
+    lines = [*fit_problems(given, begin, recipe, data), *_type_problems(counting, name)]
     if begin.optimizer:
         lines.append("begin_with.optimizer: true: expected false: a folder has weights alone")
-    lines = lines or [*_value_problems(folder.weights, names, table, ours, name)]
-    if lines:
+    if lines := lines or [*_value_problems(folder.weights, names, table, ours, name)]:
         raise UserError(*lines)
-    if left_out := [known for known in names if table.is_left_out(known)]:
+    if left_out:
         warn(f"{_KEY}: {name}: left out, as the model has no such part: {in_short(left_out)}")
+    return _parent(folder, begin.place, given.num_ids)
+
+
+def _parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
+    is_hubs = folder.hub_revision is not None
     return Parent(
-        kind="hub" if folder.hub_revision else "folder",
-        url=begin.place if folder.hub_revision else folder.storage.uri(),
+        kind="hub" if is_hubs else "folder",
+        url=place if is_hubs else folder.storage.uri(),
         sha256=folder.sha256(),
-        num_ids=given.num_ids,
+        num_ids=num_ids,
         commit=folder.hub_revision,
     )
+
+
+def _model(
+    recipe: Recipe, config: Any, data: TrainingData, where: str
+) -> tuple[dict[str, Any], Counterpart]:
+    """The keys of the workload that a configuration fixes, and where the tensors lie that it has:
+    those of the recipe's model, where that is the same."""
+    settings = _settings(recipe, config, where)
+    theirs = _workload(recipe, settings, where)
+    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
+    is_same = architecture.items() <= recipe.workload.architecture().items()
+    return architecture, (recipe.workload if is_same else theirs).counterpart(data.vocabulary)
 
 
 def _settings(recipe: Recipe, config: object, where: str) -> Mapping[str, object]:
@@ -84,29 +103,32 @@ def _settings(recipe: Recipe, config: object, where: str) -> Mapping[str, object
     return settings
 
 
-def _sizes(known: Mapping[str, StoredTensor], table: Counterpart) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that count, by their names in transformers' model."""
-    return {
-        name: stored.shape
-        for name, stored in known.items()
-        if not (name in table.tied or table.is_unused(name) or table.is_left_out(name))
-    }
+def _workload(recipe: Recipe, settings: Mapping[str, object], where: str) -> Workload:
+    """The recipe's, with the folder's architecture."""
+    try:
+        values = {**recipe.workload.model_dump(), **settings}
+        return type(recipe.workload).model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise UserError(
+            f"{_KEY}: {where}: no model of workload {recipe.workload.name} ({why})"
+        ) from None
 
 
 def _tokenizer(
     folder: WeightsFolder, warn: Callable[[str], None], name: str
 ) -> GivenTokenizer | None:
     """The folder's tokenizer; None where it has none that is fast."""
-    if not folder.storage.exists(TOKENIZER):
+    files = folder.tokenizer()
+    if files is None:
         warn(f"{_KEY}: {name}: no {TOKENIZER} in it: its ids are not checked")
         return None
-    files = load_tokenizer(folder.storage.uri())
     return GivenTokenizer(fingerprint=files.fingerprint, ids=files.ids)
 
 
-def _type_problems(known: Mapping[str, StoredTensor], name: str) -> Iterator[str]:
+def _type_problems(counting: Mapping[str, StoredTensor], name: str) -> Iterator[str]:
     by_type: dict[str, list[str]] = {}
-    for tensor, stored in known.items():
+    for tensor, stored in counting.items():
         if stored.dtype not in DTYPES:
             by_type.setdefault(stored.dtype, []).append(tensor)
     for dtype, tensors in by_type.items():

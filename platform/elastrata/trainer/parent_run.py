@@ -85,7 +85,7 @@ def _given(
         architecture=before.workload.architecture(),
         sizes=model_sizes(run.sub("checkpoints"), commit),
         num_ids=(manifest or data.train.manifest).vocabulary.size,
-        tokenizer=manifest and data_tokenizer(Storage(data_set.url), manifest),
+        tokenizer=data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
     )
 
 
