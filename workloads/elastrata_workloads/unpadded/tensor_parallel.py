@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleOutput,
-    RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
+from elastrata_workloads.unpadded.divided_embedding import DividedEmbedding
 from elastrata_workloads.unpadded.dropout import HiddenDropout
 
 _TOKENS, _VOCABULARY = 0, 1
@@ -70,7 +70,7 @@ def embedding_style(num_rows: int, size: int) -> ParallelStyle:
     else whole on each of them."""
     if num_rows % size:
         return Replicated()
-    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    return DividedEmbedding()
 
 
 def tied_head_style(num_rows: int, size: int) -> ParallelStyle:
