@@ -4,7 +4,7 @@ schedule alone. Numbers in, numbers out."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward whole, or in two parts: gradients of the inputs, then of the weights."""
@@ -73,6 +73,18 @@ def one_stage_order(
             if batch < num_micro_batches:
                 order[rank].append((rank, "F", batch))
     return order
+
+
+def computations(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
+    """What every rank computes in torch's plan (`pipeline_order`), without messages and waits."""
+    return {
+        rank: [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in actions
+            if action is not None and action.is_compute_op
+        ]
+        for rank, actions in order.items()
+    }
 
 
 def _needed(action: Action, num_stages: int) -> set[Action]:

@@ -31,7 +31,8 @@ from elastrata.core.device import peak_memory_bytes
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.parallelize import GradientSync, ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
-from elastrata.core.pipeline.bubble import Action, bubble, one_stage_order
+from elastrata.core.pipeline.agreement import Agreement
+from elastrata.core.pipeline.bubble import Action, bubble, computations, one_stage_order
 from elastrata.core.pipeline.loss_names import LossNames
 from elastrata.core.pipeline.stages import Stages
 from elastrata.core.readback import Readback
@@ -89,6 +90,7 @@ class Pipeline(ForwardBackward):
         self._dtype, self._device, self._recomputed = dtype, device, recomputed
         self._group = mesh.get_group("pipeline")
         self._stage_rank = mesh.get_local_rank("pipeline")
+        self._agreement = Agreement()
         self._runs: dict[bool, tuple[tuple[int, ...], _Run]] = {}
         self._names: LossNames | None = None
         self._memory: Readback | None = None
@@ -158,6 +160,7 @@ class Pipeline(ForwardBackward):
             [None] * count,
             return_outputs=False,
         )
+        self._agreement.holds(run.stages)
         return self._told_by_the_last(weights)
 
     def _run(self, batches: Sequence[Batch], *, trains: bool) -> _Run:
@@ -195,6 +198,7 @@ class Pipeline(ForwardBackward):
             scale_grads=False,
         )
         schedule._has_backward = trains
+        self._agreement.spares(schedule)
         return _Run(
             schedule=schedule,
             stages=stages,
@@ -209,7 +213,7 @@ class Pipeline(ForwardBackward):
         if self._parallel.schedule in ("gpipe", "1f1b"):
             warm_up = self._parallel.schedule == "1f1b"
             return one_stage_order(self._group.size(), num_micro_batches, interleaves=warm_up)
-        return _actions(schedule.pipeline_order)
+        return computations(schedule.pipeline_order)
 
     def _told_by_the_last(self, weights: Mapping[str, float]) -> Loss:
         """The sum of the losses that the last stage has; the ranks tell their memory, too. Read by
@@ -285,15 +289,3 @@ def _summed(losses: Sequence[Loss]) -> Loss:
             for name, metric in losses[0].metrics.items()
         },
     )
-
-
-def _actions(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
-    """The computations of every rank in torch's plan, without messages and waits."""
-    return {
-        rank: [
-            (action.stage_index, action.computation_type.value, action.microbatch_index)
-            for action in actions
-            if action is not None and action.is_compute_op
-        ]
-        for rank, actions in order.items()
-    }
