@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -49,13 +49,12 @@ def hangs(**_):
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    """The command's module, which imports others beside it."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        return importlib.import_module("gpu")
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
 
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -67,35 +66,33 @@ def run(gpu: ModuleType, tmp_path: Path) -> Run:
 
     def run_cases(*cases: Any, minutes: float = 5.0, again: bool = False) -> list[dict[str, Any]]:
         results = tmp_path / "rows.jsonl"
-        table = gpu.Table(
+        rows = gpu.Rows(
             results,
             minutes=minutes,
             again=again,
             options={"device": "cpu"},
             environment={"PYTHONPATH": str(tmp_path)},
         )
-        table.run(cases)
+        rows.run(cases)
         return [json.loads(line) for line in results.read_text().splitlines()]
 
     return run_cases
 
 
-def case_of(gpu: ModuleType, function: str, **fields: Any) -> Any:
+def case_of(function: str, **fields: Any) -> Any:
     defaults = {"name": function, "seconds": 60.0}
-    return gpu.Case(function=f"their_cases:{function}", **(defaults | fields))
+    return sys.modules["gpu_table"].Case(function=f"their_cases:{function}", **(defaults | fields))
 
 
-def test_every_case_is_a_row_whatever_becomes_of_it(
-    gpu: ModuleType, run: Run, tmp_path: Path
-) -> None:
+def test_every_case_is_a_row_whatever_becomes_of_it(run: Run, tmp_path: Path) -> None:
     mark = {"mark": str(tmp_path / "mark")}
     endings = ("wrong", "no_memory", "fails", "crashes")
     cases = [
-        *(case_of(gpu, function) for function in endings),
-        case_of(gpu, "hangs", seconds=1.0),
-        case_of(gpu, "fine", values=mark),
-        case_of(gpu, "fine", name="smaller", values=mark, instead_of="no_memory"),
-        case_of(gpu, "fine", name="not wanted", values=mark, instead_of="smaller"),
+        *(case_of(function) for function in endings),
+        case_of("hangs", seconds=1.0),
+        case_of("fine", values=mark),
+        case_of("fine", name="smaller", values=mark, instead_of="no_memory"),
+        case_of("fine", name="not wanted", values=mark, instead_of="smaller"),
     ]
     rows = run(*cases)
     assert [(row["case"], row["status"]) for row in rows] == [
@@ -118,9 +115,9 @@ def test_every_case_is_a_row_whatever_becomes_of_it(
     assert [row["case"] for row in again[len(rows) :]] == ["wrong", "fails", "crashes", "hangs"]
 
 
-def test_it_goes_on_after_a_row_that_was_cut_off(gpu: ModuleType, run: Run, tmp_path: Path) -> None:
+def test_it_goes_on_after_a_row_that_was_cut_off(run: Run, tmp_path: Path) -> None:
     mark = {"mark": str(tmp_path / "mark")}
-    first, second = (case_of(gpu, "fine", name=name, values=mark) for name in ("a", "b"))
+    first, second = (case_of("fine", name=name, values=mark) for name in ("a", "b"))
     (row,) = run(first)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"case": "b", "stat')
@@ -129,15 +126,15 @@ def test_it_goes_on_after_a_row_that_was_cut_off(gpu: ModuleType, run: Run, tmp_
 
 
 def test_no_case_is_begun_without_time(
-    gpu: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that the end of all cuts off has no row either, and is begun anew."""
     mark = {"mark": str(tmp_path / "mark")}
-    fine, late = (case_of(gpu, "fine", name=name, values=mark) for name in ("fine", "late"))
+    fine, late = (case_of("fine", name=name, values=mark) for name in ("fine", "late"))
     assert len(run(fine)) == 1
     assert len(run(late, minutes=0.0)) == 1
-    monkeypatch.setattr(gpu, "_LEAST_SECONDS", 0.5)
-    assert len(run(case_of(gpu, "hangs"), late, minutes=0.02)) == 1
+    monkeypatch.setattr("gpu_rows._LEAST_SECONDS", 0.5)
+    assert len(run(case_of("hangs"), late, minutes=0.02)) == 1
 
 
 def test_the_table_names_what_there_is(gpu: ModuleType) -> None:
@@ -145,9 +142,8 @@ def test_the_table_names_what_there_is(gpu: ModuleType) -> None:
     assert len(set(names)) == len(names)
     for place, case in enumerate(gpu.TABLE):
         assert not case.instead_of or case.instead_of in names[:place]
-    source = (ROOT / "benchmarks" / "gpu_cases.py").read_text()
-    for function in {case.function.partition(":")[2] for case in gpu.TABLE}:
-        assert f"\ndef {function}(" in source
+    for module, _, function in {case.function.partition(":") for case in gpu.TABLE}:
+        assert f"\ndef {function}(" in (SCRIPT.parent / f"{module}.py").read_text()
 
 
 def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
