@@ -22,15 +22,12 @@ from elastrata.core.workload import model_spec
 from elastrata.planner.choice import USABLE, Choice, Choices, Correction
 from elastrata.planner.group import group_cluster, group_layout, phase_choices
 from elastrata.recipe.recipe import Recipe
-from elastrata_pipelines.errors import UserError
+from elastrata.trainer.out_of_memory import ran_out, refuse_what_never_fits, without, words
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
 
 _CHOSEN = "chosen"
 """The key of `Commit.extra` with what groups have settled on."""
-_ERROR = 1.1
-"""A plan errs by less than this factor: what it says is too much for a device's memory by more is
-refused."""
 _GIB = 2**30
 _USUAL = {"gradient_sync": "step"}
 """Commits leave that out."""
@@ -133,7 +130,7 @@ class Automatic:
         """Takes none of these, nor any that needs as much: they ran out of memory before."""
         for one in choices:
             self._phases = [
-                replace(phase, choices=_without(phase.choices, one.choice))
+                replace(phase, choices=without(phase.choices, one))
                 if one.group == _kind(phase.choices, number)
                 else phase
                 for number, phase in enumerate(self._phases)
@@ -142,10 +139,9 @@ class Automatic:
     def ran_out(self) -> RanOut | None:
         """The newest step's choice, as one that ran out of memory; None where there is none, or no
         smaller one. Not collective, as the other ranks wait in the step."""
-        if self._choice is None or not self._choices.smaller_than(self._choice).all:
+        if self._choice is None:
             return None
-        text = f"{device_name(self._device)}: out of memory with {_words(self._choice)}"
-        return RanOut(group=self._key, choice=asdict(self._choice), text=text)
+        return ran_out(self._choices, self._choice, self._key, self._device)
 
     def _prepare(self, step: int) -> Chosen | None:
         """Chooses for a step; returns what is to be recorded."""
@@ -174,13 +170,13 @@ class Automatic:
             self._take(known)
             self._is_settled = True
             return self._news(step, "as before in such a group")
-        self._refuse(choices)
+        refuse_what_never_fits(choices, self._least_memory)
         planned = choices.best(lambda one: choices.bytes(one) <= USABLE * self._least_memory)
         self._correction.begin_phase()
         self._take(self._correction.next(choices))
         if len(choices.all) == 1:
             return None
-        return self._news(step, f"first; the plan has {_words(planned)}")
+        return self._news(step, f"first; the plan has {words(planned)}")
 
     def _measure(self, step: int) -> Chosen | None:
         assert self._choice is not None
@@ -209,16 +205,6 @@ class Automatic:
         values = {key: value for key, value in known.items() if key != "bytes"}
         return next((one for one in self._choices.all if asdict(one) == {**_USUAL, **values}), None)
 
-    def _refuse(self, choices: Choices) -> None:
-        smallest = choices.smallest
-        needed = choices.bytes(smallest)
-        if len(choices.all) > 1 and needed > _ERROR * self._least_memory:
-            raise UserError(
-                f"micro_batch_tokens: 'auto': even with {_words(smallest)} a worker is to need "
-                f"{needed / _GIB:.2f} GiB, and has {self._least_memory / _GIB:.2f}; more workers, "
-                "or parallel.tensor, divide the model further; `elastrata plan` tells what fits"
-            )
-
     def _take(self, choice: Choice) -> None:
         self._choice = choice
         if choice.activation_checkpointing != self._way:
@@ -242,20 +228,6 @@ class Automatic:
 def _kind(choices: Choices, phase: int) -> str:
     """The kind of a group: what it chooses holds for others of it."""
     return f"{choices.layout.division}, phase {phase}"
-
-
-def _without(choices: Choices, values: Mapping[str, Any]) -> Choices:
-    """Those that need less than the one of these values; all, where it is none of them."""
-    ran_out = next((choice for choice in choices.all if asdict(choice) == values), None)
-    return choices.smaller_than(ran_out) if ran_out else choices
-
-
-def _words(choice: Choice) -> str:
-    synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
-    return (
-        f"micro_batch_tokens {choice.micro_batch_tokens:,} and activation_checkpointing "
-        f"{choice.activation_checkpointing}{synced}"
-    )
 
 
 def automatic(

@@ -1,20 +1,27 @@
-"""What would fit, where a group of workers ran out of a device's memory. Knows no Ray."""
+"""Choices with which a group of workers ran out of a device's memory, and those that would fit.
+Knows no Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import torch
 import torch.distributed as dist
 
 from elastrata.core.device import current_device, device_name, memory_of_worker
+from elastrata.core.events import RanOut
 from elastrata.core.workload import Planned, model_spec
 from elastrata.planner.choice import USABLE, Choice, Choices, budgets
 from elastrata.planner.group import group_cluster, group_layout, phase_choices, policies
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.phase import Phase
 
+_ERROR = 1.1
+"""A plan errs by less than this factor: what it says is too much for a device's memory by more is
+refused."""
 _GIB = 2**30
 _DIVIDE = (
     "more workers, or parallel.tensor, divide the model further; `elastrata plan` tells what fits"
@@ -46,6 +53,55 @@ def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
         return f"{tried}, nor by the plan anything smaller on {world_size} workers; {_DIVIDE}"
     best = smaller.best(lambda choice: choice in fitting)
     return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
+
+
+def refuse_what_never_fits(choices: Choices, memory: float) -> None:
+    """Of what can be chosen not even the smallest may need clearly more than there is.
+
+    Args:
+        choices: that there are; a single one is taken as it is.
+        memory: bytes of the worker that has least.
+
+    Raises:
+        UserError: it does.
+    """
+    smallest = choices.smallest
+    needed = choices.bytes(smallest)
+    if len(choices.all) > 1 and needed > _ERROR * memory:
+        raise UserError(
+            f"micro_batch_tokens: 'auto': even with {words(smallest)} a worker is to need "
+            f"{needed / _GIB:.2f} GiB, and has {memory / _GIB:.2f}; {_DIVIDE}"
+        )
+
+
+def ran_out(choices: Choices, choice: Choice, group: str, device: torch.device) -> RanOut | None:
+    """A choice as one that ran out of memory; None where there is no smaller one.
+
+    Args:
+        choices: that there were.
+        choice: the one that was taken.
+        group: the kind of the group that took it.
+        device: that had too little memory.
+    """
+    if not choices.smaller_than(choice).all:
+        return None
+    text = f"{device_name(device)}: out of memory with {words(choice)}"
+    return RanOut(group=group, choice=asdict(choice), text=text)
+
+
+def without(choices: Choices, one: RanOut) -> Choices:
+    """Those that need less than the one that ran out of memory; all, where it is none of them."""
+    taken = next((choice for choice in choices.all if asdict(choice) == one.choice), None)
+    return choices.smaller_than(taken) if taken else choices
+
+
+def words(choice: Choice) -> str:
+    """A choice in a sentence."""
+    synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
+    return (
+        f"micro_batch_tokens {choice.micro_batch_tokens:,} and activation_checkpointing "
+        f"{choice.activation_checkpointing}{synced}"
+    )
 
 
 def _phase(
