@@ -134,7 +134,8 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     from elastrata.core.workload import model_spec
     from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
-    from elastrata.planner.hardware import CPU, DEVICES
+    from elastrata.planner.devices import DEVICES
+    from elastrata.planner.hardware import CPU
     from elastrata.planner.layout import Layout
     from elastrata.planner.memory import memory
     from elastrata.planner.stack import elastrata

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from elastrata.core.workload import model_spec
+from elastrata.planner.activations import blocks_in_flight
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster, cluster_schema, read_cluster
-from elastrata.planner.hardware import DEVICES, GPU, device_named
+from elastrata.planner.devices import DEVICES, device_named
+from elastrata.planner.hardware import GPU
 from elastrata.planner.layout import Layout
-from elastrata.planner.memory import blocks_in_flight, memory
+from elastrata.planner.memory import memory
 from elastrata.planner.operations import gather_seconds, shape_efficiency, sum_seconds
 from elastrata.planner.plan import plan, problems_of, recipe_keys
 from elastrata.planner.search import search
@@ -150,6 +152,12 @@ def test_unknown_hardware_names_the_nearest() -> None:
         read_cluster("my-cluster.yaml")
 
 
+def test_a_slice_is_a_device_with_its_share() -> None:
+    whole, part = DEVICES["H100-80GB"], read_cluster("2xh100-80gb-3G.40GB").device
+    assert part.memory_bytes == whole.memory_bytes / 2
+    assert part.peak_flops == pytest.approx(whole.peak_flops * 48 / 132)
+
+
 def test_a_product_that_fills_the_device_is_the_fastest() -> None:
     large = shape_efficiency(A100, 8192, 27648, 8192)
     assert large > 0.9
@@ -184,6 +192,10 @@ def test_blocks_in_flight_by_schedule() -> None:
     assert blocks_in_flight(SMALL, plain, 64, 3) == 6
     assert blocks_in_flight(SMALL, plain, 2, 0) == 6 * 2
     assert blocks_in_flight(SMALL, replace(plain, schedule="gpipe"), 64, 3) == 6 * 64
+    divided = replace(plain, schedule="zero_bubble")
+    assert {blocks_in_flight(SMALL, divided, 64, stage) for stage in range(4)} == {6 * 4}
+    in_turns = replace(plain, schedule="interleaved_1f1b", virtual_stages=2)
+    assert [blocks_in_flight(SMALL, in_turns, 64, stage) for stage in (0, 3)] == [6 * 5.5, 6 * 2.5]
 
 
 def test_what_saves_memory_and_what_it_costs() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.hardware import DEVICES, GPU_PRIOR, Efficiency
+from elastrata.planner.devices import DEVICES
+from elastrata.planner.hardware import GPU_PRIOR, Efficiency
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import memory
 from elastrata.planner.stack import ALEPH_ALPHA_2023, MEGATRON_2021, ZERO3_2021, Stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,8 @@ from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_v
 
 from elastrata.config import Config
 from elastrata.core.device import Peak
-from elastrata.planner.hardware import ALIASES, DEVICES, Device, device_named
+from elastrata.planner.devices import NAMES, device_named
+from elastrata.planner.hardware import Device
 from elastrata.recipe.json_schema import DRAFT
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.yaml_reader import RecipeText
@@ -21,18 +23,17 @@ from elastrata_pipelines.errors import UserError
 
 MOST_DEVICES = 1_000_000
 _GBIT = 1e9 / 8
-_NAMES = [*DEVICES, *ALIASES]
 _SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*(\S+)")
 
 
-def _in_any_case(names: list[str]) -> str:
+def _in_any_case(names: Iterable[str]) -> str:
     """A pattern for these names, in upper or lower case: JSON Schema has no flag for it."""
     letters = [[f"[{c}{c.lower()}]" if c.isalpha() else c for c in name] for name in names]
     return f"^({'|'.join(''.join(name) for name in letters)})$"
 
 
 _DEVICE_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"enum": _NAMES}, {"type": "string", "pattern": _in_any_case(_NAMES)}]
+    "anyOf": [{"enum": list(NAMES)}, {"type": "string", "pattern": _in_any_case(NAMES)}]
 }
 DeviceName = Annotated[str, WithJsonSchema(_DEVICE_SCHEMA)]
 Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]

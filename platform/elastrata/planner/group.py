@@ -10,7 +10,7 @@ from elastrata.core.parallelize import ParallelConfig, sync_at_first
 from elastrata.core.recomputation import Recomputation
 from elastrata.planner.choice import USABLE, Choices, budgets
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.hardware import device_like
+from elastrata.planner.devices import device_like
 from elastrata.planner.layout import Layout
 from elastrata.planner.plan import machine_of
 from elastrata.recipe.phase import PhaseKeys

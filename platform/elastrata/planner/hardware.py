@@ -1,14 +1,10 @@
-"""Devices and the links between them: what their data sheets say, and what of it is reached."""
+"""A device and its links: what a data sheet says, and what of it is reached."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastrata.core.device import PEAKS, Peak
-from elastrata_pipelines.errors import UserError, nearest
-
-_GB = 1e9
-_GIB = 2**30
+from elastrata.core.device import Peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,159 +37,6 @@ class Device:
     def peak_flops(self) -> float:
         """Dense matrix products per second."""
         return self.peak.flops
-
-
-_TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
-"""The largest tiles of cuBLAS; smaller ones read more bytes for each product
-(NVIDIA, Matrix Multiplication Background User's Guide, section 3)."""
-_SMALL_TILES = ((128, 128, 1.0), (128, 64, 0.85))
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            name="A100-80GB",
-            peak=PEAKS["A100"],
-            memory_bytes=79.2 * _GIB,
-            memory_bandwidth=2039 * _GB,
-            multiprocessors=108,
-            tiles=_TENSOR_CORE_TILES,
-            link=300 * _GB,
-            link_name="NVLink 3",
-            network=25 * _GB,
-            per_node=8,
-            reserved_bytes=1.5 * _GIB,
-            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
-        ),
-        Device(
-            name="A100-40GB",
-            peak=PEAKS["A100"],
-            memory_bytes=39.4 * _GIB,
-            memory_bandwidth=1555 * _GB,
-            multiprocessors=108,
-            tiles=_TENSOR_CORE_TILES,
-            link=300 * _GB,
-            link_name="NVLink 3",
-            network=25 * _GB,
-            per_node=8,
-            reserved_bytes=1.5 * _GIB,
-            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
-        ),
-        Device(
-            name="H100-80GB",
-            peak=PEAKS["H100"],
-            memory_bytes=79.1 * _GIB,
-            memory_bandwidth=3350 * _GB,
-            multiprocessors=132,
-            tiles=_TENSOR_CORE_TILES,
-            link=450 * _GB,
-            link_name="NVLink 4",
-            network=50 * _GB,
-            per_node=8,
-            reserved_bytes=1.5 * _GIB,
-            source="NVIDIA H100 data sheet (SXM); DGX H100 data sheet: 8 x 400 Gbit/s",
-        ),
-        Device(
-            name="H200",
-            peak=PEAKS["H200"],
-            memory_bytes=139.8 * _GIB,
-            memory_bandwidth=4800 * _GB,
-            multiprocessors=132,
-            tiles=_TENSOR_CORE_TILES,
-            link=450 * _GB,
-            link_name="NVLink 4",
-            network=50 * _GB,
-            per_node=8,
-            reserved_bytes=1.5 * _GIB,
-            source="NVIDIA H200 data sheet (SXM); DGX H200 data sheet: 8 x 400 Gbit/s",
-        ),
-        Device(
-            name="V100-32GB",
-            peak=PEAKS["V100"],
-            memory_bytes=31.7 * _GIB,
-            memory_bandwidth=900 * _GB,
-            multiprocessors=80,
-            tiles=_SMALL_TILES,
-            link=150 * _GB,
-            link_name="NVLink 2",
-            network=6.25 * _GB,
-            per_node=8,
-            reserved_bytes=1.0 * _GIB,
-            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
-        ),
-        Device(
-            name="V100-16GB",
-            peak=PEAKS["V100"],
-            memory_bytes=15.8 * _GIB,
-            memory_bandwidth=900 * _GB,
-            multiprocessors=80,
-            tiles=_SMALL_TILES,
-            link=150 * _GB,
-            link_name="NVLink 2",
-            network=6.25 * _GB,
-            per_node=8,
-            reserved_bytes=1.0 * _GIB,
-            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
-        ),
-        Device(
-            name="T4",
-            peak=PEAKS["T4"],
-            memory_bytes=14.6 * _GIB,
-            memory_bandwidth=320 * _GB,
-            multiprocessors=40,
-            tiles=_SMALL_TILES,
-            link=15.75 * _GB,
-            link_name="PCIe 3 x16",
-            network=1.5625 * _GB,
-            per_node=4,
-            reserved_bytes=0.7 * _GIB,
-            source="NVIDIA T4 data sheet; 50 Gbit/s for 4 GPUs, as cloud machines have",
-        ),
-        Device(
-            name="CPU",
-            peak=Peak(80e9, "fp32"),
-            memory_bytes=4 * _GIB,
-            memory_bandwidth=10 * _GB,
-            multiprocessors=1,
-            tiles=((1, 1, 1.0),),
-            link=2 * _GB,
-            link_name="gloo over loopback",
-            network=1.25 * _GB,
-            per_node=2,
-            reserved_bytes=0.3 * _GIB,
-            source="one core at 2.5 GHz with two AVX2 multiply-add units: 32 FLOPs a cycle",
-        ),
-    )
-}
-"""By name."""
-
-ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
-
-
-def device_named(name: str) -> Device:
-    """A device of the table, by its name in any case or by a short one.
-
-    Raises:
-        UserError: there is none.
-    """
-    known = {key.lower(): key for key in DEVICES} | {k.lower(): v for k, v in ALIASES.items()}
-    known_name = known.get(name.lower())
-    if known_name is None:
-        hint = nearest(name.upper(), [*DEVICES, *ALIASES])
-        raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
-    return DEVICES[known_name]
-
-
-def device_like(name: str) -> Device:
-    """The device of the table that a driver's name for it means, such as `NVIDIA A100-SXM4-40GB`;
-    that of an A100 for one that is not in it.
-
-    Args:
-        name: as PyTorch has it; `CPU` for any CPU.
-    """
-    family = [device for key, device in DEVICES.items() if key.split("-")[0] in name.upper()]
-    sized = [device for device in family if device.name.split("-")[-1] in name.upper()]
-    return (sized or family or [DEVICES["A100-80GB"]])[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import model_spec, tensor_problems
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.hardware import CPU, DEVICES, GPU
+from elastrata.planner.devices import DEVICES
+from elastrata.planner.hardware import CPU, GPU
 from elastrata.planner.layout import Layout
 from elastrata.planner.search import SearchResult, search
 from elastrata.planner.stack import elastrata

@@ -1,0 +1,258 @@
+"""Devices by name, from their data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastrata.core.device import PEAKS, Peak
+from elastrata.planner.hardware import Device
+from elastrata_pipelines.errors import UserError, nearest
+
+_GB = 1e9
+_GIB = 2**30
+_TENSOR_CORE_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75))
+"""The largest tiles of cuBLAS; smaller ones read more bytes for each product
+(NVIDIA, Matrix Multiplication Background User's Guide, section 3)."""
+_SMALL_TILES = ((128, 128, 1.0), (128, 64, 0.85))
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(
+            name="A100-80GB",
+            peak=PEAKS["A100"],
+            memory_bytes=79.2 * _GIB,
+            memory_bandwidth=2039 * _GB,
+            multiprocessors=108,
+            tiles=_TENSOR_CORE_TILES,
+            link=300 * _GB,
+            link_name="NVLink 3",
+            network=25 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
+        ),
+        Device(
+            name="A100-40GB",
+            peak=PEAKS["A100"],
+            memory_bytes=39.4 * _GIB,
+            memory_bandwidth=1555 * _GB,
+            multiprocessors=108,
+            tiles=_TENSOR_CORE_TILES,
+            link=300 * _GB,
+            link_name="NVLink 3",
+            network=25 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 8 x 200 Gbit/s",
+        ),
+        Device(
+            name="H100-80GB",
+            peak=PEAKS["H100"],
+            memory_bytes=79.1 * _GIB,
+            memory_bandwidth=3350 * _GB,
+            multiprocessors=132,
+            tiles=_TENSOR_CORE_TILES,
+            link=450 * _GB,
+            link_name="NVLink 4",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA H100 data sheet (SXM); DGX H100 data sheet: 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="H200",
+            peak=PEAKS["H200"],
+            memory_bytes=139.8 * _GIB,
+            memory_bandwidth=4800 * _GB,
+            multiprocessors=132,
+            tiles=_TENSOR_CORE_TILES,
+            link=450 * _GB,
+            link_name="NVLink 4",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA H200 data sheet (SXM); DGX H200 data sheet: 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="B200",
+            peak=PEAKS["B200"],
+            memory_bytes=178.3 * _GIB,
+            memory_bandwidth=7700 * _GB,
+            multiprocessors=148,
+            tiles=_TENSOR_CORE_TILES,
+            link=900 * _GB,
+            link_name="NVLink 5",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="NVIDIA HGX B200 data sheet; DGX B200 data sheet: 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="L40S",
+            peak=PEAKS["L40S"],
+            memory_bytes=44.4 * _GIB,
+            memory_bandwidth=864 * _GB,
+            multiprocessors=142,
+            tiles=_TENSOR_CORE_TILES,
+            link=31.5 * _GB,
+            link_name="PCIe 4 x16",
+            network=25 * _GB,
+            per_node=8,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA L40S data sheet; OVX data sheet: 8 x 200 Gbit/s",
+        ),
+        Device(
+            name="A10",
+            peak=PEAKS["A10"],
+            memory_bytes=22.0 * _GIB,
+            memory_bandwidth=600 * _GB,
+            multiprocessors=72,
+            tiles=_TENSOR_CORE_TILES,
+            link=31.5 * _GB,
+            link_name="PCIe 4 x16",
+            network=3.125 * _GB,
+            per_node=4,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA A10 data sheet; 100 Gbit/s for 4 GPUs, as cloud machines have",
+        ),
+        Device(
+            name="MI300X",
+            peak=PEAKS["MI300X"],
+            memory_bytes=191.5 * _GIB,
+            memory_bandwidth=5300 * _GB,
+            multiprocessors=304,
+            tiles=_TENSOR_CORE_TILES,
+            link=448 * _GB,
+            link_name="Infinity Fabric",
+            network=50 * _GB,
+            per_node=8,
+            reserved_bytes=1.5 * _GIB,
+            source="AMD Instinct MI300X data sheet: 7 links of 64 GB/s; 8 x 400 Gbit/s",
+        ),
+        Device(
+            name="V100-32GB",
+            peak=PEAKS["V100"],
+            memory_bytes=31.7 * _GIB,
+            memory_bandwidth=900 * _GB,
+            multiprocessors=80,
+            tiles=_SMALL_TILES,
+            link=150 * _GB,
+            link_name="NVLink 2",
+            network=6.25 * _GB,
+            per_node=8,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
+        ),
+        Device(
+            name="V100-16GB",
+            peak=PEAKS["V100"],
+            memory_bytes=15.8 * _GIB,
+            memory_bandwidth=900 * _GB,
+            multiprocessors=80,
+            tiles=_SMALL_TILES,
+            link=150 * _GB,
+            link_name="NVLink 2",
+            network=6.25 * _GB,
+            per_node=8,
+            reserved_bytes=1.0 * _GIB,
+            source="NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gbit/s for 8 GPUs",
+        ),
+        Device(
+            name="T4",
+            peak=PEAKS["T4"],
+            memory_bytes=14.6 * _GIB,
+            memory_bandwidth=320 * _GB,
+            multiprocessors=40,
+            tiles=_SMALL_TILES,
+            link=15.75 * _GB,
+            link_name="PCIe 3 x16",
+            network=1.5625 * _GB,
+            per_node=4,
+            reserved_bytes=0.7 * _GIB,
+            source="NVIDIA T4 data sheet; 50 Gbit/s for 4 GPUs, as cloud machines have",
+        ),
+        Device(
+            name="CPU",
+            peak=Peak(80e9, "fp32"),
+            memory_bytes=4 * _GIB,
+            memory_bandwidth=10 * _GB,
+            multiprocessors=1,
+            tiles=((1, 1, 1.0),),
+            link=2 * _GB,
+            link_name="gloo over loopback",
+            network=1.25 * _GB,
+            per_node=2,
+            reserved_bytes=0.3 * _GIB,
+            source="one core at 2.5 GHz with two AVX2 multiply-add units: 32 FLOPs a cycle",
+        ),
+    )
+}
+"""By name."""
+
+ALIASES = {"A100": "A100-80GB", "H100": "H100-80GB", "V100": "V100-32GB"}
+
+_SLICED = {
+    "A100-40GB": (14, ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb")),
+    "A100-80GB": (14, ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb")),
+    "H100-80GB": (16, ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb")),
+    "H200": (16, ("1g.18gb", "2g.35gb", "3g.71gb", "4g.71gb")),
+}
+"""Devices that MIG slices: multiprocessors for each `g`, and profiles (NVIDIA MIG User Guide)."""
+_EIGHTHS = {"1g": 1, "2g": 2, "3g": 4, "4g": 4}
+"""Parts of the memory that a profile has."""
+
+
+def _slice(device: Device, cores: int, profile: str) -> Device:
+    """A slice, such as `H100-80GB-3g.40gb`: NCCL joins none of a machine, so it is counted as alone
+    there."""
+    compute = profile.partition(".")[0]
+    multiprocessors, share = cores * int(compute[0]), _EIGHTHS[compute] / 8
+    flops = device.peak_flops * multiprocessors / device.multiprocessors
+    return replace(
+        device,
+        name=f"{device.name}-{profile}",
+        peak=Peak(flops, device.peak.dtype),
+        memory_bytes=device.memory_bytes * share,
+        memory_bandwidth=device.memory_bandwidth * share,
+        multiprocessors=multiprocessors,
+        per_node=1,
+    )
+
+
+SLICES = {
+    one.name: one
+    for name, (cores, profiles) in _SLICED.items()
+    for profile in profiles
+    for one in [_slice(DEVICES[name], cores, profile)]
+}
+"""By name."""
+NAMES = (*DEVICES, *ALIASES, *SLICES)
+
+
+def device_named(name: str) -> Device:
+    """A device of the table, or a slice of one, by its name in any case or by a short one.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = {one.lower(): ALIASES.get(one, one) for one in NAMES}
+    known_name = known.get(name.lower())
+    if known_name is None:
+        hint = nearest(name.upper(), [*DEVICES, *ALIASES])
+        raise UserError(f"{name}: no such device{hint}; known: {', '.join(DEVICES)}")
+    return (DEVICES | SLICES)[known_name]
+
+
+def device_like(name: str) -> Device:
+    """The device of the table, or the slice of one, that a driver's name for it means, such as
+    `NVIDIA A100-SXM4-40GB MIG 3g.20gb`; that of an A100 for one that is not in it.
+
+    Args:
+        name: as PyTorch has it; `CPU` for any CPU.
+    """
+    words = name.upper().replace("-", " ").split()  # whole ones: an A100 is no A10
+    family = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
+    sized = [device for device in family if device.name.split("-")[-1] in words]
+    device = (sized or family or [DEVICES["A100-80GB"]])[0]
+    return SLICES.get(f"{device.name}-{words[-1].lower()}", device) if words else device
