@@ -4,7 +4,7 @@ is one graph whatever it computes again, for all blocks and lengths."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,22 +167,35 @@ def test_one_graph_serves_all_blocks_and_lengths(
     assert not counters["recompiles"]
 
 
+@DYNAMO_LOOKS
+def test_compiled_blocks_may_change_what_they_compute_again(folder: Path, traced: None) -> None:
+    plain = _plain("llama", folder)
+    ways: list[Recomputation] = ["selective", "none", "selective"]
+    compiled, graphs = _losses(
+        WORKLOADS["llama"], folder, ways, compile=True, activation_checkpointing="full"
+    )
+    assert compiled == [pytest.approx(one, rel=1e-5) for one in plain]
+    assert graphs == sorted(graphs)
+    assert graphs[-1] <= len(WAYS)
+    assert not counters["graph_break"]
+
+
 @cache
 def _plain(name: str, folder: Path) -> list[tuple[float, float]]:
     return _losses(WORKLOADS[name], folder)[0]
 
 
 def _losses(
-    workload: dict[str, Any], folder: Path, **keys: Any
+    workload: dict[str, Any], folder: Path, ways: Iterable[Recomputation] = (), **keys: Any
 ) -> tuple[list[tuple[float, float]], list[int]]:
     """Loss and gradient norm of every step of a lone rank with FSDP2, and how many graphs there are
-    after it."""
+    after it. Each of `ways` takes turns, after a step."""
     sizes = {"steps": STEPS, "micro_batch_tokens": 96}
     recipe = Recipe.model_validate(tiny_recipe(folder, folder, workload=workload, **sizes, **keys))
     samples = bench_samples(recipe, None, steps=STEPS)
     lengths = {len(rows.tokens) for step in samples.steps for rows in step.micro_batches}
     assert len(lengths) > STEPS
-    losses, graphs = [], []
+    losses, graphs, next_way = [], [], iter(ways)
     with lone_group(CPU):
         divided = divided_model(recipe, samples.vocabulary, samples.seq_len, CPU, 1)
         optimizer = build_optimizer(recipe.optimizer, divided.model, divided.blocks)
@@ -192,6 +205,8 @@ def _losses(
         ):
             losses.append((record.loss, record.gradient_norm))
             graphs.append(counters["stats"]["unique_graphs"])
+            if way := next(next_way, None):
+                divided.recompute(way)
     return losses, graphs
 
 

@@ -181,12 +181,6 @@ def automatic_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"{'.'.join(key)}: 'auto': expected a number where parallel.virtual_ranks is set, "
                 "as the last bits of sums depend on it",
             )
-    if recipe.activation_checkpointing == "auto" and recipe.compile:
-        yield (
-            ("activation_checkpointing",),
-            "activation_checkpointing: 'auto': expected none, selective or full with compile, "
-            "whose blocks stay as they are compiled",
-        )
 
 
 def fixed_tokens(recipe: Recipe, wanted_by: str) -> int:

@@ -170,9 +170,9 @@ def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
 def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
     """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
     dtype = DTYPES[recipe.precision]
-    is_selective = recipe.compile and recipe.activation_checkpointing == "selective"
+    may_be_selective = recipe.compile and recipe.activation_checkpointing in ("selective", "auto")
     uncompiled = []
-    if is_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
+    if may_be_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
         uncompiled = [
             "compile: true: dense attention on a GPU interrupts graphs: with "
             "activation_checkpointing selective blocks run uncompiled instead; full or none "
