@@ -42,6 +42,8 @@ class ModelSpec:
     """Numbers in a block's biases and norms."""
     embedding_additions: int = 1
     """Additions for each feature of a token: one less than there are tables."""
+    embedding_norm: bool = False
+    """Whether embeddings are normed before the first block."""
     head_extra: int = 0
     """Parameters of the head's own matrices beside the one that gives logits."""
     sample_extra: int = 0

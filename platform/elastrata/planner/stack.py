@@ -49,6 +49,9 @@ class Stack:
     """Share of the rate of collectives inside a node that this system reaches."""
     network_factor: float = 1.0
     """Likewise on the network."""
+    keeps_gathered: bool = False
+    """Whether tokens that tensor-parallel devices have gathered from each other are kept for the
+    backward pass, not gathered again."""
     attention_copies: int = 0
     """Copies of attention's result that are kept beside it."""
     extra_micro_batches: int = 0
@@ -77,6 +80,7 @@ def elastrata(precision: Precision, reduced: Precision) -> Stack:
         whole_logits=False,
         logit_bytes=element,  # the gradient is written over it
         logits_at_once=LOGITS_AT_ONCE,
+        keeps_gathered=True,  # by torch's tensor parallelism
         attention_copies=1 if precision == "fp32" else 0,  # one dense call for each run of lengths
     )
 

@@ -45,6 +45,7 @@ class BertShape:
             vocabulary=self.num_embeddings,
             position_rows=self.max_positions + _TOKEN_TYPES,
             embedding_additions=2,
+            embedding_norm=True,
             tied=True,
             block_vectors=biases + 4 * e,
             head_extra=e * e,

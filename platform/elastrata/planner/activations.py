@@ -1,0 +1,149 @@
+"""Activations and their gradients, byte by byte: what blocks, embeddings and the head keep.
+
+Letters: h hidden size, f feed-forward size, t tensor-parallel devices, e bytes of an activation,
+p stages of a pipeline, v parts of the model on each of its devices.
+"""
+
+from __future__ import annotations
+
+from elastrata.core.model_spec import ModelSpec
+from elastrata.planner.layout import Layout
+from elastrata.planner.stack import FP32_BYTES, Stack
+
+
+def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Bytes that a block keeps for the backward pass of one micro-batch.
+
+    As in arXiv 2205.05198, section 4.1, counted for the operations of each kind of block. What
+    every tensor-parallel device keeps whole, unless tokens are divided: inputs of the two norms, of
+    the projections to query, key and value and of the feed-forward's first. What they divide:
+    query, key, value, attention's result, and the feed-forward's inner numbers.
+    """
+    e, h, f = stack.element_bytes, model.hidden, model.feed_forward
+    shared = 4 * e * h + (2 * h if stack.dropout else 0)
+    inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
+    own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
+    if model.position_rows == 0 and not stack.fused:
+        own += e * (h + model.kv_width)  # query and key before they were turned
+    if stack.flash:
+        own += FP32_BYTES * model.heads
+    else:
+        own += model.heads * model.seq_len * (2 * e + (1 if stack.dropout else 0))
+    parts = layout.tensor if layout.sequence else 1
+    # Inputs of the projections to query, key and value and of the feed-forward's first are whole.
+    gathered = 2 * e * h * (1 - 1 / parts) if stack.keeps_gathered else 0.0
+    tokens = layout.micro_batch * model.seq_len
+    return tokens * (shared / parts + gathered + own / layout.tensor)
+
+
+def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage: int) -> float:
+    """Blocks times micro-batches whose activations a stage holds at once.
+
+    GPipe holds all micro-batches; 1F1B as many as there are stages from here to the end;
+    interleaved stages of the first device (p - 1) / v more than these (arXiv 2104.04473, section
+    2.2; arXiv 2205.05198, section 4.2.3), of every one after it 2 / v less. Zero bubble, as
+    torch.distributed has it, holds p everywhere: what 1F1B holds, and what waits for its gradients
+    of weights, of which the stage's number says how many (arXiv 2401.10241, ZB-H1).
+    """
+    layers = layout.layers_of_stage(model.layers)
+    if layout.pipeline == 1:
+        return layers
+    if layout.schedule == "gpipe":
+        return layers * micro_batches
+    p, v = layout.pipeline, layout.virtual_stages
+    held: float = p - stage
+    if layout.schedule == "zero_bubble":
+        held = p
+    elif v > 1:
+        held = p + (p - 1 - 2 * stage) / v
+    return layers * min(held, micro_batches)
+
+
+def travelling(
+    model: ModelSpec,
+    stack: Stack,
+    layout: Layout,
+    micro_batches: int,
+    flight: float,
+    stage: int,
+) -> float:
+    """Hidden states that come from other stages, and those that go there. torch.distributed's
+    pipelines receive into memory of its own for each micro-batch of a step, and keep what a stage
+    has sent until the gradient of it is back."""
+    if layout.pipeline == 1:
+        return 0.0
+    parts = layout.tensor if layout.sequence else 1
+    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes / parts
+    before = layout.virtual_stages - (stage == 0)
+    behind = layout.virtual_stages - (stage == layout.pipeline - 1)
+    in_flight = flight / layout.layers_of_stage(model.layers)
+    received = (micro_batches - in_flight) * before  # the others are inputs that blocks keep
+    return hidden * (received + micro_batches * behind + in_flight * behind)
+
+
+def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Gradients of what every matrix and norm of a stage has made of one micro-batch: zero bubble
+    computes those of the weights from them, later."""
+    inner = (2 if model.gated else 1) * model.feed_forward
+    own = 3 * model.hidden + 2 * model.kv_width + inner
+    tokens = layout.micro_batch * model.seq_len * stack.element_bytes
+    whole = 2 * model.hidden / (layout.tensor if layout.sequence else 1)
+    return layout.layers_of_stage(model.layers) * tokens * (own / layout.tensor + whole)
+
+
+def kept_activations(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
+    """Bytes of a block kept for the backward pass: all, its input alone, or with that what
+    `selective` keeps (`core/recomputation.py`)."""
+    if layout.checkpointing == "none":
+        return block
+    tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1
+    hidden = tokens * model.hidden * stack.element_bytes
+    if layout.checkpointing == "full":
+        return hidden / parts
+    return min(block, hidden / parts + tokens * _kept_results(model, stack, layout))
+
+
+def _kept_results(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Bytes per token of attention's result and of every second matrix product: query, value, the
+    feed-forward's first and, where it has three, its last, which is whole on every tensor-parallel
+    device; and there of the two sums over them."""
+    e, h = stack.element_bytes, model.hidden
+    own = e * (2 * h + model.kv_width + model.feed_forward) + FP32_BYTES * model.heads
+    last = e * h if model.gated else 0
+    sums = 2 * e * h / (layout.tensor if layout.sequence else 1) if layout.tensor > 1 else 0
+    return own / layout.tensor + last + sums
+
+
+def logits_and_loss(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Logits of one micro-batch, with what the loss makes of them."""
+    tokens = layout.micro_batch * model.seq_len * model.predicted
+    logits = tokens * model.vocabulary / (1 if stack.whole_logits else layout.tensor)
+    return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
+
+
+def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Gradients at once inside a block: of its feed-forward's inner numbers, and of its output."""
+    parts = layout.tensor if layout.sequence and not stack.keeps_gathered else 1
+    numbers = model.feed_forward / layout.tensor + model.hidden / parts
+    return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
+
+
+def head_inputs(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """What the head keeps of one micro-batch beside the logits: the hidden states of predicted
+    tokens, before and after the norm."""
+    tokens = layout.micro_batch * model.seq_len * model.predicted
+    return tokens * 2 * model.hidden * stack.element_bytes
+
+
+def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """What the head keeps of one micro-batch until its backward pass: logits, and its inputs."""
+    tokens = layout.micro_batch * model.seq_len * model.predicted
+    columns = model.vocabulary / (1 if stack.whole_logits else layout.tensor)
+    return tokens * columns * stack.element_bytes + head_inputs(model, stack, layout)
+
+
+def normed_embeddings(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """What a norm of the embeddings keeps of one micro-batch: their sum, whole on every
+    tensor-parallel device."""
+    tokens = layout.micro_batch * model.seq_len
+    return tokens * model.hidden * stack.element_bytes if model.embedding_norm else 0.0
