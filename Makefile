@@ -14,6 +14,7 @@ ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 EVERY := -m ""
+ALONE := tests/clusters tests/faults
 # Options: GPU_OPTIONS="--minutes 10 --cases check". Machines with PyTorch lack pydantic at most;
 # others of the engine's needs: GPU_NEEDS="pydantic numpy pyarrow pyyaml fsspec".
 GPU_RESULTS ?= gpu.jsonl
@@ -31,16 +32,16 @@ test: $(READY)
 	@echo "== running the tests"
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-# The faults come last and alone: a run that is starved looks like one that hangs.
+# Faults and clusters come last, one at a time: a run that is starved looks like one that hangs.
 test-all: $(READY)
 	@echo "== running all tests, slow ones too"
-	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) --ignore=tests/faults
-	@$(BIN)/python -m pytest -q $(EVERY) tests/faults
+	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -q $(EVERY) $(ALONE)
 
 slow: $(READY)
 	@echo "== running the slow tests"
-	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) --ignore=tests/faults
-	@$(BIN)/python -m pytest -q -m slow tests/faults
+	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -q -m slow $(ALONE)
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"

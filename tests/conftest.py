@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ from support.forked_workers import own_workers
 from support.guardian import guard
 from support.left_behind import end_commands, kill_ray
 from support.marks import begin
+from support.parts import part_of_the_slow
 from support.s3 import s3_bucket
 from support.shared_ray import close_ray, open_ray
 
@@ -40,6 +42,9 @@ RAYS = ("faults", "clusters")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files go first, so that processes side by side end at about the same time."""
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
+    if part := os.environ.get("ELASTRATA_SLOW_PART"):
+        number, parts = map(int, part.split("/"))
+        items[:] = part_of_the_slow(items, number, parts)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_loaders.samples import BATCH_SIZE, SHUFFLE_BUFFER, Batch
 from elastrata.cluster.ray_session import ray_session
-from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Order
@@ -21,7 +21,7 @@ from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stream import MAX_GROUP_TOKENS, RankStream, dealt, descriptors
+from elastrata_pipelines.stream import RankStream, dealt, descriptors
 
 EPOCHS = 64
 """Length of the run that is streamed: more than any measurement lasts."""

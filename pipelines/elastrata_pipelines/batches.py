@@ -21,6 +21,9 @@ from elastrata_pipelines.retry import with_retries
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
 
+MAX_GROUP_TOKENS = 8 * 2**20
+"""Read and dealt at once, at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

@@ -20,7 +20,7 @@ import ray.data
 import ray.train
 from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
-from elastrata_pipelines.batches import Batches, Group, Start
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
 
@@ -28,7 +28,6 @@ READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
 that wait for a CPU; `CONCURRENT_READERS` bounds what they take."""
 CONCURRENT_READERS = 2
-MAX_GROUP_TOKENS = 8 * 2**20
 MAX_DESCRIPTORS = 256
 PREFETCHED_PAYLOADS = 2
 READ_AHEAD_BYTES = 512 * 2**20

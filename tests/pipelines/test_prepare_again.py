@@ -41,6 +41,7 @@ def prepared(corpus: Path, ray_local: None) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_other_parallelism_in_another_folder_gives_the_same_bytes(
     prepared: Path, tmp_path: Path
 ) -> None:
@@ -53,9 +54,8 @@ def test_other_parallelism_in_another_folder_gives_the_same_bytes(
         assert (prepared / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param("tokenize", marks=pytest.mark.slow), "write shards"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["tokenize", "write shards"])
 def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     prepared: Path, corpus: Path, tmp_path: Path, stage: str
 ) -> None:

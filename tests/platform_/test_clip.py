@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,20 @@ LATE = ("reduced", True)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 2)]
 """World size, copies of the model."""
 MAX_NORM = 0.5
+WAYS = [*((scope, False) for scope in SCOPES), LATE]
+QUICK = {
+    *product([(1, 1)], WAYS, ["fp32", "bf16"]),
+    ((2, 1), ("reduced", False), "bf16"),
+    ((2, 1), LATE, "fp32"),
+    ((3, 1), ("local", False), "fp32"),
+    ((4, 2), ("local", False), "bf16"),
+    ((4, 2), LATE, "fp32"),
+}
+"""Every layout, way and precision, but not with one another."""
+EVERY = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in product(LAYOUTS, WAYS, ["fp32", "bf16"])
+]
 
 
 def bucketwise(scope: str, max_norm: float = MAX_NORM) -> dict[str, object]:
@@ -89,17 +104,17 @@ def test_shares_add_up(data, num_ranks) -> None:
     assert sum(shares) == pytest.approx(1 if any(total.values()) else 0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("scope", "sparse"), [*((scope, False) for scope in SCOPES), LATE])
-@pytest.mark.parametrize(("world_size", "replicate"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "way", "precision"), EVERY)
 def test_never_above_the_limit_and_as_defined(
-    world_size, replicate, scope, sparse, precision
+    layout: tuple[int, int], way: tuple[str, bool], precision: str
 ) -> None:
     """Two micro-batches; with several ranks, uneven shares and one that is empty."""
-    clip, layout = bucketwise(scope), {"replicate": replicate}
+    (world_size, replicate), (scope, sparse) = layout, way
+    clip = bucketwise(scope)
     cases = [random_case(seed, world_size) for seed in range(20)]
     run = run_ranks if replicate == 1 else run_fresh_ranks
-    ranks = run(world_size, clip_on_ranks, layout, precision, clip, cases, sparse)
+    copies = {"replicate": replicate}
+    ranks = run(world_size, clip_on_ranks, copies, precision, clip, cases, sparse)
     for found, case in zip(ranks[0], cases, strict=True):
         wanted = clip_plainly(clip, case)
         assert whole_norm(found.buckets) <= MAX_NORM

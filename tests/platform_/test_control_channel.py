@@ -117,7 +117,9 @@ def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local_of_own_workers: None
     assert wait_until(sender.look, 30, "the answer to what was sent") == stop
 
 
-@pytest.mark.parametrize("number", SECONDS)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_channel_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
     number: signal.Signals, ray_local_of_own_workers: None
 ) -> None:

@@ -151,6 +151,7 @@ def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_case_of_each_kind_runs_on_a_cpu(tmp_path: Path) -> None:
     rows = _from_an_empty_folder(
         tmp_path, *TINY, "--cases", "machine,check: saved,speed: gpt/125m", "--minutes", "5"

@@ -78,6 +78,7 @@ def test_whole_copies_learn_the_same(world_size: int, recipe: dict[str, Any]) ->
         assert _bits(overlapped) == _bits(copied)
 
 
+@pytest.mark.slow
 def test_copies_that_are_sharded_learn_the_same(recipe: dict[str, Any]) -> None:
     ways = [
         {},

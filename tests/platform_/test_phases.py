@@ -194,6 +194,7 @@ def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> N
     assert "phases.1.optimizer.lr: 0.0005 in the run of this name, 0.0001" in other.stderr
 
 
+@pytest.mark.slow
 def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(60):

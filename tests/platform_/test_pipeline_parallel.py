@@ -136,12 +136,13 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size", "layouts"),
     [
         ("tied llama", 2, [{}, PIPELINE, INTERLEAVED]),
         *(
-            pytest.param(name, 4, [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}], marks=SLOW)
+            (name, 4, [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}])
             for name in ("tied llama", "bert")
         ),
     ],

@@ -73,6 +73,7 @@ def test_the_next_actors_take_the_spares_and_those_are_replaced() -> None:
     assert _waiting(first, 3).isdisjoint(births)
 
 
+@pytest.mark.slow
 def test_another_environment_takes_none() -> None:
     first = _worker(MODULE, "wsgiref.util")
     ray.get(first.keep_warm.remote(1))

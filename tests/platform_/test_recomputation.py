@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,9 @@ WORKLOADS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
 WAYS: tuple[Recomputation, ...] = ("none", "selective", "full")
 DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 """It hides that warning, and it is an error here before it can."""
+COMPILED = ("llama", "selective")
+"""What is compiled by default; all of it is slow."""
 CPU, STEPS = torch.device("cpu"), 4
-
-
-def _by_default(quick: str) -> list[Any]:
-    """All workloads; but for one of them marked `slow`."""
-    return [
-        pytest.param(name, marks=[] if name == quick else [pytest.mark.slow]) for name in WORKLOADS
-    ]
 
 
 class _Counted(TorchDispatchMode):
@@ -138,7 +134,8 @@ def test_gradients_are_equal_and_so_much_is_computed_again(name: str, folder: Pa
 
 
 @DYNAMO_LOOKS
-@pytest.mark.parametrize("name", _by_default("llama"))
+@pytest.mark.slow  # the one below compiles, too
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_compiled_gradients_are_equal_and_so_much_is_computed_again(
     name: str, folder: Path, traced: None
 ) -> None:
@@ -153,8 +150,13 @@ def test_compiled_gradients_are_equal_and_so_much_is_computed_again(
 
 
 @DYNAMO_LOOKS
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", _by_default("llama"))
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=() if (name, way) == COMPILED else pytest.mark.slow)
+        for name, way in product(WORKLOADS, WAYS)
+    ],
+)
 def test_one_graph_serves_all_blocks_and_lengths(
     name: str, way: Recomputation, folder: Path, traced: None
 ) -> None:

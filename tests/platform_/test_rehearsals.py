@@ -12,7 +12,7 @@ from support.allowed_waits import unexpected_waits
 from support.ledgers import golden, is_kept, ledger
 from support.rehearsed_layouts import LAYOUTS, MODELS, rehearse_layout, worlds
 
-QUICK = {("gpt", "fsdp", 8), ("gpt", "all-axes", 1024), ("bert", "bf16-hsdp", 8)}
+QUICK = {("gpt", "fsdp", 8), ("bert", "bf16-hsdp", 8)}
 ERROR = 0.02
 """Of the plan's memory, at most."""
 

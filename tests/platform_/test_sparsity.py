@@ -166,7 +166,8 @@ def test_level_after_level_down_to_none(data: Path, name: str) -> None:
             _assert_equal(found, alone, tolerance)
 
 
-@pytest.mark.parametrize("at", [5, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 6])
 def test_a_checkpoint_goes_on_at_another_size(data: Path, tmp_path: Path, at: int) -> None:
     """At the end of a phase of RigL, and in its middle; another phase of it comes after."""
     phases = [

@@ -13,23 +13,32 @@ SMALL = [
 ]
 
 
+SLOW = pytest.mark.slow
+DIVIDED = ["workers.min=8", "workers.max=8"]
+WAYS = {
+    "plain": ("gpt/tiny", [], True),
+    "sparse": ("gpt/tiny", ["sparsity.level=0.5"], True),
+    "tensor": ("gpt/tiny", ["parallel.tensor=2", *DIVIDED], True),
+    "pipeline": ("gpt/tiny", ["parallel.pipeline=2", *DIVIDED], True),
+}
+MORE_WAYS = {
+    "bucketwise": ("bert/tiny", ["clip.method=bucketwise"], True),
+    "muon": ("gpt/tiny", ["optimizer.name=muon"], False),
+    "lamb": ("gpt/tiny", ["optimizer.name=lamb"], False),
+    "virtual ranks": (
+        "gpt/tiny",
+        ["parallel.virtual_ranks=8", "optimizer.fused=false", "workers.threads=1"],
+        False,
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "skips"),
     [
-        ("gpt/tiny", [], True),
-        ("bert/tiny", ["clip.method=bucketwise"], True),
-        ("gpt/tiny", ["optimizer.name=muon"], False),
-        ("gpt/tiny", ["optimizer.name=lamb"], False),
-        ("gpt/tiny", ["sparsity.level=0.5"], True),
-        ("gpt/tiny", ["parallel.tensor=2", "workers.min=8", "workers.max=8"], True),
-        ("gpt/tiny", ["parallel.pipeline=2", "workers.min=8", "workers.max=8"], True),
-        (
-            "gpt/tiny",
-            ["parallel.virtual_ranks=8", "optimizer.fused=false", "workers.threads=1"],
-            False,
-        ),
+        *(pytest.param(*way, id=name) for name, way in WAYS.items()),
+        *(pytest.param(*way, id=name, marks=SLOW) for name, way in MORE_WAYS.items()),
     ],
-    ids=["plain", "bucketwise", "muon", "lamb", "sparse", "tensor", "pipeline", "virtual ranks"],
 )
 def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool) -> None:
     waits, copies, on_device = on_fake_cuda(

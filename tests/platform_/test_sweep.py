@@ -201,13 +201,16 @@ def test_a_trial_whose_process_dies_goes_on(folder: Path, workers_are_children: 
     wait_until(
         lambda: any(e["kind"] == "reported" for e in history.read(journal)), SECONDS, "reports"
     )
-    actors = [
-        process
-        for process in psutil.Process(driver.pid).children(recursive=True)
-        if "ResourceTrainable" in " ".join(process.cmdline())  # Tune's name for every actor
-    ]
-    assert actors
-    for process in actors:
+
+    def actors() -> list[psutil.Process]:
+        """There is none between one trial and the next."""
+        return [
+            process
+            for process in psutil.Process(driver.pid).children(recursive=True)
+            if "ResourceTrainable" in " ".join(process.cmdline())  # Tune's name for every actor
+        ]
+
+    for process in wait_until(actors, SECONDS, "a trial"):
         process.kill()
     assert driver.wait(SECONDS) == 0
     result = read_result(str(folder / "runs" / "deadly"))

@@ -389,6 +389,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_loses_nothing(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

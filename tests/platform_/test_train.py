@@ -86,7 +86,8 @@ def test_a_finished_run_is_not_run_again(recipe, undisturbed) -> None:
     assert run_json("train", recipe, "--name", "undisturbed") == undisturbed
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # two launches
+@pytest.mark.parametrize("workers", [1, 3])
 def test_killed_driver_resumes_at_another_size(workers, recipe, undisturbed, tmp_path) -> None:
     name = f"killed-{workers}"
     two = start(
@@ -266,6 +267,7 @@ def test_input_that_cannot_work_is_refused(recipe, override, line) -> None:
     assert not (recipe.parent / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_told(recipe, tmp_path) -> None:
     data = tmp_path / "data"
     shutil.copytree(recipe.parent / "data", data)

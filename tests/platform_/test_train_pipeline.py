@@ -29,7 +29,9 @@ PIPELINE = ("workers.min=2", "workers.max=2", "parallel.pipeline=2")
 
 
 @pytest.mark.slow
-def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(tmp_path: Path) -> None:
+def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(
+    tmp_path: Path, workers_are_children: None
+) -> None:
     write_data_set(tmp_path / "data", samples=400)
     values = tiny_recipe(
         tmp_path / "data",

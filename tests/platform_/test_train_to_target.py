@@ -149,7 +149,9 @@ def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_target_reached_in_memory_alone_is_kept(folder: Path, tmp_path: Path) -> None:
+def test_a_target_reached_in_memory_alone_is_kept(
+    folder: Path, tmp_path: Path, workers_are_children: None
+) -> None:
     """The save of that step fails, then a worker dies: nothing is trained again."""
     step = 180
     values = _values(folder, steps=400, evaluation={"every": step})

@@ -112,6 +112,7 @@ def test_losses_are_equal_to_the_bit_at_any_world_size(
         assert _bits(recipe, world_size) == alone
 
 
+@pytest.mark.slow
 def test_without_virtual_ranks_they_are_only_alike(recipe: dict[str, Any]) -> None:
     plain = {**recipe, "parallel": {}}
     alone, two = _bits(plain, 1), _bits(plain, 2)

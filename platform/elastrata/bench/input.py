@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
-
-MAX_GROUP_TOKENS = 8 * 2**20
-"""Read and dealt at once, as `elastrata_pipelines.stream` does."""
 
 
 @dataclass(frozen=True, kw_only=True)

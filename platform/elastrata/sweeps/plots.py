@@ -13,14 +13,14 @@ from elastrata.sweeps.domains import Domain, LogUniform
 from elastrata.sweeps.importance import importance
 from elastrata.sweeps.scale import Scale
 from elastrata.sweeps.standings import Standings, Trial
+from elastrata.tracking.colors import BLUE, GRAY, GRID, INK, PALE_BLUE, QUIET, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PICTURES = ("curves", "keys", "parallel", "importance")
-_INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_BEST, _STOPPED, _BAD = "#d1495b", "#b8d4ee", "#9aa5b1"
+_BEST, _FINISHED, _STOPPED, _BAD = RED, BLUE, PALE_BLUE, GRAY
 _COLUMNS = 3
 _MARGIN = 0.05
 
@@ -134,9 +134,9 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
         for height, end in zip((0.0, 1.0), ends, strict=True):
             text = f"{end:.3g}" if isinstance(end, float) else str(end)
             axes.annotate(text, (number, height), xytext=(0, -13 if height == 0 else 6),
-                          textcoords="offset points", ha="center", color=_QUIET,
+                          textcoords="offset points", ha="center", color=QUIET,
                           fontsize=8)  # fmt: skip
-        axes.axvline(number, color=_GRID, zorder=0)
+        axes.axvline(number, color=GRID, zorder=0)
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_yticks([])
     axes.set_ylim(-0.12, 1.12)
@@ -150,10 +150,10 @@ def _importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     axes = _axes(figure, 111, title, "", "")
     by_key = importances(standings, space)
     names = list(reversed(by_key))
-    axes.barh(names, [by_key[name] for name in names], color="#1769aa", height=0.6)
+    axes.barh(names, [by_key[name] for name in names], color=BLUE, height=0.6)
     for number, name in enumerate(names):
         axes.annotate(f"{by_key[name]:.0%}", (by_key[name], number), xytext=(5, 0),
-                      textcoords="offset points", va="center", color=_INK)  # fmt: skip
+                      textcoords="offset points", va="center", color=INK)  # fmt: skip
     axes.set_xlim(0, 1.08)
     axes.set_xticks([])
     axes.grid(visible=False)
@@ -166,7 +166,7 @@ def _look(trial: Trial, best: Trial | None) -> tuple[str, float]:
         return _BEST, 3.0
     if not trial.counts:
         return _BAD, 1.0
-    return ("#1769aa", 1.5) if trial.state == "finished" else (_STOPPED, 1.5)
+    return (_FINISHED, 1.5) if trial.state == "finished" else (_STOPPED, 1.5)
 
 
 def _marker(trial: Trial) -> str:
@@ -178,12 +178,12 @@ def _legend(axes: Axes) -> None:
 
     kinds = [
         ("best", _BEST, "o"),
-        ("finished", "#1769aa", "o"),
+        ("finished", _FINISHED, "o"),
         ("stopped early", _STOPPED, "s"),
         ("diverged or failed", _BAD, "x"),
     ]
     handles = [Line2D([], [], color=c, marker=m, label=name) for name, c, m in kinds]
-    axes.legend(handles=handles, frameon=False, labelcolor=_INK)
+    axes.legend(handles=handles, frameon=False, labelcolor=INK)
 
 
 def _mark(
@@ -210,7 +210,7 @@ def _mark(
 
 def _note(figure: Figure, text: str) -> None:
     if text:
-        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=_QUIET)
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=QUIET)
 
 
 def _on_axis(domain: Domain, value: Any) -> Any:
@@ -255,13 +255,13 @@ def _figure(width: float, height: float) -> Figure:
 
 def _axes(figure: Figure, place: Any, title: str, x_label: str, y_label: str) -> Axes:
     axes = figure.add_subplot(*place) if isinstance(place, tuple) else figure.add_subplot(place)
-    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
-    axes.set_xlabel(x_label, color=_QUIET)
-    axes.set_ylabel(y_label, color=_QUIET)
-    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.set_xlabel(x_label, color=QUIET)
+    axes.set_ylabel(y_label, color=QUIET)
+    axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=_QUIET, length=0)
+    axes.tick_params(which="both", colors=QUIET, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    axes.spines["bottom"].set_color(GRID)
     return axes

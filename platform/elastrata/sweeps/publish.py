@@ -13,6 +13,7 @@ from elastrata.sweeps.folder import PLOTS, REPORT_FILE
 from elastrata.sweeps.plots import PICTURES, draw, png
 from elastrata.sweeps.standings import Standings, Trial
 from elastrata.sweeps.sweep import SweepConfig
+from elastrata.tracking.colors import GRID, INK, QUIET, RED
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
 
@@ -69,10 +70,10 @@ def _shown(value: Any) -> str:
 
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:70rem;margin:2rem auto;"
+    f"body{{font:15px/1.5 system-ui,sans-serif;color:{INK};max-width:70rem;margin:2rem auto;"
     "padding:0 1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums;"
-    "font-size:14px}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #e4e7eb}"
-    "th{color:#7b8794;font-weight:500}tr.best{font-weight:700;color:#d1495b}"
+    f"font-size:14px}}td,th{{padding:.2rem .7rem;text-align:right;border-bottom:1px solid {GRID}}}"
+    f"th{{color:{QUIET};font-weight:500}}tr.best{{font-weight:700;color:{RED}}}"
     "img{max-width:100%;margin:1rem 0}.wide{overflow-x:auto}"
 )
 

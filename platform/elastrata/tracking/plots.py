@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from elastrata.tracking.colors import BLUE, GRID, INK, PALE_BLUE, QUIET, RED
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Ints = npt.NDArray[np.int64]
-_INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_RAW, _SMOOTH, _HELD_OUT = "#b8d4ee", "#1769aa", "#d1495b"
+_RAW, _SMOOTH, _HELD_OUT = PALE_BLUE, BLUE, RED
 _STRATA = 8
 _MOST_BARS = 128
 _TALL = 3
@@ -55,7 +56,7 @@ def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
         step, loss = held_out[-1]
         axes.annotate(f"{loss:.2f}", (step, loss), xytext=(6, 6), textcoords="offset points",
                       color=_HELD_OUT, fontweight="bold")  # fmt: skip
-    axes.legend(frameon=False, labelcolor=_INK)
+    axes.legend(frameon=False, labelcolor=INK)
     axes.margins(x=0.02)
     return figure
 
@@ -82,7 +83,7 @@ def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.fill_between(places, least, most, step="mid", color=_RAW, label="fewest to most zeros")
     axes.step(places, mean, where="mid", color=_SMOOTH, linewidth=2, label="mean over the layers")
     axes.set_ylim(-2, 102)
-    axes.legend(frameon=False, labelcolor=_INK)
+    axes.legend(frameon=False, labelcolor=INK)
     _save(figure, path)
 
 
@@ -100,12 +101,12 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, axes = _canvas("FLOPs, forward and backward", "optimizer step", unit)
     dense = np.cumsum([float(record["flops"]) / 10**power for record in steps])
     zeros = np.cumsum([record.get("flops_of_zeros", 0) / 10**power for record in steps])
-    axes.plot(places, dense, color=_QUIET, linewidth=2, label="dense")
+    axes.plot(places, dense, color=QUIET, linewidth=2, label="dense")
     axes.plot(places, dense - zeros, color=_SMOOTH, linewidth=2, label="without zeros")
     axes.annotate(f"{dense[-1] / (dense - zeros)[-1]:.2f} times fewer",
                   (places[-1], (dense - zeros)[-1]), xytext=(0, -60), ha="right",
                   textcoords="offset points", color=_SMOOTH, fontweight="bold")  # fmt: skip
-    axes.legend(frameon=False, labelcolor=_INK)
+    axes.legend(frameon=False, labelcolor=INK)
     _save(figure, path)
 
 
@@ -129,7 +130,7 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
     axes.annotate(f"mean {mean:.0f}", (mean, 0.97), xycoords=("data", "axes fraction"),
                   xytext=(5, 0), textcoords="offset points", va="top", color=_HELD_OUT)  # fmt: skip
     axes.text(0.0, -0.2, f"Colours: {_STRATA} length strata of equally many tokens.",
-              transform=axes.transAxes, color=_QUIET, fontsize=9)  # fmt: skip
+              transform=axes.transAxes, color=QUIET, fontsize=9)  # fmt: skip
     axes.set_xlim(0, len(counts))
     _save(figure, path)
 
@@ -156,7 +157,7 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
                   linewidth=1.5 if number else 3, zorder=2 if number else 3,
                   color=colors[number - 1] if number else _HELD_OUT)  # fmt: skip
     _logarithmic(axes, sorted({size for curve in curves.values() for size in curve} - {1}))
-    axes.legend(frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
 
 
@@ -188,14 +189,14 @@ def layout_cloud(
     device = axes.axvline(memory, color=_HELD_OUT, linewidth=1.5, label="a device's memory")
     # Named below: those worth a name lie close together, and so would what is written beside them.
     handles = [
-        axes.scatter(x, y, s=70, marker=marker, facecolors="none", edgecolors=_INK, linewidths=1.3,
+        axes.scatter(x, y, s=70, marker=marker, facecolors="none", edgecolors=INK, linewidths=1.3,
                      zorder=4, label=f"{number}. {name}")
         for number, ((x, y, name), marker) in enumerate(zip(named, _NAMED, strict=False), start=1)
     ]  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.legend(handles=[*clouds, device], frameon=False, labelcolor=_INK, loc="center left",
+    axes.legend(handles=[*clouds, device], frameon=False, labelcolor=INK, loc="center left",
                 bbox_to_anchor=(1.0, 0.5))  # fmt: skip
-    figure.legend(handles=handles, frameon=False, labelcolor=_INK, loc="outside lower left",
+    figure.legend(handles=handles, frameon=False, labelcolor=INK, loc="outside lower left",
                   fontsize=9)  # fmt: skip
     _save(figure, path)
 
@@ -253,7 +254,7 @@ def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
         place = int(starts[int(np.argmax(heights))])
         axes.annotate(f"{tallest:,} \u2191", (place, 1), xycoords=("data", "axes fraction"),
                       xytext=(-4, -4), textcoords="offset points", ha="right", va="top",
-                      color=_INK)  # fmt: skip
+                      color=INK)  # fmt: skip
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
@@ -265,18 +266,18 @@ def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=12)
-    axes.set_xlabel(x_label, color=_QUIET)
-    axes.set_ylabel(y_label, color=_QUIET)
-    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=12)
+    axes.set_xlabel(x_label, color=QUIET)
+    axes.set_ylabel(y_label, color=QUIET)
+    axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_QUIET, length=0)
+    axes.tick_params(colors=QUIET, length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    axes.spines["bottom"].set_color(GRID)
     return figure, axes
 
 
