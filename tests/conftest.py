@@ -39,12 +39,14 @@ RAYS = ("faults", "clusters")
 """Folders whose tests start clusters without a command."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files go first, so that processes side by side end at about the same time."""
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
     if part := os.environ.get("ELASTRATA_SLOW_PART"):
         number, parts = map(int, part.split("/"))
-        items[:] = part_of_the_slow(items, number, parts)
+        part_of_all = part_of_the_slow(items, number, parts)
+        config.hook.pytest_deselected(items=[item for item in items if item not in part_of_all])
+        items[:] = part_of_all
 
 
 @pytest.fixture(autouse=True, scope="session")
