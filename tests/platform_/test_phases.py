@@ -105,8 +105,8 @@ def test_mistakes_are_told_where_they_were_made(folder: Path) -> None:
     assert list(caught.value.problems) == [
         "command line: optimizer.lr: -1: expected a number above 0",
         "command line: phases.1.stepss: 3: unknown key (did you mean 'steps'?)",
-        "command line: phases.2.schedule.shape: 'lin': expected 'linear', 'cosine', 'constant' or "
-        "'polynomial' (did you mean 'linear'?)",
+        "command line: phases.2.schedule.shape: 'lin': expected 'linear', 'cosine', "
+        "'constant', 'polynomial' or 'wsd' (did you mean 'linear'?)",
     ]
 
 

@@ -110,8 +110,8 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         "bad.yaml: batch_size: true: expected a whole number above 0",
         "bad.yaml: optimizer.lr: -1: expected a number above 0",
         "bad.yaml: optimizer.betas.1: missing: expected a number at least 0 and below 1",
-        "bad.yaml: schedule.shape: 'lin': expected 'linear', 'cosine', 'constant' or 'polynomial' "
-        "(did you mean 'linear'?)",
+        "bad.yaml: schedule.shape: 'lin': expected 'linear', 'cosine', 'constant', 'polynomial' or "
+        "'wsd' (did you mean 'linear'?)",
         "bad.yaml: workers.gpus: 'some': expected a whole number at least 0 or 'auto'",
         "bad.yaml: precission: 'bf16': unknown key (did you mean 'precision'?)",
         "command line: clip.max_norm: 'big': expected a number above 0",
@@ -153,6 +153,11 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
             "command line: schedule: warmup_offset (3): expected fewer than warmup_steps (3)",
         ),
         ("schedule.power=2", "schedule: power (2.0) is for the shape polynomial, not linear"),
+        ("schedule.decay.steps=2", "schedule: decay is for the shape wsd, not linear"),
+        (
+            "schedule={shape: wsd, warmup_steps: 3, decay: {steps: 8}}",
+            "schedule.decay.steps: 8: expected at most steps (10) less the warm-up (3)",
+        ),
         ("schedule={shape: polynomial, power: 0}", "schedule.power: 0: expected a number above 0"),
         ("schedule.decay_from=start", "expected 'warmup_end' or 'first_step'"),
         (
@@ -173,8 +178,8 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         ("batch_size_warmup={start: 0, steps: 5}", "start: 0: expected a whole number above 0"),
         (
             "schedule.shape=cosin",
-            "schedule.shape: 'cosin': expected 'linear', 'cosine', 'constant' or 'polynomial' "
-            "(did you mean 'cosine'?)",
+            "schedule.shape: 'cosin': expected 'linear', 'cosine', 'constant', 'polynomial' or "
+            "'wsd' (did you mean 'cosine'?)",
         ),
         ("clip.max_norm=0", "command line: clip.max_norm: 0: expected a number above 0"),
         ("clip.max_norm=-1", "command line: clip.max_norm: -1: expected a number above 0"),

@@ -9,6 +9,39 @@ from pydantic import Field, model_validator
 
 from elastrata.config import Config
 
+DECAY_RATIO = 0.2
+"""From a tenth (arXiv 2404.06395) to a fifth (arXiv 2405.18392) of the steps is said to be as good
+as a cosine over all of them."""
+
+
+class DecayConfig(Config):
+    """The end of the shape `wsd` (warm-up, stable, decay: Hu et al., MiniCPM, arXiv 2404.06395)."""
+
+    either: ClassVar = (("steps",), ("ratio",))
+
+    shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
+    """How the rate falls. 1-sqrt: by the square root of what is done of the decay, so fast at first
+    (Hägele et al., arXiv 2405.18392)."""
+    steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
+    """The last so many steps; or give `ratio`."""
+    ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The decay as a share of all steps, warm-up included. Default: a fifth."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> DecayConfig:
+        if self.steps is not None and self.ratio is not None:
+            raise ValueError(
+                f"ratio ({self.ratio}): expected without steps ({self.steps}), which says the "
+                "length too"
+            )
+        return self
+
+    def length(self, steps: int) -> int:
+        """Steps of decay of a run of `steps`."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, round((self.ratio or DECAY_RATIO) * steps))
+
 
 class ScheduleConfig(Config):
     """How the learning rate moves: linear warm-up from 0, then a decay to `final` of the peak.
@@ -18,13 +51,15 @@ class ScheduleConfig(Config):
     """
 
     either: ClassVar = (("warmup_steps", "warmup_offset"), ("warmup_ratio",))
-    only_with: ClassVar = {"power": ("shape", "polynomial")}
+    only_with: ClassVar = {"power": ("shape", "polynomial"), "decay": ("shape", "wsd")}
 
-    shape: Literal["linear", "cosine", "constant", "polynomial"] = "linear"
+    shape: Literal["linear", "cosine", "constant", "polynomial", "wsd"] = "linear"
     """Decay down to the last step; `constant` stays at the peak, `polynomial` falls as what is
-    left of the steps to the power of `power`."""
+    left of the steps to the power of `power`, `wsd` stays at the peak until a short `decay`."""
     power: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Exponent of the shape `polynomial`; 1 is `linear`, 0.5 stays high for longer."""
+    decay: DecayConfig = DecayConfig()
+    """The end of the shape `wsd`."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps until the peak is reached; the step after them is the first at full rate."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -42,6 +77,12 @@ class ScheduleConfig(Config):
     def _sane(self) -> ScheduleConfig:
         if self.power != 1 and self.shape != "polynomial":
             raise ValueError(f"power ({self.power}) is for the shape polynomial, not {self.shape}")
+        if self.shape != "wsd" and self.decay != DecayConfig():
+            raise ValueError(f"decay is for the shape wsd, not {self.shape}")
+        if self.shape == "wsd" and self.decay_from != "warmup_end":
+            raise ValueError(
+                f"decay_from ({self.decay_from}): the shape wsd has decay.steps or decay.ratio"
+            )
         if self.warmup_ratio is not None and (self.warmup_steps or self.warmup_offset):
             raise ValueError(
                 f"warmup_ratio ({self.warmup_ratio}): expected without warmup_steps and "
@@ -60,6 +101,13 @@ class ScheduleConfig(Config):
             return self.warmup_steps
         return min(round(self.warmup_ratio * steps), steps - 1)
 
+    def decay_start(self, steps: int) -> int:
+        """Steps before the decay of a run of `steps`."""
+        warmup = self.warmup(steps) - self.warmup_offset
+        if self.shape == "wsd":
+            return max(warmup, steps - self.decay.length(steps))
+        return warmup if self.decay_from == "warmup_end" else 0
+
 
 def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0, of a run of `steps`.
@@ -72,8 +120,8 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
     warmup = whole - config.warmup_offset
     if step < warmup:
         return peak * (step + config.warmup_offset + 1) / (whole + 1)
-    start = warmup if config.decay_from == "warmup_end" else 0
-    left = _left(config, (step - start) / (steps - start))
+    start = config.decay_start(steps)
+    left = _left(config, max(0.0, (step - start) / (steps - start)))
     return peak * (config.final + (1 - config.final) * left)
 
 
@@ -81,15 +129,17 @@ def _left(config: ScheduleConfig, done: float) -> float:
     """The share that is left of the way from the peak to the final rate, from 1 down to 0.
 
     Args:
-        config: its shape counts.
+        config: its shape counts; where that is `wsd`, that of its decay.
         done: share of the decay's steps that are done.
     """
-    match config.shape:
+    match config.decay.shape if config.shape == "wsd" else config.shape:
         case "constant":
             return 1.0
         case "linear":
             return 1 - done
         case "cosine":
             return (1 + math.cos(math.pi * done)) / 2
+        case "1-sqrt":
+            return 1 - math.sqrt(done)
         case "polynomial":
             return (1 - done) ** config.power  # type: ignore[no-any-return]

@@ -85,6 +85,20 @@ def _steps(part: PhaseKeys) -> Iterator[Problem]:
             ("schedule", "warmup_steps"),
             f"schedule.warmup_steps: {warmup}: expected fewer than steps ({part.steps}){more}",
         )
+    yield from _decay(part)
+
+
+def _decay(part: PhaseKeys) -> Iterator[Problem]:
+    decay, schedule = part.schedule.decay.steps, part.schedule
+    if part.steps is None or decay is None:
+        return
+    warmup = schedule.warmup(part.steps) - schedule.warmup_offset
+    if decay > part.steps - warmup and warmup < part.steps:
+        beside = f" less the warm-up ({warmup})" if warmup else ""
+        yield (
+            ("schedule", "decay", "steps"),
+            f"schedule.decay.steps: {decay}: expected at most steps ({part.steps}){beside}",
+        )
 
 
 def _target(recipe: Recipe) -> Iterator[Problem]:
