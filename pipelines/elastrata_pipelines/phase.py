@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
 from elastrata_pipelines.batches import Batches, Group, Start
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSize:
+    """The steps of a phase, and the samples in them."""
+
+    steps: int
+    batch_size: int
+    warmup: BatchSizeWarmup | None = None
+
+    def samples(self, steps: int) -> int:
+        """Samples in so many of its first steps."""
+        return samples_in(steps, full=self.batch_size, warmup=self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin(Generic[Key]):
+    """The place in another run that a run goes on from: its first steps are that run's."""
+
+    step: int
+    samples: int
+    positions: Mapping[Key, int] = field(default_factory=dict)
+    """Samples that were taken by then of each data set that this run reads on in the same order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The place of a phase in its run."""
+
+    first_step: int = 0
+    """Steps of the run before it."""
+    first_sample: int = 0
+    """Samples of the run before it, or before the origin where that lies in it."""
+    first_position: int = 0
+    """Samples of its data set that were taken by then: it goes on behind them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +55,17 @@ class Phase:
     steps: int
     batch_size: int
     warmup: BatchSizeWarmup | None = None
-    first_step: int = 0
-    """Steps of the run before it."""
-    first_sample: int = 0
-    """Samples of the run before it."""
-    first_position: int = 0
-    """Samples of its data set that earlier phases took: it goes on behind them."""
+    placement: Placement = Placement()
+
+    @property
+    def size(self) -> PhaseSize:
+        """Its steps, and the samples in them."""
+        return PhaseSize(steps=self.steps, batch_size=self.batch_size, warmup=self.warmup)
+
+    @property
+    def first_step(self) -> int:
+        """Steps of the run before it."""
+        return self.placement.first_step
 
     @property
     def last_step(self) -> int:
@@ -32,9 +75,9 @@ class Phase:
     def groups(self, start: Start, *, max_tokens: int) -> list[Group]:
         """Its groups that are left at `start`, which may lie before it, in it or behind it."""
         done = max(0, start.step - self.first_step)
-        seen = start.samples - self.first_sample if done else 0
+        seen = start.samples - self.placement.first_sample if done else 0
         groups = self.batches.groups(
-            Start(step=done, samples=self.first_position + seen),
+            Start(step=done, samples=self.placement.first_position + seen),
             steps=self.steps,
             batch_size=self.batch_size,
             max_tokens=max_tokens,
@@ -43,14 +86,60 @@ class Phase:
         return [replace(group, first_step=group.first_step + self.first_step) for group in groups]
 
 
-def one_after_another(phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    """The phases with the steps, samples and positions that they begin at."""
-    step, sample, positions = 0, 0, dict[str, int]()
-    placed = []
-    for phase in phases:
-        url = phase.batches.url
-        position = positions.get(url, 0)
-        placed.append(replace(phase, first_step=step, first_sample=sample, first_position=position))
-        samples = samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
-        step, sample, positions[url] = step + phase.steps, sample + samples, position + samples
-    return tuple(placed)
+def one_after_another(
+    phases: Iterable[Phase], origin: Origin[str] | None = None
+) -> tuple[Phase, ...]:
+    """The phases with their places.
+
+    Args:
+        phases: of a run.
+        origin: where it goes on from another one, with positions by the URL of the data set.
+    """
+    given = list(phases)
+    placed = placements(
+        [phase.size for phase in given], [phase.batches.url for phase in given], origin
+    )
+    return tuple(
+        replace(phase, placement=placement) for phase, placement in zip(given, placed, strict=True)
+    )
+
+
+def placements(
+    sizes: Sequence[PhaseSize], data: Sequence[Key], origin: Origin[Key] | None = None
+) -> Iterator[Placement]:
+    """The places of phases that come one after the other.
+
+    Args:
+        sizes: of each.
+        data: the data set of each.
+        origin: where their run goes on from another one. Nothing is known of phases before it.
+    """
+    first, sample = 0, 0
+    for size, key in zip(sizes, data, strict=True):
+        before = 0
+        if origin and first <= origin.step < first + size.steps:
+            before, sample = origin.step - first, origin.samples
+        position = positions_after(max(first, origin.step if origin else 0), sizes, data, origin)
+        yield Placement(first_step=first, first_sample=sample, first_position=position.get(key, 0))
+        sample += size.samples(size.steps) - size.samples(before)
+        first += size.steps
+
+
+def positions_after(
+    step: int, sizes: Sequence[PhaseSize], data: Sequence[Key], origin: Origin[Key] | None = None
+) -> dict[Key, int]:
+    """Samples that a run has taken of each data set after so many steps, at least the origin's.
+
+    Args:
+        step: steps done.
+        sizes: of the phases.
+        data: the data set of each.
+        origin: where the run goes on from another one.
+    """
+    taken, since, first = dict(origin.positions if origin else {}), origin.step if origin else 0, 0
+    for size, key in zip(sizes, data, strict=True):
+        begin, end = max(since - first, 0), min(step - first, size.steps)
+        if begin < end:
+            taken[key] = taken.get(key, 0) + size.samples(end) - size.samples(begin)
+        first += size.steps
+    return taken

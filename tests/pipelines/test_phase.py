@@ -13,7 +13,7 @@ from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.phase import Phase, one_after_another
+from elastrata_pipelines.phase import Origin, Phase, one_after_another, positions_after
 from elastrata_pipelines.storage import Storage
 from support.synthetic import write_data_set
 
@@ -84,6 +84,40 @@ def test_a_run_continues_at_the_same_places_as_it_would_have_gone_on(
     done = round(share * len(places))
     start = Start(step=done, samples=sum(size for *_, size in places[:done]))
     assert _places(phases, start, max_tokens) == places[done:]
+    forked = one_after_another(phases, _origin(phases, start))
+    assert _places(forked, start, max_tokens) == places[done:]
+    later = (done + len(places)) // 2
+    after = Start(step=later, samples=sum(size for *_, size in places[:later]))
+    assert _places(forked, after, max_tokens) == places[later:]
+
+
+def _origin(phases: tuple[Phase, ...], start: Start) -> Origin[str]:
+    """Where a run goes on that another one with these phases has begun."""
+    urls = [phase.batches.url for phase in phases]
+    taken = positions_after(start.step, [phase.size for phase in phases], urls)
+    return Origin(step=start.step, samples=start.samples, positions=taken)
+
+
+def test_a_fork_with_other_phases_reads_on_what_it_shares(data_sets: list[Batches]) -> None:
+    """In another phase, of another batch size; of other data it begins with the first sample."""
+    first, second = data_sets
+    origin = Origin(step=7, samples=70, positions={first.url: 70})
+    phases = one_after_another(
+        [
+            Phase(batches=second, steps=9, batch_size=5),
+            Phase(batches=first, steps=2, batch_size=20),
+            Phase(batches=second, steps=1, batch_size=3),
+        ],
+        origin,
+    )
+    assert _places(phases, Start(step=7, samples=70), 1) == [
+        (7, second.url, 0, 5),
+        (8, second.url, 5, 5),
+        (9, first.url, 70, 20),
+        (10, first.url, 90, 20),
+        (11, second.url, 10, 3),
+    ]
+    assert [place[2] for place in _places(phases, Start(step=10, samples=100), 1)] == [90, 10]
 
 
 def _places(

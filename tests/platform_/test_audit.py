@@ -80,6 +80,7 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
         "attempts": [{**attempt, "state": "new", "step": 0}],
         "digests_checked": STEPS,
         "data": "checked",
+        "inherited": "none",
         "chain": "whole",
         "problems": [],
         "equal": None,

@@ -59,11 +59,15 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
 
     def step(self, seed: int) -> None:
-        ids = torch.randint(VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(seed))
-        mine = ids.chunk(dist.get_world_size())[dist.get_rank()]
+        mine = self.ids(seed)
         nn.functional.cross_entropy(self.model(mine), mine).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def ids(self, seed: int) -> Tensor:
+        """This rank's part of a batch."""
+        ids = torch.randint(VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(seed))
+        return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
     def state(self) -> dict[str, Any]:
         return training_state(self.model, self.optimizer)

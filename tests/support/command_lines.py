@@ -104,6 +104,10 @@ TRAINING = {
     "elastrata export --register NAME": Run(
         words={"NAME": "little"}, extra=("first", "--out", "models/registered")
     ),
+    "elastrata fork RUN[@STEP] --name NEW [KEY=VALUE]...": Run(
+        words={"RUN[@STEP]": "first", "NEW": "forked", "[KEY=VALUE]...": "schedule.shape=constant"},
+        extra=("tokens=30_000",),
+    ),
     "elastrata prepare RECIPE": Run(
         words={"RECIPE": "phases.yaml"}, extra=("data.path=data/phases",)
     ),
@@ -139,6 +143,8 @@ TRAINING = {
 _INSTALLS = "installs from an index"
 _CLUSTER = "needs a Ray cluster elsewhere: tests/clusters/test_submit.py has one"
 _BACK = "tests/platform_/test_going_back.py goes back to a checkpoint"
+_FORKED = "takes hours; tests/platform_/test_fork.py does it with a tiny model"
+_AVERAGED = "needs a run with averages: tests/platform_/test_average.py has one"
 _MEASURES = "measures for minutes to hours; its figures are in benchmarks/results"
 NOT_RUN = {
     "make quickstart": f"{_INSTALLS}, then `elastrata quickstart`: test_quickstart.py",
@@ -177,6 +183,13 @@ NOT_RUN = {
     ),
     "elastrata doctor --clean": "removes what others left on this machine: test_ray_session.py",
     "elastrata rehearse gpt/7b --cluster 64xH100-80GB": "as the other `elastrata rehearse`",
+    "elastrata fork stem@30000 --name short steps=33000": _FORKED,
+    "elastrata fork stem@30000 --name middle steps=40000": _FORKED,
+    "elastrata train gpt/quick data.path=data/mine-gpt steps=60000 schedule.shape=wsd "
+    "checkpoint.keep_last=20 --name stem": _FORKED,
+    "elastrata train --resume short": "as `elastrata train --resume RUN`",
+    "elastrata export first --weights average --out models/averaged": _AVERAGED,
+    "elastrata export first --weights mean:5 --out models/mean": _AVERAGED,
     "elastrata train RECIPE": "as `elastrata train mine.yaml`",
     "elastrata prepare continue.yaml": "test_continue_a_model.py has a model to go on with",
     "elastrata train continue.yaml": "as the line before it",

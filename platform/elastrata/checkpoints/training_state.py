@@ -126,6 +126,16 @@ def restore_weights(
         target[: len(part)].copy_(part)
 
 
+def part_is_saved(storage: CommitStorage, commit: Commit, part: str) -> bool:
+    """Whether a commit has that part of the state.
+
+    Raises:
+        UserError: its metadata is missing or altered.
+    """
+    names = read_metadata(storage, commit).state_dict_metadata
+    return any(name.startswith(f"{part}.") for name in names)
+
+
 def model_sizes(storage: CommitStorage, commit: Commit) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the model in a commit.
 
@@ -140,17 +150,32 @@ def model_sizes(storage: CommitStorage, commit: Commit) -> dict[str, tuple[int, 
     }
 
 
-def load_full_model_state(storage: CommitStorage, commit: Commit) -> dict[str, Tensor]:
-    """The model of a commit as plain tensors in main memory, read by this process alone."""
+def load_full_model_state(
+    storage: CommitStorage, commit: Commit, part: str = MODEL
+) -> dict[str, Tensor]:
+    """The model of a commit, or another part of its state that has the model's names, as plain
+    tensors in main memory, read by this process alone."""
     metadata = read_metadata(storage, commit)
-    prefix = f"{MODEL}."
+    prefix = f"{part}."
     model = {
         name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    _read(storage, commit, metadata, {MODEL: model}, alone=True)
+    _read(storage, commit, metadata, {part: model}, alone=True)
     return model
+
+
+@torch.no_grad()
+def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Puts whole tensors into a model that this process has alone.
+
+    Args:
+        model: with its parameters allocated.
+        state: of all its tensors, by name.
+    """
+    for name, tensor in _tensors(get_model_state_dict(model)).items():
+        local(tensor).copy_(state[name])
 
 
 def _load(

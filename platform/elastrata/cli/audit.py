@@ -80,14 +80,18 @@ def _show(console: Console, audited: Audit, *, with_steps: bool) -> None:
         _verdict(console, "FAIL", f"and {more:,} more")
     if audited.data.state != "checked":
         _verdict(console, "warn", f"the digests could not be checked: {audited.data.text}")
+    if audited.inherited.state == "missing":
+        _verdict(console, "warn", f"steps of another run are not proven: {audited.inherited.text}")
     for line in _proven(audited) if audited.partition_ok else ():
         _verdict(console, "ok", line)
     console.print()
 
 
 def _proven(audited: Audit) -> list[str]:
-    last = audited.steps[-1]
+    last, inherited = audited.steps[-1], audited.inherited
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
+    if inherited.state == "checked":
+        lines.append("the parent's history is the one that the fork goes on after")
     if audited.chain == "whole":
         lines.append("every part of the history goes on after the one before it")
     if audited.data.state == "checked":

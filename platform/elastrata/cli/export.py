@@ -21,6 +21,12 @@ def export(
     checkpoint: Annotated[
         str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
     ] = "newest",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="trained, average (the recipe's `average`), or mean:K, of the last K checkpoints."
+        ),
+    ] = "trained",
     register: Annotated[
         str | None,
         typer.Option(
@@ -38,7 +44,7 @@ def export(
     if register is not None:
         check_model_name(register)
     run = named_run(run).url
-    model = export_model(run, out, checkpoint=checkpoint)
+    model = export_model(run, out, checkpoint=checkpoint, weights=weights)
     loader = model.recipe.workload.exported_as.loader
     registered = None if register is None else _register(run, model, register, checkpoint)
     console = open_console(as_json=json)

@@ -17,6 +17,7 @@ from elastrata.cli.audit import audit
 from elastrata.cli.bench import bench
 from elastrata.cli.doctor import doctor
 from elastrata.cli.export import export
+from elastrata.cli.fork import fork
 from elastrata.cli.generate import generate
 from elastrata.cli.guard import guard
 from elastrata.cli.inspect import inspect
@@ -45,6 +46,7 @@ _COMMANDS = (
     rehearse,
     simulate,
     train,
+    fork,
     sweep,
     submit,
     runs,

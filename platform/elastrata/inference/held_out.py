@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elastrata.checkpoints.training_state import load_plain
 from elastrata.core.device import current_device
 from elastrata.core.events import Evaluated
 from elastrata.core.mesh import data_rank, lone_group
@@ -11,6 +12,7 @@ from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
+from elastrata.run.weights import read_weights
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.preflight import training_data
 from elastrata.trainer.trainer import Trainer
@@ -18,12 +20,16 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 
-def evaluate_run(run_dir: str, checkpoint: str = "newest") -> Mapping[str, float]:
+def evaluate_run(
+    run_dir: str, checkpoint: str = "newest", weights: str | None = None
+) -> Mapping[str, float]:
     """Evaluates a checkpoint of a run on its held-out data, as training did, on this machine alone.
 
     Args:
         run_dir: the run's folder or URL.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+        weights: of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`; None:
+            those that training evaluated.
 
     Returns:
         `eval/loss` and the workload's other metrics, by name.
@@ -38,10 +44,15 @@ def evaluate_run(run_dir: str, checkpoint: str = "newest") -> Mapping[str, float
     checkpoints = run.sub("checkpoints")
     commit = chosen_commit(run, checkpoint)
     recipe = _alone(read_recipe(run), identity)
+    state = None if weights is None else read_weights(run, commit, weights)
+    if state is not None:
+        recipe = recipe.model_copy(update={"average": None})
     data = training_data(recipe)
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
         trainer.restore(checkpoints, commit)
+        if state is not None:
+            load_plain(trainer.model, state)
         rank = data_rank(0, 1, 1)
         held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, rank, commit.step)
         step = held_out.of(commit.step)

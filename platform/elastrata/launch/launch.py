@@ -108,6 +108,7 @@ def train(
         show = _noting(ownership, show)
         identity = read_identity(run)
         if identity:
+            data = data.after(identity.origin)
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
@@ -237,6 +238,7 @@ def _open_record(
     """Starts the run's folder and its record, or goes on with them."""
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
     size = {"model.parameters": num_parameters(recipe.workload, data)}
+    origin = identity.origin if identity else None
     tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
@@ -244,11 +246,18 @@ def _open_record(
         run_id=identity.mlflow_run_id if identity else None,
         params={**recipe_params(recipe.model_dump(mode="json")), **size},
         tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources())
-        | (parent.to_tags() if parent else {}),
+        | (parent.to_tags() if parent else {})
+        | (origin.to_tags() if origin else {}),
         inputs=data.inputs,
     )
     tracker.log_artifact(RECIPE_FILE, to_yaml(recipe).encode())
-    now = RunIdentity(name=name, data=data.data_sets, mlflow_run_id=tracker.run_id, parent=parent)
+    now = RunIdentity(
+        name=name,
+        data=data.data_sets,
+        mlflow_run_id=tracker.run_id,
+        parent=parent,
+        origin=origin,
+    )
     write_identity(run, now, recipe)
     if identity:
         catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))

@@ -62,29 +62,38 @@ class TrainResult:
         entries = history.read(Storage(self.run_dir).sub("history"))
         return loss_figure(losses(entries, history.effective_steps(entries)))
 
-    def export(self, out: str | Path, *, checkpoint: str = "newest") -> Path:
+    def export(
+        self, out: str | Path, *, checkpoint: str = "newest", weights: str = "trained"
+    ) -> Path:
         """Writes the model for transformers' `from_pretrained`; see `elastrata export`.
 
         Args:
             out: the folder to write; must be empty or missing.
             checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+            weights: of the checkpoint: `trained`, `average`, or `mean:K`, that of the last K.
 
         Raises:
             UserError: there is no such checkpoint, or `out` is in use.
         """
         from elastrata.run.export import export
 
-        return export(self.run_dir, Path(out), checkpoint=checkpoint)
+        return export(self.run_dir, Path(out), checkpoint=checkpoint, weights=weights)
 
-    def evaluate(self, *, checkpoint: str = "newest") -> Mapping[str, float]:
+    def evaluate(
+        self, *, checkpoint: str = "newest", weights: str | None = None
+    ) -> Mapping[str, float]:
         """The held-out loss and metrics of a checkpoint, computed anew in this process.
+
+        Args:
+            checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+            weights: as in `export`; None: those that training evaluated.
 
         Raises:
             UserError: there is no such checkpoint, or nothing is held out.
         """
         from elastrata.inference.held_out import evaluate_run
 
-        return evaluate_run(self.run_dir, checkpoint)
+        return evaluate_run(self.run_dir, checkpoint, weights)
 
     def audit(self) -> Audit:
         """Proof of what the run was trained on, step by step."""

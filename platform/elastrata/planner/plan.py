@@ -75,7 +75,9 @@ def plan(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Plan:
 def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
     """The cluster's device with this engine, in the recipe's precision."""
     is_cpu = cluster.device.name == "CPU"
-    stack = elastrata(recipe.precision, recipe.parallel.reduce_dtype)
+    stack = elastrata(
+        recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
+    )
     return Machine(cluster.device, CPU if is_cpu else GPU, stack)
 
 

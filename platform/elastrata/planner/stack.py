@@ -33,7 +33,8 @@ class Stack:
     reduced_bytes: int
     """Gradients as they travel."""
     state_bytes: int
-    """Everything the optimizer keeps: fp32 parameters and moments."""
+    """Everything the optimizer keeps: fp32 parameters and moments; and what else is kept of every
+    parameter."""
     overlap: float
     """Share of data-parallel messages that computation hides, as far as it takes as long."""
     accumulates: bool
@@ -61,8 +62,8 @@ class Stack:
     allowance, not a measurement."""
 
 
-def elastrata(precision: Precision, reduced: Precision) -> Stack:
-    """This project's engine: FSDP2, states in fp32."""
+def elastrata(precision: Precision, reduced: Precision, *, averages: bool = False) -> Stack:
+    """This project's engine: FSDP2, states in fp32; `averages`: of the weights, too."""
     element = DTYPES[precision].itemsize
     return Stack(
         name="elastrata",
@@ -74,7 +75,7 @@ def elastrata(precision: Precision, reduced: Precision) -> Stack:
         element_bytes=element,
         gradient_bytes=4,
         reduced_bytes=DTYPES[reduced].itemsize,
-        state_bytes=12,
+        state_bytes=12 + (4 if averages else 0),
         overlap=0.9,
         accumulates=True,
         whole_logits=False,

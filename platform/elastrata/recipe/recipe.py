@@ -18,6 +18,7 @@ from pydantic import (
 
 from elastrata.checkpoints.checkpoint import CheckpointConfig
 from elastrata.config import Config
+from elastrata.core.average import AverageConfig
 from elastrata.core.clip import ClipConfig
 from elastrata.core.evaluate import EvaluationConfig
 from elastrata.core.parallelize import ParallelConfig, Precision, Workers
@@ -113,6 +114,8 @@ class Recipe(PhaseKeys):
     """Ends the run before its last step. Default: there is none."""
     clip: ClipConfig = ClipConfig()
     """How gradients are kept in bounds."""
+    average: AverageConfig | None = None
+    """An average of the weights that is kept beside them. Default: none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stops the run where loss or gradient are NaN or infinite, or leaves the batch out, notes it
     in the history, and goes on."""

@@ -262,6 +262,12 @@ def _clip(recipe: Recipe) -> Iterator[Problem]:
 def _sparsity(recipe: Recipe) -> Iterator[Problem]:
     if not any(part.sparsity for part in recipe.parts):
         return
+    if recipe.average:
+        yield (
+            ("average",),
+            "average: expected none with sparsity, as an average of weights is zero only where all "
+            "of them are",
+        )
     if recipe.clip.scope == "local":
         yield (
             ("clip", "scope"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 from elastrata.run import history
@@ -14,6 +13,7 @@ from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
+from elastrata.run.inherited import Inherited, Span, by_data_set, inherited, span
 from elastrata.run.parent import Parent
 from elastrata.run.summary import PhaseSummary, read_summary
 from elastrata_pipelines.errors import UserError
@@ -48,6 +48,8 @@ class Audit:
     """Steps whose digest was compared with what their data set gives."""
     epochs: tuple[float, ...]
     """How often each data set that could be read was gone through."""
+    inherited: Inherited
+    """The steps that the run has from another one."""
     chain: ChainState
     """How its history is: `whole`, `broken`, or `none` where versions wrote it that did not link
     its parts."""
@@ -70,6 +72,7 @@ class Audit:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "digests_checked": self.digests_checked,
             "data": self.data.state,
+            "inherited": self.inherited.state,
             "chain": self.chain,
             "parent": self.parent and self.parent.model_dump(mode="json"),
             "problems": list(self.problems),
@@ -91,8 +94,10 @@ def audit(run: Storage) -> Audit:
     steps = history.effective_steps(entries)
     if not steps:
         raise UserError(f"{run.uri('history')}: no step is on record yet")
-    problems = [*found.problems, *recipe_problems(run, identity)]
-    problems += [*sequence_problems(entries), *position_problems(steps)]
+    before, origin = inherited(identity.origin, entries, run.uri()), identity.origin
+    begin = (origin.step, origin.samples) if origin else (0, 0)
+    problems = [*found.problems, *recipe_problems(run, identity), *before.problems]
+    problems += [*sequence_problems(entries, begin[0]), *position_problems(steps, begin)]
     phases, states = read_summary(run).phases, list[DataCheck]()
     if len(phases) != len(identity.data):
         raise UserError(
@@ -100,16 +105,18 @@ def audit(run: Storage) -> Audit:
             f"{len(phases)} phases"
         )
     num_checked, epochs = 0, list[float]()
-    for data_set, placed in _by_data_set(steps, phases, identity.data).items():
+    for data_set, placed in by_data_set(steps, phases, identity).items():
         try:
             expected = _expectation(data_set, phases[identity.data.index(data_set)])
         except _UnusableError as error:
             states.append(error.check)
             continue
         checked = [step for step in placed if _is_within_reach(step, expected)]
-        problems += sample_problems(checked, expected)
+        earlier = before.spans.get(data_set.fingerprint, ())
+        problems += sample_problems(checked, expected, earlier)
         num_checked += len(checked)
-        epochs.append(sum(s["batch_samples"] for s in checked) / expected.order.num_samples)
+        taken = sum(count for _, count in [*earlier, *map(span, checked)])
+        epochs.append(taken / expected.order.num_samples)
     return Audit(
         run=run.uri(),
         steps=tuple(steps),
@@ -119,16 +126,18 @@ def audit(run: Storage) -> Audit:
         epochs=tuple(epochs),
         chain=found.history.chain.state,
         parent=identity.parent,
+        inherited=before,
         problems=tuple(problems),
     )
 
 
-def sequence_problems(entries: Sequence[Entry]) -> list[str]:
-    """One line for steps that are missing or twice in the effective history."""
+def sequence_problems(entries: Sequence[Entry], first: int = 0) -> list[str]:
+    """One line for steps that are missing or twice in the effective history, which begins after
+    step `first`."""
     surviving = history.surviving_steps(entries)
     numbers = sorted(step["step"] for step in surviving)
     problems = []
-    for before, number in pairwise([0, *numbers]):
+    for before, number in pairwise([first, *numbers]):
         if number == before:
             problems.append(f"step {number}: more than once in the history")
         elif number == before + 2:
@@ -140,13 +149,14 @@ def sequence_problems(entries: Sequence[Entry]) -> list[str]:
     return problems + [f"attempt {number}: has steps, but no start" for number in sorted(orphans)]
 
 
-def position_problems(steps: Sequence[Entry]) -> list[str]:
+def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]:
     """One line for every step that does not begin at the position where the one before it ended.
 
     Args:
         steps: the effective steps. Those after a missing one are not blamed for it.
+        begin: steps and samples before the first.
     """
-    ends = {0: 0} | {step["step"]: step["samples"] for step in steps}
+    ends = dict([begin]) | {step["step"]: step["samples"] for step in steps}
     problems = []
     for step in steps:
         before = ends.get(step["step"] - 1)
@@ -160,49 +170,31 @@ def position_problems(steps: Sequence[Entry]) -> list[str]:
     return problems
 
 
-def sample_problems(steps: Sequence[Entry], expected: Expectation) -> list[str]:
+def sample_problems(
+    steps: Sequence[Entry], expected: Expectation, earlier: Sequence[Span] = ()
+) -> list[str]:
     """One line for every step that saw other samples than it must, and for every epoch in which
     a sample was seen twice, or not at all.
 
     Args:
         steps: with their `samples` counted from the first of the data set.
         expected: of that data set.
+        earlier: spans of it that other runs took before.
     """
     problems = []
     for step in steps:
-        digest = expected.digest_of(*_span(step))
+        digest = expected.digest_of(*span(step))
         if digest != step["digest"]:
             problems.append(
                 f"step {step['step']}: digest {step['digest']}, but the data set gives {digest}"
             )
-    return problems + expected.partition_problems([_span(step) for step in steps])
-
-
-def _span(step: Entry) -> tuple[int, int]:
-    """First position and number of samples of a step."""
-    return step["samples"] - step["batch_samples"], step["batch_samples"]
+    return problems + expected.partition_problems([*earlier, *map(span, steps)])
 
 
 def _is_within_reach(step: Entry, expected: Expectation) -> bool:
     """Whether there can be such a step; one that there cannot has been reported already."""
-    first, count = _span(step)
+    first, count = span(step)
     return 0 <= first < _FURTHEST and 0 < count <= expected.order.num_samples
-
-
-def _by_data_set(
-    steps: Sequence[Entry], phases: Sequence[PhaseSummary], data: Sequence[DataSet]
-) -> dict[DataSet, list[Entry]]:
-    """The steps of the phases on each data set, their samples counted from the first of it."""
-    placed: dict[DataSet, list[Entry]] = {data_set: [] for data_set in data}
-    ends = list(accumulate(phase.steps for phase in phases))
-    before, taken, shifts = 0, dict[DataSet, int](), list[int]()
-    for phase, data_set in zip(phases, data, strict=True):
-        shifts.append(before - taken.get(data_set, 0))
-        before, taken[data_set] = before + phase.samples, taken.get(data_set, 0) + phase.samples
-    for step in steps:
-        number = min(bisect_left(ends, step["step"]), len(ends) - 1)
-        placed[data[number]].append({**step, "samples": step["samples"] - shifts[number]})
-    return placed
 
 
 class _UnusableError(Exception):

@@ -68,6 +68,17 @@ class _Returned(_Entry):
     commit: Annotated[str, Field(pattern=r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$")]
 
 
+class _Forked(_Entry):
+    kind: Literal["forked"]
+    parent: str
+    commit: str
+    sha256: str
+    step: _Count
+    samples: _Number
+    tokens: _Number
+    head: NotRequired[dict[str, str | int] | None]
+
+
 class _Halted(_Entry):
     kind: Literal["halted"]
     reason: str
@@ -147,6 +158,7 @@ _KNOWN: TypeAdapter[Any] = TypeAdapter(
         | _Evaluated
         | _RolledBack
         | _Returned
+        | _Forked
         | _Halted
         | _Ended
         | _Substituted

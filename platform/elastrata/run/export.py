@@ -14,13 +14,15 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from elastrata.checkpoints.commit import Commit, problems
-from elastrata.checkpoints.training_state import load, load_full_model_state
+from elastrata.checkpoints.training_state import load
+from elastrata.core.average import AVERAGE
 from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.core.sparsity.masks import Masks, SparsePhase
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.run.weights import TRAINED, read_weights
 from elastrata.tracking.models import LoadableModel, write_mlmodel
 from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError
@@ -40,21 +42,23 @@ class ExportedModel:
     step: int
     """Optimizer steps done in it."""
     metrics: Mapping[str, float]
-    """The metrics of the evaluation after that step; empty where there was none."""
+    """The metrics of these weights' evaluation after that step; empty where there was none."""
     recipe: Recipe
     """The run's name."""
     mlflow_run_id: str | None
 
 
-def export(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Path:
+def export(run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str = TRAINED) -> Path:
     """Writes the model of a run for `from_pretrained`; returns the absolute path of the folder.
 
     See `export_model`.
     """
-    return export_model(run_dir, out, checkpoint=checkpoint).path
+    return export_model(run_dir, out, checkpoint=checkpoint, weights=weights).path
 
 
-def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> ExportedModel:
+def export_model(
+    run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str = TRAINED
+) -> ExportedModel:
     """Writes the model of a run for `from_pretrained`, with its tokenizer, and with a file of masks
     where weights were held at zero. Nothing is left of it where that fails; who may read it says
     the umask.
@@ -63,6 +67,7 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
         run_dir: the run's folder or URL.
         out: the folder to write; must be empty or missing.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
+        weights: of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
 
     Raises:
         UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
@@ -78,16 +83,17 @@ def export_model(run_dir: str, out: Path, *, checkpoint: str = "newest") -> Expo
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
+    state = _state(run, commit, recipe, weights)
     manifests = [_manifest(data_set) for data_set in identity.data]
     with _filled_whole(out) as folder:
-        _write(recipe, checkpoints, commit, manifests, Storage(identity.data[0].url), folder)
+        _write(recipe, checkpoints, commit, state, manifests, Storage(identity.data[0].url), folder)
     return ExportedModel(
         path=out.resolve(),
         recipe=recipe,
         mlflow_run_id=identity.mlflow_run_id,
         checkpoint=checkpoints.uri(commit.folder),
         step=commit.step,
-        metrics=commit.evaluation,
+        metrics=commit.evaluation if weights == _evaluated(recipe) else {},
     )
 
 
@@ -105,16 +111,31 @@ def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     )
 
 
+def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> dict[str, Tensor]:
+    """The weights that are to be written."""
+    if weights != TRAINED and any(part.sparsity for part in recipe.parts):
+        raise UserError(
+            f"--weights: {weights}: expected {TRAINED}: a mean of sparse weights is zero only "
+            "where all of them are"
+        )
+    return read_weights(run, commit, weights)
+
+
+def _evaluated(recipe: Recipe) -> str:
+    """The weights that the run's evaluations are of."""
+    return AVERAGE if recipe.average and recipe.average.evaluated else TRAINED
+
+
 def _write(
     recipe: Recipe,
     checkpoints: Storage,
     commit: Commit,
+    state: Mapping[str, Tensor],
     manifests: Sequence[Manifest],
     data: Storage,
     folder: Path,
 ) -> None:
     """Writes the model into a folder that is not there yet, beside its tokenizer's."""
-    state = load_full_model_state(checkpoints, commit)
     recipe.workload.export(
         state,
         manifests[0].vocabulary,

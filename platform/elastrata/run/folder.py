@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
+from elastrata.run.fork_origin import ForkOrigin
 from elastrata.run.parent import Parent
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
@@ -29,6 +30,7 @@ MAY_CHANGE = (
     "checkpoint",
     "tracking",
     "evaluation",
+    "average",
     "target",
     "parallel",
     "micro_batch_tokens",
@@ -60,6 +62,8 @@ class RunIdentity(Record):
     mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
     parent: Parent | None = None
     """The weights that it began with; None: drawn ones."""
+    origin: ForkOrigin | None = None
+    """The place in another run that it goes on from; None: it is no fork."""
     recipe_sha256: str | None = None
     """The checksum of the recipe's file; None: written by an earlier version."""
     digest: str | None = None
@@ -72,6 +76,8 @@ class RunIdentity(Record):
         left_out: dict[str, Any] = {"digest": True, "data": {"__all__": {"url"}}}
         if self.parent is None:  # as earlier versions, which knew of none, have it
             left_out["parent"] = True
+        if self.origin is None:  # as earlier versions have it
+            left_out["origin"] = True
         content = self.model_dump(mode="json", exclude=left_out)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -211,7 +217,7 @@ def _how_to_go_on(key: str, before: Recipe) -> str:
         return ""
     return (
         f"; the schedule ({before.parts[0].schedule.shape}) ends with the run: more steps are a "
-        "new phase, as in phases: [{}, {steps: ...}]"
+        "new phase, as in phases: [{}, {steps: ...}], or a fork"
     )
 
 

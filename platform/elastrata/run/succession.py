@@ -3,6 +3,7 @@ its history that were on no storage when the save was begun."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,6 +54,11 @@ def restore_history(storage: Storage, commit: Commit) -> None:
     part, lines = commit.extra.get(_PART), commit.extra.get(_LINES)
     if isinstance(part, str) and isinstance(lines, str) and PartName.parse(part):
         restore_part(storage, part, lines.encode())
+
+
+def without_history(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A commit's `extra` without what travels in it of its run's history."""
+    return {key: value for key, value in extra.items() if key not in (_PART, _LINES, _HEAD)}
 
 
 def head(commit: Commit) -> Link | None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from elastrata.core.target import TargetConfig
 from elastrata.run.folder import RECIPE_FILE, read_values
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.phase import PhaseSize
 from elastrata_pipelines.storage import Storage
 
 _MOST = 2**64
@@ -20,10 +21,9 @@ _MOST = 2**64
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSummary:
-    """The steps and samples that a phase of a run takes from its data set."""
+    """The samples that a phase of a run takes from its data set, and their order."""
 
-    steps: int
-    samples: int
+    size: PhaseSize
     seed: int
     window_stripes: int
 
@@ -40,7 +40,7 @@ class RunSummary:
     @property
     def steps(self) -> int:
         """Optimizer steps in all."""
-        return sum(phase.steps for phase in self.phases)
+        return sum(phase.size.steps for phase in self.phases)
 
 
 def read_summary(run: Storage) -> RunSummary:
@@ -66,12 +66,10 @@ def read_summary(run: Storage) -> RunSummary:
 
 def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
     warmup = part.get("batch_size_warmup")
-    steps = _number(part, "steps", 1)
     return PhaseSummary(
-        steps=steps,
-        samples=samples_in(
-            steps,
-            full=_number(part, "batch_size", 1),
+        size=PhaseSize(
+            steps=_number(part, "steps", 1),
+            batch_size=_number(part, "batch_size", 1),
             warmup=BatchSizeWarmup.model_validate(warmup) if warmup else None,
         ),
         seed=_number({"seed": seed}, "seed", -_MOST),

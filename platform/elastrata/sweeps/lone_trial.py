@@ -21,7 +21,7 @@ from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import RunIdentity, write_identity
+from elastrata.run.folder import RunIdentity, read_identity, write_identity
 from elastrata.run.succession import take_over
 from elastrata.sweeps.lone_channel import LoneChannel
 from elastrata.sweeps.past import Past, curve
@@ -69,7 +69,9 @@ class LoneTrial:
     ) -> None:
         torch.set_num_threads(recipe.workers.threads or 1)
         self.recipe, self.run = recipe, run
-        data = training_data(recipe)
+        identity = read_identity(run)
+        fork_origin = identity.origin if identity else None
+        data = training_data(recipe).after(fork_origin)
         _check_held_out(data)
         self._phases = data.phases
         parent = find_parent(run, recipe, data, _nothing)
@@ -92,7 +94,8 @@ class LoneTrial:
         self._channel = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
-        write_identity(run, RunIdentity(name=name, data=data.data_sets, parent=parent), recipe)
+        own = RunIdentity(name=name, data=data.data_sets, parent=parent, origin=fork_origin)
+        write_identity(run, own, recipe)
         number = take_over(run, self._commit if origin is None else None)
         self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])
         self._told_before = told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
@@ -18,6 +18,7 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import DataSet
+from elastrata.run.fork_origin import ForkOrigin
 from elastrata.tracking.entities import DataInput
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
@@ -46,6 +47,14 @@ class TrainingData:
     def train(self) -> Batches:
         """The data set of the first phase."""
         return self.phases[0].batches
+
+    def after(self, origin: ForkOrigin | None) -> TrainingData:
+        """The same data, read on where a fork goes on."""
+        if origin is None:
+            return self
+        manifests = {phase.batches.url: phase.batches.manifest for phase in self.phases}
+        known = origin.placed({url: one.fingerprint for url, one in manifests.items()})
+        return replace(self, phases=one_after_another(self.phases, known))
 
     @property
     def length_histogram(self) -> list[int]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from elastrata.checkpoints.commit import Commit
+from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.training_state import load, restore, training_state
+from elastrata.checkpoints.training_state import MODEL, load, part_is_saved, restore, training_state
+from elastrata.core.average import AVERAGE, WeightAverage
 from elastrata.core.control_signal import Action
 from elastrata.core.ends import RanOutError
 from elastrata.core.evaluate import evaluate
@@ -69,6 +71,7 @@ class Trainer:
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
         )
         self._masks = phase_masks(recipe, self._divided)
+        self._average = self._weight_average()
         self._chooser = automatic(
             recipe,
             phases,
@@ -89,6 +92,8 @@ class Trainer:
         if parent:
             model = self._recipe.workload, self._vocabulary, self._seq_len
             begin_with(parent, *model, self.model, self.optimizer)
+        if self._average:
+            self._average.begin()
 
     def restore(self, checkpoints: CommitStorage, commit: Commit) -> None:
         """Goes on from a commit.
@@ -96,9 +101,12 @@ class Trainer:
         Raises:
             UserError: it is damaged, or another model's.
         """
-        restore(checkpoints, commit, self.model, self.optimizer)
+        optimizers = () if commit.extra.get(FRESH_OPTIMIZER) else (self.optimizer,)
+        restore(checkpoints, commit, self.model, *optimizers)
         if self._masks:
             self._masks.restore(commit.step, partial(load, checkpoints, commit))
+        if self._average:
+            self._restore_average(self._average, checkpoints, commit)
         self._chooser.restore(commit.extra)
 
     def avoid(self, choices: Iterable[RanOut]) -> None:
@@ -108,7 +116,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """The live tensors that a checkpoint holds."""
         masks = self._masks.state() if self._masks else {}
-        return training_state(self.model, self.optimizer) | masks
+        average = self._average.state() if self._average else {}
+        return training_state(self.model, self.optimizer) | masks | average
 
     def extra(self) -> dict[str, Any]:
         """Values that a commit keeps beside them."""
@@ -158,13 +167,15 @@ class Trainer:
         )
         with self._demoting(), closing(run):
             for done, action in run:
+                if self._average and not done.skipped:
+                    self._average.stepped(done.step)
                 yield replace(done, **chooser.figures()), action
 
     def evaluate(self, held_out: RankStep) -> tuple[StepLoss, float]:
-        """The loss of the model as it is now on this rank's part of held-out data, and the seconds
-        that took."""
+        """The loss of the model as it is now, or of its average where that is to be evaluated, on
+        this rank's part of held-out data, and the seconds that took."""
         began = time.perf_counter()
-        with self._demoting():
+        with self._demoting(), self._evaluated():
             loss = evaluate(
                 self._divided.forward_backward,
                 self._recipe.workload,
@@ -174,6 +185,27 @@ class Trainer:
                 is_primary=self._is_primary,
             )
         return loss, time.perf_counter() - began
+
+    def _weight_average(self) -> WeightAverage | None:
+        if self._recipe.average is None:
+            return None
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        return WeightAverage(self._recipe.average, training_state(self.model)[MODEL], sharded)
+
+    def _restore_average(
+        self, average: WeightAverage, checkpoints: CommitStorage, commit: Commit
+    ) -> None:
+        """That of the commit; where it has none, it begins here."""
+        if part_is_saved(checkpoints, commit, AVERAGE):
+            load(checkpoints, commit, average.state())
+        else:
+            average.begin()
+
+    def _evaluated(self) -> AbstractContextManager[None]:
+        """Has the weights in place that are to be evaluated."""
+        config = self._recipe.average
+        is_average = self._average and config and config.evaluated
+        return self._average.in_place() if self._average and is_average else nullcontext()
 
     @contextmanager
     def _demoting(self) -> Iterator[None]:
