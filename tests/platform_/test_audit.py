@@ -81,6 +81,7 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
         "digests_checked": STEPS,
         "data": "checked",
         "inherited": "none",
+        "parent": None,
         "chain": "whole",
         "problems": [],
         "equal": None,
