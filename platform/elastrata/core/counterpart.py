@@ -6,11 +6,16 @@ One table for both ways: an export is made by it, and a run that begins with wei
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from elastrata.core.workload import Workload
+from elastrata_pipelines.format import Vocabulary
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
@@ -134,6 +139,28 @@ class Counterpart:
                 turned = value.T if origin.transposed else value
                 ours[name] = turned.chunk(origin.parts)[origin.part].contiguous()
         return ours
+
+
+class HasCounterpart(Workload):
+    """A workload whose models transformers has, too: runs of it can begin with such a folder."""
+
+    @classmethod
+    @abstractmethod
+    def settings_of(cls, config: Any) -> dict[str, Any] | None:
+        """The keys by which it is the model of a transformers configuration; None where that has
+        another model.
+
+        Raises:
+            UserError: it is a model of this kind with a part that this workload lacks.
+        """
+
+    @abstractmethod
+    def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
+        """Where its parameters lie in transformers' model.
+
+        Raises:
+            UserError: transformers has no such model.
+        """
 
 
 def _without_old_ending(name: str) -> str:

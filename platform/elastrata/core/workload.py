@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from elastrata.config import Config
 from elastrata.core.batch import Batch
-from elastrata.core.counterpart import Counterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.installed import installed_workloads
 from elastrata.core.model_spec import ModelSpec
@@ -90,20 +89,6 @@ class Workload(Config):
         """The keys without which weights mean nothing, with their values: a run that begins with
         weights has the same ones. By default all but `attention`, the kernel's."""
         return self.model_dump(mode="json", exclude={"name", "attention"})
-
-    @classmethod
-    def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is the model of a transformers configuration; None where that has
-        another model. By default it is none that transformers has.
-
-        Raises:
-            UserError: it is a model of this kind with a part that this workload lacks.
-        """
-        return None
-
-    def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in transformers' model; by default under their own names."""
-        return Counterpart()
 
     def problems(self, manifest: Manifest) -> list[str]:
         """One line per reason why this workload cannot train on that data set; by default there is

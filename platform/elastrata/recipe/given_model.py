@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastrata.checkpoints.weights_folder import CONFIG, weights_folder
+from elastrata.core.counterpart import HasCounterpart
 from elastrata.core.installed import installed_workloads
 from elastrata.core.workload import workload_class
 from elastrata.recipe.begin_with import BeginConfig, is_run
@@ -45,7 +46,9 @@ def _of_run(run: Storage) -> dict[str, Any]:
 def _of_config(config: Any, where: str) -> dict[str, Any]:
     names = sorted(installed_workloads())
     for name in names:
-        if settings := workload_class(name).settings_of(config):
+        workload = workload_class(name)
+        settings = workload.settings_of(config) if issubclass(workload, HasCounterpart) else None
+        if settings is not None:
             return {"name": name, **settings}
     raise UserError(
         f"{where}: a {config.model_type}: no such workload is installed, of {', '.join(names)}"

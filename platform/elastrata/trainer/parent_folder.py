@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder
-from elastrata.core.counterpart import Counterpart
+from elastrata.core.counterpart import Counterpart, HasCounterpart
 from elastrata.core.id_tables import sizes
 from elastrata.core.workload import Workload
 from elastrata.recipe.begin_with import BeginConfig
@@ -20,6 +20,7 @@ from elastrata.run.parent import Parent
 from elastrata.trainer.parent_fit import GivenTokenizer, GivenWeights, fit_problems, in_short
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Vocabulary
 
 _KEY = "begin_with.weights"
 
@@ -38,7 +39,9 @@ def folder_parent(
     """
     name, tensors = begin.weights, folder.weights.tensors
     config = folder.config()
-    architecture, table = _model(recipe, config, data, folder.storage.uri(CONFIG))
+    architecture, table = _model(
+        recipe.workload, config, data.vocabulary, folder.storage.uri(CONFIG)
+    )
     ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
     names = table.known_names(tensors, ours)
     left_out = [known for known in names if table.is_left_out(known)]
@@ -78,41 +81,28 @@ def _parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
 
 
 def _model(
-    recipe: Recipe, config: Any, data: TrainingData, where: str
+    workload: Workload, config: Any, vocabulary: Vocabulary, where: str
 ) -> tuple[dict[str, Any], Counterpart]:
     """The keys of the workload that a configuration fixes, and where the tensors lie that it has:
     those of the recipe's model, where that is the same."""
-    settings = _settings(recipe, config, where)
-    theirs = _workload(recipe, settings, where)
-    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
-    is_same = architecture.items() <= recipe.workload.architecture().items()
-    return architecture, (recipe.workload if is_same else theirs).counterpart(data.vocabulary)
-
-
-def _settings(recipe: Recipe, config: object, where: str) -> Mapping[str, object]:
-    """The keys of the recipe's workload that make the folder's model."""
+    settings = None
     try:
-        settings = recipe.workload.settings_of(config)
+        if isinstance(workload, HasCounterpart):
+            settings = workload.settings_of(config)
     except UserError as error:
-        raise UserError(*(f"{_KEY}: {where}: {line}" for line in error.problems)) from None
-    if settings is None:
-        kind = getattr(config, "model_type", "model of another kind")
+        raise UserError(*(f"{where}: {line}" for line in error.problems)) from None
+    if settings is None or not isinstance(workload, HasCounterpart):
         raise UserError(
-            f"{_KEY}: {where}: a {kind}: workload {recipe.workload.name} is none of these"
+            f"{where}: a {config.model_type}: workload {workload.name} is none of these"
         )
-    return settings
-
-
-def _workload(recipe: Recipe, settings: Mapping[str, object], where: str) -> Workload:
-    """The recipe's, with the folder's architecture."""
     try:
-        values = {**recipe.workload.model_dump(), **settings}
-        return type(recipe.workload).model_validate(values)
+        theirs = type(workload).model_validate({**workload.model_dump(), **settings})
     except ValidationError as error:
         why = error.errors()[0]["msg"]
-        raise UserError(
-            f"{_KEY}: {where}: no model of workload {recipe.workload.name} ({why})"
-        ) from None
+        raise UserError(f"{where}: no model of workload {workload.name} ({why})") from None
+    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
+    is_same = architecture.items() <= workload.architecture().items()
+    return architecture, (workload if is_same else theirs).counterpart(vocabulary)
 
 
 def _tokenizer(

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from elastrata.checkpoints.commit import MARKER, Commit
 from elastrata.checkpoints.training_state import model_sizes, restore, restore_weights
 from elastrata.checkpoints.weights_folder import weights_folder
+from elastrata.core.counterpart import HasCounterpart
 from elastrata.core.id_tables import counted_rows, id_tables, sizes
 from elastrata.core.sharding import local, own_box
 from elastrata.core.workload import Workload
@@ -57,6 +58,7 @@ def _read_folder(
     parent: Parent, workload: Workload, vocabulary: Vocabulary, seq_len: int, model: nn.Module
 ) -> None:
     """Every rank reads what its shards need, block by block."""
+    assert isinstance(workload, HasCounterpart)
     weights = weights_folder(parent.url, parent.commit).weights
     table = workload.counterpart(vocabulary)
     ours = sizes(workload, vocabulary, seq_len)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch
-from elastrata.core.counterpart import Counterpart
+from elastrata.core.counterpart import Counterpart, HasCounterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from elastrata_workloads.bert.model import BertModel
 
 
-class Bert(Planned, TensorParallel, PipelineParallel):
+class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
     """Bidirectional encoder with masked-language-model pre-training (Devlin et al. 2019).
 
     The defaults are BERT-base.

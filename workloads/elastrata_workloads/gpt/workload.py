@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch
-from elastrata.core.counterpart import Counterpart
+from elastrata.core.counterpart import Counterpart, HasCounterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
@@ -47,7 +47,7 @@ _BERTS_FRAMING = 3
 """`[CLS]`, `[SEP]` and `[UNK]`; a tokenizer for running text has one token that does it all."""
 
 
-class Gpt(Planned, TensorParallel, PipelineParallel):
+class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
     """Decoder with next-token pre-training, in the style of GPT-2 (Radford et al. 2019), of Llama
     (Touvron et al. 2023), or between them.
 
