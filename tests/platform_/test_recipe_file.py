@@ -19,6 +19,7 @@ from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.recipe.yaml_values import parse_yaml
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation import TokenizerConfig
 
 GOOD = """\
 workload: {name: bert, hidden_size: 32, num_layers: 1, num_heads: 2, max_positions: 64}
@@ -52,6 +53,11 @@ def test_a_recipe_survives_being_written(folder: Path) -> None:
     recipe = load_recipe("good.yaml", ["optimizer.betas=[0.8, 0.9]", "workers.max=3"])
     (folder / "again.yaml").write_text(to_yaml(recipe))
     assert load_recipe("again.yaml") == recipe
+
+
+def test_a_tokenizer_that_is_loaded_survives_being_written() -> None:
+    config = TokenizerConfig(load="models/theirs")
+    assert TokenizerConfig.model_validate(config.model_dump()) == config
 
 
 def test_a_file_gives_its_run_its_name_and_never_its_base(folder: Path) -> None:

@@ -100,7 +100,10 @@ class TokenizerConfig(_Part):
     def _consistent(self) -> Self:
         if (self.load is None) == (self.train is None):
             raise ValueError("needs either load (a folder or name) or train (wordpiece or bpe)")
-        given = self.model_fields_set - {"load", "train"}
+        # A stored recipe says everything, also what nobody has set.
+        defaults = {key: field.default for key, field in type(self).model_fields.items()}
+        given = {key for key in self.model_fields_set if getattr(self, key) != defaults[key]}
+        given -= {"load", "train"}
         if self.load is not None and given:
             raise ValueError(f"{', '.join(sorted(given))}: only with train")
         if self.lowercase and self.train == "bpe":
