@@ -78,6 +78,7 @@ def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
     stack = elastrata(
         recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
     )
+    stack = replace(stack, has_second_moments=recipe.optimizer.name != "muon")
     return Machine(cluster.device, CPU if is_cpu else GPU, stack)
 
 

@@ -50,6 +50,8 @@ class Stack:
     """Share of the rate of collectives inside a node that this system reaches."""
     network_factor: float = 1.0
     """Likewise on the network."""
+    has_second_moments: bool = True
+    """Whether the optimizer keeps one of every number; Muon has none of blocks' matrices."""
     keeps_gathered: bool = False
     """Whether tokens that tensor-parallel devices have gathered from each other are kept for the
     backward pass, not gathered again."""

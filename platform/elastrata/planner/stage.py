@@ -18,7 +18,7 @@ from elastrata.planner.activations import (
     waiting_gradients,
 )
 from elastrata.planner.layout import Layout
-from elastrata.planner.stack import Stack
+from elastrata.planner.stack import FP32_BYTES, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,12 @@ class Stage:
     @property
     def state_bytes(self) -> float:
         """Of this device's share of the parameters, and of what the optimizer keeps."""
-        return self.own * self.stack.state_bytes / self.shards
+        spared = 0.0
+        if not self.stack.has_second_moments:
+            blocks = self.layout.layers_of_stage(self.model.layers)
+            matrices = blocks * self.model.block_matrices / self.layout.tensor
+            spared = matrices * FP32_BYTES
+        return (self.own * self.stack.state_bytes - spared) / self.shards
 
     @property
     def peak(self) -> Moment:
