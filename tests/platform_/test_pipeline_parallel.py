@@ -43,6 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "tied llama": {"workload": {"name": "gpt", **SIZES, **LLAMA, "embedding_multiple": 2}},
     "bert": {"workload": {"name": "bert", **SIZES, "embedding_multiple": 2}},
+    "stable gpt": {"workload": {"name": "gpt", **SIZES, **LLAMA, "qk_norm": True, "z_loss": 0.01}},
 }
 PIPELINE = {"pipeline": 2}
 GPIPE = {"pipeline": 2, "schedule": "gpipe", "micro_batches": 4}

@@ -41,6 +41,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "workload": {"name": "gpt", **SIZES, **LLAMA, **EVEN, "tied_embeddings": False},
         "activation_checkpointing": "full",
     },
+    "stable gpt": {
+        "workload": {"name": "gpt", **SIZES, **LLAMA, **EVEN, "qk_norm": True, "z_loss": 0.01},
+        "micro_batch_tokens": 64,
+        "activation_checkpointing": "selective",
+    },
+    "stable bert": {"workload": {"name": "bert", **SIZES, "qk_norm": True, "z_loss": 0.01}},
     "whole table": {"workload": {"name": "gpt", **SIZES, **LLAMA}},
 }
 
@@ -78,7 +84,7 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 @pytest.mark.parametrize(
     ("names", "world_size", "ways"),
     [
-        pytest.param(["bert"], 2, [SEQUENCE], id="tp2"),
+        pytest.param(["bert", "stable gpt"], 2, [SEQUENCE], id="tp2"),
         pytest.param(RUNS, 2, [{}], id="dp2", marks=pytest.mark.slow),
         pytest.param(RUNS, 2, [TENSOR, SEQUENCE], id="tp2 all", marks=pytest.mark.slow),
         pytest.param(RUNS, 4, [TENSOR, SEQUENCE], id="dp2 tp2", marks=pytest.mark.slow),

@@ -19,13 +19,17 @@ class Found:
     total: Tensor
     right: Tensor
     gradient: Tensor
-    """Of twice the total; whole."""
+    """Of twice the total, with a third of the squares where these are asked for; whole."""
     columns: int
     """That this rank had of the logits."""
 
 
 def divided_cross_entropy(
-    rank: int, world_size: int, cases: Sequence[tuple[Tensor, Tensor]], num_ids: int
+    rank: int,
+    world_size: int,
+    cases: Sequence[tuple[Tensor, Tensor]],
+    num_ids: int,
+    with_squares: bool = False,
 ) -> list[Found]:
     """Of each case: logits, and the targets."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -34,9 +38,11 @@ def divided_cross_entropy(
         part = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
         divided = of_ids(DTensor.from_local(part, mesh, [Shard(1)]), num_ids)
         assert isinstance(divided, DTensor)
-        total, right = cross_entropy(divided, targets)
-        (2 * total).backward()
+        sums = cross_entropy(divided, targets, with_squares=with_squares)
+        loss = 2 * sums.total + (0.0 if sums.squares is None else sums.squares / 3)
+        loss.backward()
         assert part.grad is not None
         gradient = DTensor.from_local(part.grad, mesh, [Shard(1)]).full_tensor()
-        found.append(Found(total.detach(), right, gradient, divided.to_local().shape[1]))
+        columns = divided.to_local().shape[1]
+        found.append(Found(loss.detach(), sums.num_right, gradient, columns))
     return found

@@ -162,7 +162,7 @@ def load_full_model_state(
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    _read(storage, commit, metadata, {part: model}, alone=True)
+    read_alone(storage, commit, metadata, {part: model})
     return model
 
 
@@ -176,6 +176,23 @@ def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in _tensors(get_model_state_dict(model)).items():
         local(tensor).copy_(state[name])
+
+
+def read_alone(
+    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
+) -> None:
+    """Reads a commit into plain tensors of its own shapes, by this process alone.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        commit: one of its commits.
+        metadata: of the commit, by `read_metadata`.
+        state: nested dicts of tensors.
+
+    Raises:
+        RuntimeError: reading failed.
+    """
+    _read(storage, commit, metadata, state, alone=True)
 
 
 def _load(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,28 +106,28 @@ class Counterpart:
         """Whether it belongs to a part that our model does without."""
         return any(re.fullmatch(form, name) for form in self.left_out)
 
-    def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their state dict from ours."""
-        parts: dict[str, dict[int, Tensor]] = {}
+    def to_theirs(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of their state dict from ours, one after the other; none of ours is
+        looked up before it is needed."""
+        parts: dict[str, dict[int, str]] = {}
         turned: set[str] = set()
-        for name, value in state.items():
+        for name in state:
             origin = self.origin(name)
-            parts.setdefault(origin.name, {})[origin.part] = value
+            parts.setdefault(origin.name, {})[origin.part] = name
             turned |= {origin.name} if origin.transposed else set()
-        theirs = {name: _joined([found[i] for i in sorted(found)]) for name, found in parts.items()}
-        zeros = self._zero_vectors(state)
-        return {n: v.T.contiguous() if n in turned else v for n, v in (theirs | zeros).items()}
+        for theirs, found in parts.items():
+            value = _joined([state[found[number]] for number in sorted(found)])
+            yield theirs, value.T.contiguous() if theirs in turned else value
+        yield from self._zero_vectors(state)
 
-    def _zero_vectors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _zero_vectors(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Biases: as long as their weights have rows."""
         if not self.fills_with_zeros:
-            return {}
-        found = {}
-        for name, origin in self.origins.items():
-            if name not in state:
-                weight = state[f"{name.removesuffix('bias')}weight"]
-                found[origin.name] = weight.new_zeros(origin.parts * weight.shape[0])
-        return found
+            return
+        missing = {o.name: (n, o.parts) for n, o in self.origins.items() if n not in state}
+        for theirs, (name, parts) in missing.items():
+            weight = state[f"{name.removesuffix('bias')}weight"]
+            yield theirs, weight.new_zeros(parts * weight.shape[0])
 
     def to_ours(self, names: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of our parameters that theirs has, from its state dict."""

@@ -48,6 +48,8 @@ class ModelSpec:
     """Parameters of the head's own matrices beside the one that gives logits."""
     sample_extra: int = 0
     """Parameters of matrices that are applied once to every sample."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised: operations, not products, so no FLOPs that count."""
     predicted: float = 1.0
     """Share of the tokens that logits are computed of."""
     seq_len: int

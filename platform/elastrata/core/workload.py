@@ -24,6 +24,7 @@ from elastrata.core.batch import Batch
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.installed import installed_workloads
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.weight_files import AS_TRAINED, WeightForm
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -158,8 +159,19 @@ class Workload(Config):
         seq_len: int,
         tokenizer: Path | None,
         path: Path,
+        form: WeightForm = AS_TRAINED,
     ) -> None:
-        """Writes a folder that transformers' `from_pretrained` loads; `tokenizer` is copied in."""
+        """Writes a folder that transformers' `from_pretrained` loads.
+
+        Args:
+            state: the whole model's; maybe of one that reads each tensor when it is asked for it,
+                so that no more than a few are in memory at once (`write_weights`).
+            vocabulary: the data set's.
+            seq_len: tokens of its longest sample.
+            tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+            path: the folder to write; made where it is missing.
+            form: of the weights.
+        """
 
 
 class TensorParallel(Workload):

@@ -25,6 +25,8 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
     if model.position_rows == 0 and not stack.fused:
         own += e * (h + model.kv_width)  # query and key before they were turned
+    if model.qk_norm:
+        own += e * (h + model.kv_width)  # ... and before they were normalised
     if stack.flash:
         own += FP32_BYTES * model.heads
     else:
@@ -86,6 +88,8 @@ def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     computes those of the weights from them, later."""
     inner = (2 if model.gated else 1) * model.feed_forward
     own = 3 * model.hidden + 2 * model.kv_width + inner
+    if model.qk_norm:
+        own += model.hidden + model.kv_width
     tokens = layout.micro_batch * model.seq_len * stack.element_bytes
     whole = 2 * model.hidden / (layout.tensor if layout.sequence else 1)
     return layout.layers_of_stage(model.layers) * tokens * (own / layout.tensor + whole)

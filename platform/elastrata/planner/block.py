@@ -174,6 +174,9 @@ def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
     if model.position_rows == 0:
         turned = 2 * e * (model.hidden + model.kv_width)
         own, own_backward = own + turned, own_backward + turned
+    if model.qk_norm:  # read and written; backward the gradient is read, too
+        normed = e * (model.hidden + model.kv_width)
+        own, own_backward = own + 2 * normed, own_backward + 3 * normed
     if not stack.flash:
         scores = model.heads * model.seq_len
         dropped = 2 * e + 1 if stack.dropout else 0

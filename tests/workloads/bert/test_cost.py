@@ -8,7 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 40, "embedding_multiple": 64}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"intermediate_size": 40, "embedding_multiple": 64, "qk_norm": True, "z_loss": 0.1}],
+)
 def test_flops_are_those_pytorch_counts(make_bert, make_rows, vocabulary, pairs, sizes) -> None:
     bert = make_bert(next_sentence=pairs, **sizes)
     model = bert.build_model(vocabulary, 64)
@@ -18,6 +21,14 @@ def test_flops_are_those_pytorch_counts(make_bert, make_rows, vocabulary, pairs,
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         sum(bert.loss(model, batch).terms.values()).backward()
     assert bert.flops(lengths, batch.weights, vocabulary) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_every_number_of_a_block_is_counted(make_bert, vocabulary, qk_norm) -> None:
+    bert = make_bert(qk_norm=qk_norm)
+    (block, *_) = bert.blocks(bert.build_model(vocabulary, 64))
+    counted = sum(parameter.numel() for parameter in block.parameters())
+    assert bert.model_spec(vocabulary, 64).block_parameters == counted
 
 
 def test_work_is_the_forward_part_of_flops(make_bert, vocabulary) -> None:

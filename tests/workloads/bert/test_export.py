@@ -19,6 +19,8 @@ from transformers import (
     pipeline,
 )
 
+from elastrata_pipelines.errors import UserError
+
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -68,6 +70,12 @@ def test_export_loads_whole_and_gives_equal_logits(
         torch.testing.assert_close(
             next_logits, output.seq_relationship_logits, rtol=1e-5, atol=1e-5
         )
+
+
+def test_normalised_queries_are_refused(make_bert, vocabulary, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"workload.qk_norm: true: transformers has no such model"):
+        make_bert(qk_norm=True).export({}, vocabulary, 64, None, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_fill_mask_finds_the_tokenizer(make_bert, vocabulary, tokenizer_folder, tmp_path) -> None:

@@ -26,6 +26,7 @@ LLAMA = {
 STYLES = {
     "gpt2": {},
     "llama": LLAMA,
+    "stable": {**LLAMA, "qk_norm": True, "z_loss": 0.01},
     "mixed": {"norm": "rms", "num_kv_heads": 1, "bias": False, "tied_embeddings": False},
 }
 

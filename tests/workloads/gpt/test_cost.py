@@ -6,9 +6,14 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from elastrata.planner.activations import block_activations
+from elastrata.planner.layout import Layout
+from elastrata.planner.stack import elastrata
+from support.live_bytes import LiveBytes
+
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("style", ["gpt2", "llama", "mixed"])
+@pytest.mark.parametrize("style", ["gpt2", "llama", "mixed", "stable"])
 def test_flops_are_those_pytorch_counts_with_attention_causal_halved(
     make_gpt, make_rows, vocabulary, style, packed
 ) -> None:
@@ -19,10 +24,38 @@ def test_flops_are_those_pytorch_counts_with_attention_causal_halved(
     # The counter knows plain matrix products, masked halves included; CPU's fused attention it
     # does not know.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        gpt.loss(model, batch).terms["lm"].backward()
+        sum(gpt.loss(model, batch).terms.values()).backward()
     masked = 6 * 2 * 32 * sum(length * length for length in lengths)
     found = gpt.flops(lengths, batch.weights, vocabulary)
     assert found == counter.get_total_flops() - masked
+
+
+@pytest.mark.parametrize(
+    ("style", "changes"),
+    [("gpt2", {}), ("gpt2", {"qk_norm": True}), ("llama", {}), ("stable", {}), ("mixed", {})],
+)
+def test_every_number_of_a_block_is_counted(make_gpt, vocabulary, style, changes) -> None:
+    gpt = make_gpt(style, **changes)
+    block = gpt.build_model(vocabulary, 64).blocks[0]
+    counted = sum(parameter.numel() for parameter in block.parameters())
+    assert gpt.model_spec(vocabulary, 64).block_parameters == counted
+
+
+def test_normalised_queries_keep_what_the_planner_counts(make_gpt, make_rows, vocabulary) -> None:
+    kept, planned = [], []
+    for qk_norm in (False, True):
+        gpt = make_gpt("gpt2", qk_norm=qk_norm)
+        model = gpt.build_model(vocabulary, 64)
+        batch = gpt.collate(make_rows([64, 64]), vocabulary, seed=0)
+        with LiveBytes() as live:
+            hidden = model.embeddings(batch.input_ids, batch.positions, None)
+            hidden = model.blocks[0](hidden, batch.segments, batch.positions, None)
+        kept.append(live.peak)
+        spec, layout = gpt.model_spec(vocabulary, 64), Layout(micro_batch=2)
+        planned.append(block_activations(spec, elastrata("fp32", "fp32"), layout))
+    assert planned[1] - planned[0] == 128 * 4 * (32 + 32)
+    of_heads = 128 * 8 * 2 * 4  # mean and deviation of each: few beside heads of 64 and more
+    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0] + of_heads, rel=0.05)
 
 
 def test_work_is_the_forward_part_of_flops(make_gpt, vocabulary) -> None:

@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from elastrata_pipelines.errors import UserError
@@ -50,6 +52,8 @@ def tokenizer_folder(tmp_path: Path, vocabulary) -> Path:
         ("gpt2", {"bias": False, "tied_embeddings": False, "embedding_multiple": 64}),
         ("llama", {"embedding_multiple": 64}),
         ("llama", {"tied_embeddings": True, "bias": True, "rotary_base": 500.0}),
+        ("llama", {"qk_norm": True, "embedding_multiple": 64, "z_loss": 1e-4}),
+        ("llama", {"qk_norm": True, "tied_embeddings": True}),
     ],
 )
 def test_export_loads_whole_and_gives_equal_logits(
@@ -57,12 +61,17 @@ def test_export_loads_whole_and_gives_equal_logits(
 ) -> None:
     gpt = make_gpt(style, **changes)
     model = gpt.build_model(vocabulary, 64)
+    with torch.no_grad():  # norms and biases as they are after training
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
     gpt.export(model.state_dict(), vocabulary, 64, tokenizer_folder, tmp_path / "model")
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True
     )
     assert not any(report.values()), report
-    assert loaded.config.eos_token_id == 0
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == 0
+    assert loaded.config.architectures == [type(loaded).__name__]
+    assert (type(loaded).__name__ == "Qwen3ForCausalLM") == gpt.qk_norm
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("w3 w4")["input_ids"] == [3, 4]
 
     batch = gpt.collate(make_rows([64]), vocabulary, seed=0)
@@ -86,8 +95,9 @@ def test_export_loads_whole_and_gives_equal_logits(
                 rope_parameters={"rope_type": "default", "rope_theta": 500.0},
             )
         ),
+        lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8)),
     ],
-    ids=["gpt2", "gpt2 untied", "llama", "llama with biases"],
+    ids=["gpt2", "gpt2 untied", "llama", "llama with biases", "qwen3"],
 )
 def test_import_gives_equal_logits_and_exports_the_same(
     make_rows, vocabulary, tmp_path, other
@@ -116,6 +126,7 @@ def test_import_gives_equal_logits_and_exports_the_same(
         (GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse"),
         (LlamaConfig(**LLAMA, attention_bias=True), "has no attention_bias unlike mlp_bias"),
         (LlamaConfig(**LLAMA, head_dim=16), "has no head_dim 16"),
+        (Qwen3Config(**LLAMA, head_dim=8, use_sliding_window=True), "has no use_sliding_window"),
         (
             LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "factor": 2.0}),
             "has no rope_type linear",
@@ -130,7 +141,7 @@ def test_models_with_other_parts_are_refused(tmp_path, config, line) -> None:
 
 def test_another_kind_of_model_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="a bert: expected gpt2 or llama"):
+    with pytest.raises(UserError, match="a bert: expected gpt2, llama, qwen3"):
         from_transformers(tmp_path)
 
 
@@ -140,7 +151,24 @@ def test_what_transformers_does_not_have_is_not_exported(make_gpt, tmp_path) -> 
     with pytest.raises(UserError) as caught:
         gpt.export({}, vocabulary, 64, None, tmp_path / "model")
     assert str(caught.value) == (
-        "workload: transformers has no such model: GPT-2 is without norm: rms, num_kv_heads; "
-        "Llama without positions: learned, activation: gelu"
+        "workload: transformers has no such model: GPT-2 without norm: rms, num_kv_heads; "
+        "Llama without positions: learned, activation: gelu; "
+        "Qwen3 without positions: learned, activation: gelu, qk_norm: false"
     )
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("style", "changes", "line"),
+    [
+        ("gpt2", {}, "GPT-2 without qk_norm: true"),
+        ("llama", {"bias": True}, "Llama without qk_norm: true; Qwen3 without bias: true"),
+    ],
+)
+def test_normalised_queries_that_transformers_does_not_have_are_refused(
+    make_gpt, vocabulary, tmp_path, style, changes, line
+) -> None:
+    gpt = make_gpt(style, qk_norm=True, **changes)
+    with pytest.raises(UserError, match=line):
+        gpt.export({}, vocabulary, 64, None, tmp_path / "model")
     assert not (tmp_path / "model").exists()

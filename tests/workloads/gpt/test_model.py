@@ -71,7 +71,7 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(
     other, family = reference(model)
     table = family.counterpart(model.shape)
     if direction == "ours to theirs":
-        report = other.load_state_dict(table.to_theirs(model.state_dict()), False)
+        report = other.load_state_dict(dict(table.to_theirs(model.state_dict())), False)
         assert set(report.missing_keys) <= {"lm_head.weight"}
         assert not report.unexpected_keys
     else:
@@ -84,7 +84,7 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(
     theirs = output.logits[inputs["attention_mask"].bool()][batch.predicted]
     torch.testing.assert_close(model(batch), theirs, **CLOSE)
     torch.testing.assert_close(mean_loss(gpt, model, batch), output.loss, **CLOSE)
-    mine = table.to_theirs({n: p.grad for n, p in model.named_parameters()})
+    mine = dict(table.to_theirs({n: p.grad for n, p in model.named_parameters()}))
     torch.testing.assert_close(mine, {n: other.get_parameter(n).grad for n in mine}, **CLOSE)
 
 

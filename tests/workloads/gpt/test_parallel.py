@@ -34,7 +34,7 @@ def gradients(gpt, model, *batches) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=["gpt2", "llama", "stable"])
 def case(request, make_gpt, make_rows, vocabulary):
     gpt = make_gpt(request.param, dropout=0.1)
     return (
@@ -107,7 +107,7 @@ def _sharded_gradients(rank: int, world_size: int, gpt, vocabulary, parts) -> di
     return {name: g.full_tensor() for name, g in found.items() if isinstance(g, DTensor)}
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("style", ["gpt2", "stable"])
 def test_sharded_gradients_equal_those_of_one_process(
     style: str, make_gpt, make_rows, vocabulary
 ) -> None:

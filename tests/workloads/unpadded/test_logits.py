@@ -26,44 +26,49 @@ def _case(predictions: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return logits, torch.randint(NUM_IDS, (predictions,), generator=generator)
 
 
-def _wanted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _wanted(logits: Tensor, targets: Tensor, *, squares: bool) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
     ids = logits[:, :NUM_IDS]
-    total, right = F.cross_entropy(ids, targets, reduction="sum"), ids.argmax(-1) == targets
-    (2 * total).backward()
+    loss = 2 * F.cross_entropy(ids, targets, reduction="sum")
+    if squares:
+        loss = loss + ids.logsumexp(-1).square().sum() / 3
+    loss.backward()
     assert logits.grad is not None
-    return total.detach(), right.sum().float(), logits.grad
+    return loss.detach(), (ids.argmax(-1) == targets).sum().float(), logits.grad
 
 
-def test_sum_right_answers_and_gradient_are_the_same() -> None:
+@pytest.mark.parametrize("squares", [False, True])
+def test_sum_right_answers_and_gradient_are_the_same(squares: bool) -> None:
     ties, targets = _case(20, seed=1)
     ties = ties.round().clamp(-1, 1)  # several ids have the largest logit: the first one counts
     large = _case(20, seed=2)[0] * 1e4
     cases = [_case(50), (ties, targets), (large, targets), _case(0)]
-    assert 0 < float(_wanted(ties, targets)[1]) < len(targets)
-    whole = [_whole(*case) for case in cases]
-    for found in [*run_fresh_ranks(3, divided_cross_entropy, cases, NUM_IDS), whole]:
+    assert 0 < float(_wanted(ties, targets, squares=squares)[1]) < len(targets)
+    whole = [_whole(*case, squares=squares) for case in cases]
+    divided = run_fresh_ranks(3, divided_cross_entropy, cases, NUM_IDS, squares)
+    for found in [*divided, whole]:
         for (logits, targets), case in zip(cases, found, strict=True):
-            total, right, gradient = _wanted(logits, targets)
-            torch.testing.assert_close(case.total, total)
+            loss, right, gradient = _wanted(logits, targets, squares=squares)
+            torch.testing.assert_close(case.total, loss)
             assert case.right == right
             torch.testing.assert_close(case.gradient, gradient)
             assert case.columns in (ROWS // 3, ROWS)
 
 
-def _whole(logits: Tensor, targets: Tensor) -> Found:
+def _whole(logits: Tensor, targets: Tensor, *, squares: bool) -> Found:
     """Of logits that no leaf has, as a model's are: some at a time, and overwritten."""
     leaf = logits.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_module, "_AT_ONCE_ON_CPU", 3 * ROWS)
         given = of_ids(leaf * 1, NUM_IDS)
-        total, right = cross_entropy(given, targets)
-        (2 * total).backward(retain_graph=True)
+        sums = cross_entropy(given, targets, with_squares=squares)
+        loss = 2 * sums.total + (0.0 if sums.squares is None else sums.squares / 3)
+        loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="overwritten"):
-        total.backward()
+        loss.backward()
     assert leaf.grad is not None
     torch.testing.assert_close(given.detach(), leaf.grad)
-    return Found(total.detach(), right, leaf.grad, given.shape[1])
+    return Found(loss.detach(), sums.num_right, leaf.grad, given.shape[1])
 
 
 def test_nothing_is_held_beside_the_logits_but_a_portion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +79,7 @@ def test_nothing_is_held_beside_the_logits_but_a_portion(monkeypatch: pytest.Mon
     table = torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(rows - 10, (predictions,))
     with LiveBytes() as live:
-        total, _ = cross_entropy(of_ids(F.linear(hidden, table), rows - 10), targets)
+        total = cross_entropy(of_ids(F.linear(hidden, table), rows - 10), targets).total
         total.backward()
     logits = predictions * rows * 2
     assert logits < live.peak < logits + 1.5 * 4 * at_once + 64 * predictions
@@ -107,6 +112,6 @@ def test_rows_that_are_no_ids_are_left_out() -> None:
 
 
 def test_right_answers_of_whole_logits() -> None:
-    total, right = cross_entropy(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
-    assert right == 1
-    assert float(total) == pytest.approx(3 + 2 * math.log1p(math.exp(-3)))
+    found = cross_entropy(torch.tensor([[0.0, 3.0], [0.0, 3.0]]), torch.tensor([1, 0]))
+    assert found.num_right == 1
+    assert float(found.total) == pytest.approx(3 + 2 * math.log1p(math.exp(-3)))

@@ -6,28 +6,40 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from elastrata.core.weight_files import WeightForm, write_weights
+from elastrata_pipelines.errors import UserError
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.id_rows import IdRows
 
 _ROWS_PER_ID = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 
 
 def export(
-    shape: BertShape, state: Mapping[str, Tensor], tokenizer: Path | None, path: Path
+    shape: BertShape,
+    state: Mapping[str, Tensor],
+    tokenizer: Path | None,
+    path: Path,
+    form: WeightForm,
 ) -> None:
-    """Writes config.json, model.safetensors and the tokenizer's files.
+    """Writes config.json, the weights and the tokenizer's files.
 
     The decoder's weight and bias are not in the file: transformers ties them to the word embedding
     and to `cls.predictions.bias`, as this model does.
 
     Args:
         shape: the model's shape.
-        state: the model's full state dict.
+        state: the model's full state dict; each tensor is asked for once.
         tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
         path: the folder to write; made where it is missing.
+        form: of the weights.
+
+    Raises:
+        UserError: transformers has no model of that shape.
     """
+    if shape.qk_norm:
+        raise UserError("workload.qk_norm: true: transformers has no such model")
     # Imported here: it takes seconds, and workers never export.
     from transformers import BertConfig
 
@@ -50,13 +62,6 @@ def export(
         hidden_act="gelu",
         type_vocab_size=2,
         tie_word_embeddings=True,
-        dtype="float32",
+        dtype=form.dtype_name,
     ).save_pretrained(path)
-    weights = {
-        name: (value[: shape.num_ids] if name in _ROWS_PER_ID else value)
-        .detach()
-        .float()
-        .contiguous()
-        for name, value in state.items()
-    }
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    write_weights(path, IdRows(state, _ROWS_PER_ID, shape.num_ids).items(), form)

@@ -165,6 +165,9 @@ class SelfAttention(nn.Module):
         self.query = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.key = nn.Linear(shape.hidden_size, shape.hidden_size)
         self.value = nn.Linear(shape.hidden_size, shape.hidden_size)
+        eps = shape.layer_norm_eps
+        self.query_norm = nn.LayerNorm(self.head_size, eps=eps) if shape.qk_norm else None
+        self.key_norm = nn.LayerNorm(self.head_size, eps=eps) if shape.qk_norm else None
 
     def forward(self, hidden: Tensor, segments: Segments) -> Tensor:
         """Shape [T, E] to [T, E]."""
@@ -173,6 +176,8 @@ class SelfAttention(nn.Module):
         query = self.query(hidden).unflatten(-1, heads)
         key = self.key(hidden).unflatten(-1, heads)
         value = self.value(hidden).unflatten(-1, heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         return attention(query, key, value, segments, self.kernel).flatten(-2)
 
 

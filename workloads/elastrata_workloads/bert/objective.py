@@ -28,6 +28,8 @@ class Objective:
     next_sentence: bool
     dropout: bool
     """Whether batches carry dropout keys."""
+    z_loss: bool = False
+    """Whether the masked tokens' predictions count in a term of z-loss, too."""
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> BertBatch:
         """The micro-batch of these samples; the same sample always gets the same masks.
@@ -48,9 +50,8 @@ class Objective:
         replace(tokens, predicted, vocabulary.mask_id, table, rng)
         sample_starts = np.cumsum(rows.lengths) - rows.lengths
         not_next = _not_next(rows) if self.next_sentence else None
-        weights = {"mlm": float(len(predicted))}
         return BertBatch(
-            weights={**weights, "nsp": float(len(rows))} if self.next_sentence else weights,
+            weights=self._weights(len(predicted), len(rows)),
             num_positions=len(tokens),
             input_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts, lengths)),
@@ -66,13 +67,22 @@ class Objective:
             ),
         )
 
+    def _weights(self, num_predicted: int, num_samples: int) -> dict[str, float]:
+        """By loss term."""
+        weights = {"mlm": float(num_predicted)}
+        if self.next_sentence:
+            weights["nsp"] = float(num_samples)
+        if self.z_loss:
+            weights["z"] = float(num_predicted)
+        return weights
+
     def _filler(self, pad_id: int) -> BertBatch:
         """The micro-batch without samples."""
         zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
         nothing = zeros[:0]
         pairs = nothing if self.next_sentence else None
         return BertBatch(
-            weights={"mlm": 0.0, "nsp": 0.0} if self.next_sentence else {"mlm": 0.0},
+            weights=self._weights(0, 0),
             num_positions=FILLER_TOKENS,
             input_ids=torch.full_like(zeros, pad_id),
             positions=torch.arange(FILLER_TOKENS),
@@ -87,20 +97,24 @@ class Objective:
         )
 
 
-def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch) -> Loss:
+def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch, z_loss: float = 0.0) -> Loss:
     """Cross-entropy sums, in fp32 whatever the model computes in, and counts of right answers.
 
     Args:
         logits: shape [P, V]; maybe divided over ranks.
         next_logits: shape [N, 2], or None without next-sentence prediction.
         batch: what `logits` were computed from.
+        z_loss: coefficient of the squared logarithm of each masked token's sum of exponentials.
     """
-    mlm, num_right = cross_entropy(logits, batch.targets)
-    terms = {"mlm": mlm}
-    metrics = {"mlm_accuracy": Metric(num_right, per="mlm")}
+    mlm = cross_entropy(logits, batch.targets, with_squares=z_loss > 0)
+    terms = {"mlm": mlm.total}
+    metrics = {"mlm_accuracy": Metric(mlm.num_right, per="mlm")}
     if next_logits is not None and batch.not_next is not None:
-        terms["nsp"], num_right = cross_entropy(next_logits, batch.not_next)
-        metrics["nsp_accuracy"] = Metric(num_right, per="nsp")
+        nsp = cross_entropy(next_logits, batch.not_next)
+        terms["nsp"] = nsp.total
+        metrics["nsp_accuracy"] = Metric(nsp.num_right, per="nsp")
+    if mlm.squares is not None:
+        terms["z"] = z_loss * mlm.squares
     return Loss(terms, metrics)
 
 

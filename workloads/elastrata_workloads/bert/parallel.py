@@ -26,6 +26,7 @@ from elastrata_workloads.unpadded.tensor_parallel import (
     between,
     divide,
     embedding_style,
+    heads_norm_style,
     hidden_layout,
     norm_style,
     tied_head_style,
@@ -156,6 +157,9 @@ def _plan(shape: BertShape, size: int, *, sequence: bool) -> dict[str, ParallelS
     if shape.next_sentence:
         plan["bert.pooler"] = Replicated()
         plan["cls.seq_relationship"] = Replicated()
+    if shape.qk_norm:
+        plan[f"{_BLOCK}.attention.self.query_norm"] = heads_norm_style()
+        plan[f"{_BLOCK}.attention.self.key_norm"] = heads_norm_style()
     if sequence:
         plan["bert.embeddings"] = between(Replicate(), Shard(0))
         plan[f"{_BLOCK}.attention.output.dropout"] = OwnKeys()

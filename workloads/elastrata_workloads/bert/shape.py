@@ -28,12 +28,14 @@ class BertShape:
     dropout: float
     initializer_range: float
     next_sentence: bool
+    qk_norm: bool
     attention: Kernel
 
     def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
         """The numbers that memory, time and FLOPs depend on."""
         e = self.hidden_size
         biases = 5 * e + self.intermediate_size
+        norms = 4 * e + (4 * e // self.num_heads if self.qk_norm else 0)
         return ModelSpec(
             layers=self.num_layers,
             hidden=e,
@@ -47,7 +49,8 @@ class BertShape:
             embedding_additions=2,
             embedding_norm=True,
             tied=True,
-            block_vectors=biases + 4 * e,
+            block_vectors=biases + norms,
+            qk_norm=self.qk_norm,
             head_extra=e * e,
             sample_extra=e * (e + 2) if self.next_sentence else 0,
             predicted=mask_probability,

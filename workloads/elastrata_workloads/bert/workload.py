@@ -14,6 +14,7 @@ from elastrata.core.batch import Batch
 from elastrata.core.counterpart import Counterpart, HasCounterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.weight_files import AS_TRAINED, WeightForm
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -64,6 +65,15 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
     """Longest sample the model can take, in tokens: rows of the position table."""
     layer_norm_eps: Small = 1e-12
     """Added to variances before the square root."""
+    qk_norm: bool = False
+    """Whether every head's query and key are normalised, by a LayerNorm, before they meet: so
+    attention's logits stay small at large learning rates (Henry et al. 2020, arXiv 2010.04245;
+    Dehghani et al. 2023, arXiv 2302.05442). transformers has no such BERT: the export is
+    refused."""
+    z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Coefficient of a loss term that keeps logits from drifting: the mean squared logarithm of the
+    sum of their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM has 1e-4
+    (Chowdhery et al. 2022, arXiv 2204.02311)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches; never
     attention weights). 0 by default: one pass over much text does not overfit."""
@@ -95,7 +105,7 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
         """All that its objective, its initialization and its kernels do not concern."""
         keys = ("hidden_size", "num_layers", "num_heads", "max_positions", "layer_norm_eps")
         return {
-            **{key: getattr(self, key) for key in keys},
+            **{key: getattr(self, key) for key in (*keys, "qk_norm")},
             "intermediate_size": self.intermediate_size or 4 * self.hidden_size,
         }
 
@@ -205,6 +215,7 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
             ),
             next_sentence=self.next_sentence,
             dropout=self.dropout > 0,
+            z_loss=self.z_loss > 0,
         )
         return objective.collate(rows, vocabulary, seed)
 
@@ -213,12 +224,16 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
         if not isinstance(batch, BertBatch):
             raise TypeError(f"expected a BertBatch, got {type(batch).__name__}")
         logits, next_logits = model(batch)
-        return loss(logits, next_logits, batch)
+        return loss(logits, next_logits, batch, self.z_loss)
 
     def metrics(self) -> list[str]:
         """Loss and accuracy of the masked tokens, and of next sentences where it predicts them."""
         next_sentence = ["nsp_loss", "nsp_accuracy"] if self.next_sentence else []
-        return ["mlm_loss", "mlm_accuracy", *next_sentence]
+        return [
+            *("mlm_loss", "mlm_accuracy"),
+            *next_sentence,
+            *(["z_loss"] if self.z_loss else []),
+        ]
 
     @property
     def exported_as(self) -> ExportedAs:
@@ -233,12 +248,13 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
         seq_len: int,
         tokenizer: Path | None,
         path: Path,
+        form: WeightForm = AS_TRAINED,
     ) -> None:
         """Writes a folder that transformers loads."""
         # Imported here: training does without safetensors.
         from elastrata_workloads.bert.export import export
 
-        export(self.shape(vocabulary), state, tokenizer, path)
+        export(self.shape(vocabulary), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
         """The numbers that memory, time and FLOPs are computed from."""
@@ -260,5 +276,6 @@ class Bert(Planned, TensorParallel, PipelineParallel, HasCounterpart):
             dropout=self.dropout,
             initializer_range=self.initializer_range,
             next_sentence=self.next_sentence,
+            qk_norm=self.qk_norm,
             attention=self.attention,
         )

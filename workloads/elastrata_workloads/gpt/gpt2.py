@@ -7,7 +7,7 @@ from typing import Any
 from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
 
-ARCHITECTURE = "GPT2LMHeadModel"
+ARCHITECTURE, CONFIG = "GPT2LMHeadModel", "GPT2Config"
 
 _TOKENS, _HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -28,6 +28,7 @@ def differences(shape: GptShape) -> list[str]:
         "positions: rotary": shape.positions != "learned",
         "activation: swiglu": shape.activation != "gelu",
         "norm: rms": shape.norm != "layer",
+        "qk_norm: true": shape.qk_norm,
         "num_kv_heads": shape.num_kv_heads != shape.num_heads,
     }
     return [key for key, differs in differs_in.items() if differs]

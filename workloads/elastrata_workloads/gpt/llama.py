@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURE, CONFIG = "LlamaForCausalLM", "LlamaConfig"
 
 _OUTSIDE = {
     "embeddings.tokens": "model.embed_tokens",
@@ -34,6 +36,7 @@ def differences(shape: GptShape) -> list[str]:
         "positions: learned": shape.positions != "rotary",
         "activation: gelu": shape.activation != "swiglu",
         "norm: layer": shape.norm != "rms",
+        "qk_norm: true": shape.qk_norm,
     }
     return [key for key, differs in differs_in.items() if differs]
 
@@ -86,29 +89,37 @@ def unsupported(config: Any) -> list[str]:
         f"rope_type {rope_type}": rope_type != "default",
         f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
         != config.hidden_size,
-        "attention_bias unlike mlp_bias": config.attention_bias != config.mlp_bias,
+        "attention_bias unlike mlp_bias": config.attention_bias
+        != getattr(config, "mlp_bias", False),
     }
     return [key for key, differs in lacks.items() if differs]
 
 
-def counterpart(shape: GptShape) -> Counterpart:
-    """Where our parameters lie in it: the same tensors under other names."""
+def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
+    """Where our parameters lie in it: the same tensors under other names.
+
+    Args:
+        shape: the model's.
+        more: names within a block, ours and theirs, that Llama has not.
+    """
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return Counterpart(
-        origins={name: Origin(name=theirs) for name, theirs in _names(shape).items()},
+        origins={
+            name: Origin(name=theirs) for name, theirs in _names(shape, {**_BLOCK, **more}).items()
+        },
         tied=tied if shape.tied_embeddings else {},
         prefix="model.",
         unused=(r".*\.rotary_emb\.inv_freq",),
     )
 
 
-def _names(shape: GptShape) -> dict[str, str]:
-    """Their name of every parameter that a Llama can have, by ours."""
+def _names(shape: GptShape, of_block: Mapping[str, str]) -> dict[str, str]:
+    """Their name of every parameter that such a model can have, by ours."""
     modules = dict(_OUTSIDE)
     if shape.tied_embeddings:
         del modules["head"]
     for layer in range(shape.num_layers):
-        for name, their_name in _BLOCK.items():
+        for name, their_name in of_block.items():
             modules[f"blocks.{layer}.{name}"] = f"model.layers.{layer}.{their_name}"
     return {
         f"{name}.{part}": f"{their_name}.{part}"

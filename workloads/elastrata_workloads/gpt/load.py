@@ -1,4 +1,4 @@
-"""A GPT-2 or Llama of transformers as one of ours."""
+"""A GPT-2, Llama or Qwen3 of transformers as one of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     """Reads a folder that transformers' `save_pretrained` or `elastrata export` has written.
 
     Args:
-        folder: with config.json and weights of GPT2LMHeadModel or LlamaForCausalLM.
+        folder: with config.json and weights of GPT2LMHeadModel, LlamaForCausalLM or
+            Qwen3ForCausalLM.
 
     Returns:
         The workload, and the state dict for its model with as many ids as the folder's model has.
@@ -30,7 +31,7 @@ def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     config: Any = AutoConfig.from_pretrained(folder)
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise UserError(f"{folder}: a {config.model_type}: expected {' or '.join(FAMILIES)}")
+        raise UserError(f"{folder}: a {config.model_type}: expected {', '.join(FAMILIES)}")
     if lacking := family.unsupported(config):
         raise UserError(f"{folder}: workload gpt has no {', '.join(lacking)}")
     workload = Gpt.model_validate(family.from_config(config))

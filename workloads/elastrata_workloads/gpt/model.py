@@ -33,7 +33,7 @@ class GptModel(nn.Module):
         self.shape = shape
         self.embeddings = Embeddings(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = norm(shape)
+        self.norm = norm(shape, shape.hidden_size)
         self.head = (
             TiedHead()
             if shape.tied_embeddings
@@ -110,10 +110,10 @@ class Block(nn.Module):
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
-        self.attention_norm = norm(shape)
+        self.attention_norm = norm(shape, shape.hidden_size)
         self.attention = Attention(shape)
         self.attention_dropout = HiddenDropout(shape.dropout, site=1)
-        self.feed_forward_norm = norm(shape)
+        self.feed_forward_norm = norm(shape, shape.hidden_size)
         gated = shape.activation == "swiglu"
         self.feed_forward = GatedFeedForward(shape) if gated else FeedForward(shape)
         self.feed_forward_dropout = HiddenDropout(shape.dropout, site=2)
@@ -142,6 +142,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
         self.value = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
         self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.query_norm = norm(shape, shape.head_size) if shape.qk_norm else None
+        self.key_norm = norm(shape, shape.head_size) if shape.qk_norm else None
 
     def forward(self, hidden: Tensor, segments: Segments, positions: Tensor) -> Tensor:
         """Shape [T, E] to [T, E]."""
@@ -150,6 +152,8 @@ class Attention(nn.Module):
         query = self.query(hidden).unflatten(-1, heads)
         key = self.key(hidden).unflatten(-1, heads)
         value = self.value(hidden).unflatten(-1, heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary_base is not None:
             query = rotated(query, positions, self.rotary_base)
             key = rotated(key, positions, self.rotary_base)
@@ -187,11 +191,11 @@ class GatedFeedForward(nn.Module):
         return out
 
 
-def norm(shape: GptShape) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm over the hidden features. RMSNorm (Zhang and Sennrich 2019) never has a bias."""
+def norm(shape: GptShape, size: int) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm over so many features. RMSNorm (Zhang and Sennrich 2019) never has a bias."""
     if shape.norm == "rms":
-        return nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-    return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps, bias=shape.bias)
+        return nn.RMSNorm(size, eps=shape.norm_eps)
+    return nn.LayerNorm(size, eps=shape.norm_eps, bias=shape.bias)
 
 
 def rotated(heads: Tensor, positions: Tensor, base: float) -> Tensor:

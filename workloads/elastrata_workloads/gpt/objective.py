@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from elastrata_workloads.unpadded.logits import cross_entropy
 _DROPOUT = 1
 
 
-def collate(rows: Rows, *, pad_id: int, seed: int, dropout: bool) -> GptBatch:
+def collate(
+    rows: Rows, *, pad_id: int, seed: int, dropout: bool, terms: Sequence[str] = ("lm",)
+) -> GptBatch:
     """The micro-batch of these samples.
 
     Positions start anew in every document of a packed sample, and no document's last token predicts
@@ -27,16 +31,17 @@ def collate(rows: Rows, *, pad_id: int, seed: int, dropout: bool) -> GptBatch:
         pad_id: what the batch without samples is filled with.
         seed: the run's.
         dropout: whether the batch carries dropout keys.
+        terms: of the loss; every prediction counts in each.
     """
     if not len(rows):
-        return _filler(pad_id, dropout)
+        return _filler(pad_id, dropout, terms)
     starts, lengths = rows.segment_starts, rows.segment_lengths
     tokens = rows.tokens.astype(np.int64)
     numbers = np.arange(len(tokens))
     predicted = np.delete(numbers, starts + lengths - 1)
     keys = SampleRng(seed, rows).hashes(_DROPOUT).view(np.int64) if dropout else None
     return GptBatch(
-        weights={"lm": float(len(predicted))},
+        weights=dict.fromkeys(terms, float(len(predicted))),
         num_positions=len(tokens),
         input_ids=torch.from_numpy(tokens),
         positions=torch.from_numpy(numbers - np.repeat(starts, lengths)),
@@ -48,11 +53,11 @@ def collate(rows: Rows, *, pad_id: int, seed: int, dropout: bool) -> GptBatch:
     )
 
 
-def _filler(pad_id: int, dropout: bool) -> GptBatch:
+def _filler(pad_id: int, dropout: bool, terms: Sequence[str]) -> GptBatch:
     """The micro-batch without samples."""
     zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
     return GptBatch(
-        weights={"lm": 0.0},
+        weights=dict.fromkeys(terms, 0.0),
         num_positions=FILLER_TOKENS,
         input_ids=torch.full_like(zeros, pad_id),
         positions=torch.arange(FILLER_TOKENS),
@@ -64,12 +69,16 @@ def _filler(pad_id: int, dropout: bool) -> GptBatch:
     )
 
 
-def loss(logits: Tensor, batch: GptBatch) -> Loss:
+def loss(logits: Tensor, batch: GptBatch, z_loss: float = 0.0) -> Loss:
     """Cross-entropy sum, in fp32 whatever the model computes in, and the number of right answers.
 
     Args:
         logits: shape [P, V]; maybe divided over ranks.
         batch: what `logits` were computed from.
+        z_loss: coefficient of the squared logarithm of each prediction's sum of exponentials.
     """
-    total, num_right = cross_entropy(logits, batch.targets)
-    return Loss({"lm": total}, {"lm_accuracy": Metric(num_right, per="lm")})
+    found = cross_entropy(logits, batch.targets, with_squares=z_loss > 0)
+    terms = {"lm": found.total}
+    if found.squares is not None:
+        terms["z"] = z_loss * found.squares
+    return Loss(terms, {"lm_accuracy": Metric(found.num_right, per="lm")})

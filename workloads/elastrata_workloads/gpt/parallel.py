@@ -26,6 +26,7 @@ from elastrata_workloads.unpadded.tensor_parallel import (
     divide,
     embedding_style,
     head_style,
+    heads_norm_style,
     hidden_layout,
     norm_style,
     tied_head_style,
@@ -126,6 +127,9 @@ def _plan(shape: GptShape, size: int, *, sequence: bool) -> dict[str, ParallelSt
     }
     if shape.positions == "learned":
         plan["embeddings.positions"] = Replicated()
+    if shape.qk_norm:
+        plan["blocks.*.attention.query_norm"] = heads_norm_style()
+        plan["blocks.*.attention.key_norm"] = heads_norm_style()
     if shape.activation == "swiglu":
         plan["blocks.*.feed_forward.gate"] = ColwiseParallel()
     if sequence:

@@ -33,6 +33,7 @@ class GptShape:
     norm: Norm
     norm_eps: float
     bias: bool
+    qk_norm: bool
     tied_embeddings: bool
     dropout: float
     initializer_range: float
@@ -48,7 +49,8 @@ class GptShape:
         gated = self.activation == "swiglu"
         kv_width = self.num_kv_heads * self.head_size
         biases = 3 * self.hidden_size + 2 * kv_width + (2 if gated else 1) * self.intermediate_size
-        norms = 2 * self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
+        normed = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
+        norms = normed * (2 if self.norm == "layer" and self.bias else 1)
         return ModelSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
@@ -61,5 +63,6 @@ class GptShape:
             position_rows=self.max_positions if self.positions == "learned" else 0,
             tied=self.tied_embeddings,
             block_vectors=norms + (biases if self.bias else 0),
+            qk_norm=self.qk_norm,
             seq_len=seq_len,
         )

@@ -14,6 +14,7 @@ from elastrata.core.batch import Batch
 from elastrata.core.counterpart import Counterpart, HasCounterpart
 from elastrata.core.device import DeviceCapabilities
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.weight_files import AS_TRAINED, WeightForm
 from elastrata.core.workload import ExportedAs, Loss, PipelineParallel, Planned, TensorParallel
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
@@ -88,6 +89,15 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
     """Whether projections and LayerNorms have biases; RMSNorm has none."""
     tied_embeddings: bool = True
     """Whether the head is the token embedding."""
+    qk_norm: bool = False
+    """Whether every head's query and key are normalised, as `norm` says, before they meet: so
+    attention's logits stay small at large learning rates (Henry et al. 2020, arXiv 2010.04245;
+    Dehghani et al. 2023, arXiv 2302.05442). In Llama's style with `bias: false` the export is a
+    Qwen3, else it is refused."""
+    z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Coefficient of a loss term that keeps logits from drifting: the mean squared logarithm of the
+    sum of their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM has 1e-4
+    (Chowdhery et al. 2022, arXiv 2204.02311)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of zeroing a hidden activation (embeddings and residual branches; never
     attention weights). 0 by default: one pass over much text does not overfit."""
@@ -119,7 +129,7 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
     def architecture(self) -> dict[str, Any]:
         """All that its initialization, its dropout and its kernels do not concern."""
         keys = ("hidden_size", "num_layers", "num_heads", "positions", "activation", "norm")
-        more = ("norm_eps", "bias", "tied_embeddings")
+        more = ("norm_eps", "bias", "qk_norm", "tied_embeddings")
         position = "max_positions" if self.positions == "learned" else "rotary_base"
         return {
             **{key: getattr(self, key) for key in (*keys, *more, position)},
@@ -129,7 +139,7 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
-        """The keys by which it is a GPT-2 or a Llama.
+        """The keys by which it is a GPT-2, a Llama or a Qwen3.
 
         Raises:
             UserError: that one has a part which this decoder lacks.
@@ -143,7 +153,7 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
         return settings
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
-        """Where its parameters lie in GPT-2, or in Llama.
+        """Where its parameters lie in GPT-2, Llama or Qwen3.
 
         Raises:
             UserError: transformers has no such model.
@@ -239,17 +249,21 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> GptBatch:
         """A micro-batch; what dropout drops depends on seed, epoch and sample alone."""
-        return collate(rows, pad_id=vocabulary.pad_id, seed=seed, dropout=self.dropout > 0)
+        terms = ("lm", "z") if self.z_loss else ("lm",)
+        return collate(
+            rows, pad_id=vocabulary.pad_id, seed=seed, dropout=self.dropout > 0, terms=terms
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The sum over predictions, `lm`: every token but the last of each document."""
+        """The sum over predictions, `lm`: every token but the last of each document. With
+        `z_loss` its sum, too, `z`."""
         if not isinstance(batch, GptBatch):
             raise TypeError(f"expected a GptBatch, got {type(batch).__name__}")
-        return loss(model(batch), batch)
+        return loss(model(batch), batch, self.z_loss)
 
     def metrics(self) -> list[str]:
-        """Loss and accuracy of the next tokens."""
-        return ["lm_loss", "lm_accuracy"]
+        """Loss and accuracy of the next tokens, and z-loss where there is one."""
+        return ["lm_loss", "lm_accuracy", *(["z_loss"] if self.z_loss else [])]
 
     @property
     def exported_as(self) -> ExportedAs:
@@ -263,16 +277,17 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
         seq_len: int,
         tokenizer: Path | None,
         path: Path,
+        form: WeightForm = AS_TRAINED,
     ) -> None:
         """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
         Raises:
-            UserError: the model is neither in GPT-2's style nor in Llama's.
+            UserError: the model is neither in GPT-2's style nor in Llama's or Qwen3's.
         """
         # Imported here: training does without safetensors.
         from elastrata_workloads.gpt.export import export
 
-        export(self.shape(vocabulary.size), state, tokenizer, path)
+        export(self.shape(vocabulary.size), state, tokenizer, path, form)
 
     def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
         """The numbers that memory, time and FLOPs are computed from."""
@@ -295,6 +310,7 @@ class Gpt(Planned, TensorParallel, PipelineParallel, HasCounterpart):
             norm=self.norm,
             norm_eps=self.norm_eps,
             bias=self.bias,
+            qk_norm=self.qk_norm,
             tied_embeddings=self.tied_embeddings,
             dropout=self.dropout,
             initializer_range=self.initializer_range,

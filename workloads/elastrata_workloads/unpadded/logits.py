@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,18 @@ def of_ids(logits: Tensor, num_ids: int) -> Tensor:
     return DTensor.from_local(part, logits.device_mesh, logits.placements, run_check=False)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Sums over predictions."""
+
+    total: Tensor
+    num_right: Tensor
+    """How many predictions are right."""
+    squares: Tensor | None
+    """Of the logarithm of each prediction's sum of exponentials; None: not asked for."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, with_squares: bool = False) -> CrossEntropy:
     """The cross entropy, summed over predictions, and how many of them are right.
 
     Computed in fp32, whatever the logits are in, for some predictions at a time (as Hsu et al.
@@ -45,20 +57,21 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Divided logits stay where they are: what the ranks tell each other of a prediction is four
     numbers (as Shoeybi et al. 2019, arXiv 1909.08053, section 3, but in one message). Collective
-    over these ranks, and the same on each.
+    over these ranks, and the same on each. The squares need no number more.
 
     Args:
         logits: shape [P, V]; a DTensor where its columns are divided over ranks.
         targets: shape [P].
+        with_squares: whether `squares`, which z-loss is made of, are wanted.
     """
     group, part = None, logits
     if isinstance(logits, DTensor):
         group, part = logits.device_mesh.get_group(), logits.to_local()
         targets = targets - logits.device_mesh.get_local_rank() * part.shape[1]
-    sums: tuple[Tensor, Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        part, targets, group
+    total, right, squares = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        part, targets, group, with_squares
     )
-    return sums
+    return CrossEntropy(total, right, squares if with_squares else None)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -66,8 +79,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None,
+        with_squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The sums over all columns, from this rank's.
 
         Args:
@@ -75,6 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits: shape [P, C].
             targets: shape [P]: counted from this rank's first column, so maybe none of its own.
             group: the ranks, in the order of columns; None: this one has all.
+            with_squares: whether the third sum is wanted.
         """
         told = logits.new_empty(4, len(targets), dtype=torch.float32)
         for rows in _portions(logits):
@@ -83,24 +101,30 @@ class _CrossEntropy(torch.autograd.Function):
             _put_together(told, group) if group else (told[0], told[1], told[3])
         )
         ctx.save_for_backward(logits, targets, total)
-        ctx.is_over = False
+        ctx.is_over, ctx.with_squares = False, with_squares
         right = right.sum()
         ctx.mark_non_differentiable(right)
-        return (total - of_target).sum(), right
+        return (total - of_target).sum(), right, total.square().sum() if with_squares else None
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Softmax less 1 at the target, times the gradient of the sum."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """Softmax less 1 at the target, times the gradient of the sum; and softmax times twice the
+        logarithm, times the gradient of the squares."""
         if ctx.is_over:
             raise RuntimeError("cross_entropy: a second backward pass: its logits are overwritten")
         logits, targets, total = ctx.saved_tensors
         ctx.is_over = True
         gradient = torch.empty_like(logits) if logits.is_leaf else logits
         for rows in _portions(logits):
-            part = _gradient(logits[rows], targets[rows], total[rows])
-            gradient[rows] = part.mul_(gradients[0])
+            part = _softmax(logits[rows], total[rows])
+            if ctx.with_squares:
+                part.mul_((gradients[0] + 2 * gradients[2] * total[rows])[:, None])
+                part = _less_at(part, targets[rows], gradients[0])
+            else:
+                part = _less_at(part, targets[rows], 1.0).mul_(gradients[0])
+            gradient[rows] = part
             del part  # or the next one would be there beside it
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 def _portions(logits: Tensor) -> Iterator[slice]:
@@ -132,11 +156,15 @@ def _statistics(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([logarithm, of_target, largest, is_right])
 
 
-def _gradient(logits: Tensor, targets: Tensor, total: Tensor) -> Tensor:
-    """Softmax less 1 at the target, in fp32."""
-    is_here, column = _columns(targets, logits.shape[1])
-    softmax = (logits - total[:, None]).exp_()  # in fp32, as the total is
-    return softmax.scatter_add_(1, column, -is_here[:, None].float())
+def _softmax(logits: Tensor, total: Tensor) -> Tensor:
+    """In fp32, as the total is."""
+    return (logits - total[:, None]).exp_()
+
+
+def _less_at(values: Tensor, targets: Tensor, number: Tensor | float) -> Tensor:
+    """Takes a number off at each target, in place."""
+    is_here, column = _columns(targets, values.shape[1])
+    return values.scatter_add_(1, column, -is_here[:, None].float() * number)
 
 
 def _put_together(told: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,8 +25,9 @@ from elastrata_workloads.unpadded.batch import UnpaddedBatch
 from elastrata_workloads.unpadded.divided_embedding import DividedEmbedding
 from elastrata_workloads.unpadded.dropout import HiddenDropout
 
-_TOKENS, _VOCABULARY = 0, 1
-"""The dim of hidden states that counts tokens, and that of logits that counts ids."""
+_TOKENS, _HEADS, _VOCABULARY = 0, 1, 1
+"""The dim of hidden states that counts tokens, that of queries and keys that counts heads, and that
+of logits that counts ids."""
 
 
 def divide(
@@ -63,6 +64,12 @@ def norm_style(sequence: bool) -> ParallelStyle:
     if sequence:
         return SequenceParallel(sequence_dim=_TOKENS, use_local_output=True)
     return Replicated()
+
+
+def heads_norm_style() -> ParallelStyle:
+    """The style of a norm of every head on its own: each rank has some of the heads, shape
+    [T, H, D], and the gradient of the weight is the sum over all."""
+    return SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
 
 
 def embedding_style(num_rows: int, size: int) -> ParallelStyle:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch, padded
+from elastrata.core.weight_files import AS_TRAINED, WeightForm, write_weights
 from elastrata.core.workload import Loss, Metric, Workload
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
@@ -100,6 +100,7 @@ class Lstm(Workload):
         seq_len: int,
         tokenizer: Path | None,
         path: Path,
+        form: WeightForm = AS_TRAINED,
     ) -> None:
         """Writes weights, sizes and tokenizer; transformers has no such model."""
         path.mkdir(parents=True, exist_ok=True)
@@ -107,5 +108,4 @@ class Lstm(Workload):
             shutil.copytree(tokenizer, path, dirs_exist_ok=True)
         sizes = {"model_type": self.name, **self.model_dump(), "vocab_size": vocabulary.size}
         (path / "config.json").write_text(json.dumps(sizes))
-        whole = {name: value.detach().float().contiguous() for name, value in state.items()}
-        save_file(whole, path / "model.safetensors", metadata={"format": "pt"})
+        write_weights(path, state.items(), form)

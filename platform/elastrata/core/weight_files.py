@@ -1,0 +1,148 @@
+"""Weight files: a model's tensors as safetensors, in one file or in several with an index, by the
+names that transformers looks for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from elastrata_pipelines.errors import UserError, nearest
+
+_STEM = "model"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?({'|'.join(_UNITS)})")
+INDEX = f"{_STEM}.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """The form in which weights are written."""
+
+    dtype: torch.dtype = torch.float32
+    """Of all tensors of floats."""
+    shard_bytes: int = 5 * 10**9
+    """Most bytes of a file's tensors; a larger tensor has a file of its own."""
+
+    @property
+    def dtype_name(self) -> str:
+        """As transformers' configurations have it: `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def weight_form(dtype: str, shard_size: str) -> WeightForm:
+    """The form that `--dtype` and `--shard-size` of a command say.
+
+    Args:
+        dtype: fp32, bf16 or fp16.
+        shard_size: a number with a unit, such as 5GB (10^9 bytes) or 5GiB (2^30).
+
+    Raises:
+        UserError: they do not; a line each.
+    """
+    problems = []
+    if dtype not in _DTYPES:
+        known = f"expected {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
+        problems.append(f"--dtype: {dtype}: {known}")
+    found = _SIZE.fullmatch(shard_size)
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        problems.append(
+            f"--shard-size: {shard_size}: expected a number above 0 with one of the units "
+            f"{', '.join(_UNITS)}, such as 5GB"
+        )
+    if problems:
+        raise UserError(*problems)
+    return WeightForm(dtype=_DTYPES[dtype], shard_bytes=size)
+
+
+AS_TRAINED = WeightForm()
+"""In fp32, as the engine keeps them."""
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], form: WeightForm) -> None:
+    """Writes `model.safetensors`, or `model-00001-of-00003.safetensors`... with an index.
+
+    Beside the tensors of the file that is being filled, no more than one is held at once, if
+    `weights` makes them one by one.
+
+    Args:
+        folder: to write into.
+        weights: names and tensors, each once; tensors that share memory are written twice.
+        form: their form.
+    """
+    shards, total_bytes, num_numbers = _Shards(folder), 0, 0
+    for name, value in weights:
+        tensor = _written(value, form.dtype)
+        if shards.bytes and shards.bytes + tensor.nbytes > form.shard_bytes:
+            shards.end()
+        shards.add(name, tensor)
+        total_bytes, num_numbers = total_bytes + tensor.nbytes, num_numbers + tensor.numel()
+    shards.end()
+    files = shards.rename()
+    if len(set(files.values())) > 1:
+        about = {"total_parameters": num_numbers, "total_size": total_bytes}
+        index = {"metadata": about, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def num_numbers(folder: Path) -> int:
+    """How many numbers a folder's weight files have, by their headers."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob(f"{_STEM}*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return count
+
+
+class _Shards:
+    """The files, one after the other; how many there are is known, and named, in the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._filling: dict[str, Tensor] = {}
+        self._written: list[list[str]] = []
+        self.bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._filling[name] = tensor
+        self.bytes += tensor.nbytes
+
+    def end(self) -> None:
+        """Writes the file that is being filled, and forgets its tensors."""
+        if self._filling or not self._written:
+            # Imported here: training does without safetensors.
+            from safetensors.torch import save_file
+
+            path = self._folder / f"{_STEM}-{len(self._written)}.safetensors"
+            save_file(self._filling, path, metadata={"format": "pt"})
+            self._written.append(list(self._filling))
+        self._filling, self.bytes = {}, 0
+
+    def rename(self) -> dict[str, str]:
+        """Gives the files their names; returns that of every tensor's."""
+        count, files = len(self._written), dict[str, str]()
+        for number, names in enumerate(self._written):
+            part = f"-{number + 1:05d}-of-{count:05d}" if count > 1 else ""
+            file = f"{_STEM}{part}.safetensors"
+            (self._folder / f"{_STEM}-{number}.safetensors").rename(self._folder / file)
+            files |= dict.fromkeys(names, file)
+        return files
+
+
+def _written(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as it is written: contiguous, and with nothing beside it in its memory."""
+    value = value.detach()
+    value = value.to(dtype) if value.is_floating_point() else value
+    is_part = value.untyped_storage().nbytes() != value.nbytes
+    return value.contiguous().clone() if is_part else value.contiguous()
