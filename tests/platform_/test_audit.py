@@ -14,7 +14,7 @@ import elastrata
 from elastrata import Recipe
 from elastrata.cli.main import run
 from elastrata.run.audit import position_problems, sample_problems, sequence_problems
-from elastrata.run.comparison import compare, relative_difference
+from elastrata.run.comparison import compare, digest_of, relative_difference
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.history import read
 from elastrata_pipelines.errors import UserError
@@ -72,6 +72,8 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, result = _audit(capsys, trained)
     assert code == 0
     assert list(result) == documented_keys("audit")
+    done = read(Storage(str(trained / "history")))
+    assert result.pop("digest") == digest_of([_step(done, n + 1) for n in range(STEPS)])
     attempt = {"attempt": 1, "world_size": 1, "first": 1, "last": STEPS, "rolled_back": 0}
     assert result == {
         "run": str(trained),

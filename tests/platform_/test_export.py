@@ -9,10 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 import yaml
+from huggingface_hub import ModelCard
 
 from elastrata.cli.main import run as run_here
+from elastrata.core.weight_files import INDEX
+from elastrata.run import history
+from elastrata.run.chosen import chosen_commit
+from elastrata.run.comparison import digest_of
+from elastrata.run.folder import read_identity
+from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.lone_run import lone_run
 from support.synthetic import tiny_recipe
@@ -52,7 +60,7 @@ def test_an_export_has_the_modes_that_the_umask_asks_for(
 ) -> None:
     assert run_here(["export", str(bert), "--out", str(tmp_path / "deep" / "model")]) == 0
     modes = _modes(tmp_path / "deep" / "model")
-    assert {"config.json", "model.safetensors"} <= modes.keys()
+    assert {"README.md", "config.json", "model.safetensors"} <= modes.keys()
     assert modes.pop(".") == 0o777 & ~umask
     assert set(modes.values()) == {0o666 & ~umask}
 
@@ -82,6 +90,77 @@ def test_the_class_that_is_recommended_loads_all_of_it(
     assert code.startswith(f"from transformers import {loader}; {loader}.from_pretrained(")
     found = getattr(transformers, loader).from_pretrained(result["path"], output_loading_info=True)
     assert not any(found[1].values())
+
+
+def test_an_export_in_bf16_and_shards_is_the_rounded_model(gpt: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_here(["export", str(gpt), "--out", str(whole)]) == 0
+    options = ["--dtype", "bf16", "--shard-size", "20KB"]
+    assert run_here(["export", str(gpt), "--out", str(cut), *options]) == 0
+    files = {path.name for path in cut.glob("*.safetensors")}
+    assert len(files) > 1
+    assert files == {*json.loads((cut / INDEX).read_text())["weight_map"].values()}
+    model, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (cut, whole)
+    )
+    assert (model.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(model.state_dict(), exact.bfloat16().state_dict(), rtol=0, atol=0)
+    assert "in bfloat16" in (cut / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt"])
+def test_the_card_says_what_the_model_comes_from(
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = request.getfixturevalue(kind)
+    assert run_here(["export", str(run), "--out", str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    assert run_here(["audit", str(run), "--json"]) == 0
+    audited = json.loads(capsys.readouterr().out)
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    task = {"bert": "fill-mask", "gpt": "text-generation"}[kind]
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", task)
+    assert card.data.tags == ["elastrata", kind]
+    commit = chosen_commit(Storage(str(run)), "newest")
+    told = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert told == commit.evaluation
+    assert "eval/loss" in told
+    identity = read_identity(Storage(str(run)))
+    assert identity is not None
+    facts = (audited["digest"], identity.data[0].fingerprint, commit.folder)
+    assert all(f"`{fact}`" in card.text for fact in facts)
+    assert "4 steps, 84 samples" in card.text
+    recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
+    whole = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert recipe["workload"] == {k: v for k, v in whole["workload"].items() if k != "attention"}
+    assert (recipe["batch_size"], recipe["seed"]) == (whole["batch_size"], whole["seed"])
+    assert not {"storage", "workers", "tracking"} & recipe.keys()
+    assert str(run.parents[1]) not in card.text
+
+
+def test_the_digest_of_an_earlier_checkpoint_is_that_of_its_steps(
+    bert: Path, tmp_path: Path
+) -> None:
+    for step in ("2", "4"):
+        out = str(tmp_path / step)
+        assert run_here(["export", str(bert), "--out", out, "--checkpoint", step]) == 0
+    steps = history.effective_steps(history.read(Storage(str(bert)).sub("history")))
+    for count in (2, 4):
+        card = (tmp_path / str(count) / "README.md").read_text()
+        assert digest_of(steps[:count]) in card
+        assert digest_of(steps[: 6 - count]) not in card
+
+
+def test_a_form_that_cannot_be_is_told_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(tmp_path / "none"), "--out", str(tmp_path / "model")]
+    assert run_here([*command, "--dtype", "int8", "--shard-size", "many"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--dtype", "--shard-size"]
 
 
 def test_nothing_is_left_of_an_export_that_fails(

@@ -27,6 +27,20 @@ def export(
             help="trained, average (the recipe's `average`), or mean:K, of the last K checkpoints."
         ),
     ] = "trained",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32, bf16 or fp16.")] = "fp32",
+    shard_size: Annotated[
+        str, typer.Option(help="Most bytes of a file of weights, such as 500MB or 5GB.")
+    ] = "5GB",
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO",
+            help="Push it to the Hugging Face Hub, too: OWNER/NAME, made where it is missing.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make that repository for everybody to see.")
+    ] = False,
     register: Annotated[
         str | None,
         typer.Option(
@@ -37,25 +51,33 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
-    from elastrata.run.export import export_model
+    from elastrata.core.weight_files import weight_form
+    from elastrata.run.export import check_free, export_model
+    from elastrata.run.hub import HubRepository
     from elastrata.run.names import named_run
     from elastrata.tracking.registry import check_model_name
 
+    form = weight_form(dtype, shard_size)
     if register is not None:
         check_model_name(register)
     run = named_run(run).url
-    model = export_model(run, out, checkpoint=checkpoint, weights=weights)
+    check_free(out)
+    repository = HubRepository(push, public=public) if push is not None else None
+    model = export_model(run, out, checkpoint=checkpoint, weights=weights, form=form)
     loader = model.recipe.workload.exported_as.loader
     registered = None if register is None else _register(run, model, register, checkpoint)
+    pushed = repository.push(model.path, f"Step {model.step:,}") if repository else None
     console = open_console(as_json=json)
     lines = [
         f"model    {model.path}",
         f"next     from transformers import {loader}; {loader}.from_pretrained('{model.path}')",
         *([f"mlflow   mlflow.transformers.load_model('{registered}')"] if registered else []),
+        *([f"pushed   {pushed}"] if pushed else []),
     ]
     console.print("\n".join(lines), markup=False)
     if json:
-        print_json_line({"path": str(model.path), "loader": loader, "registered": registered})
+        found = {"path": str(model.path), "loader": loader, "registered": registered}
+        print_json_line({**found, "dtype": model.dtype, "pushed": pushed})
 
 
 def _register(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:

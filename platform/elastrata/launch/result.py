@@ -63,7 +63,13 @@ class TrainResult:
         return loss_figure(losses(entries, history.effective_steps(entries)))
 
     def export(
-        self, out: str | Path, *, checkpoint: str = "newest", weights: str = "trained"
+        self,
+        out: str | Path,
+        *,
+        checkpoint: str = "newest",
+        weights: str = "trained",
+        dtype: str = "fp32",
+        shard_size: str = "5GB",
     ) -> Path:
         """Writes the model for transformers' `from_pretrained`; see `elastrata export`.
 
@@ -71,13 +77,19 @@ class TrainResult:
             out: the folder to write; must be empty or missing.
             checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
             weights: of the checkpoint: `trained`, `average`, or `mean:K`, that of the last K.
+            dtype: of the weights: fp32, bf16 or fp16.
+            shard_size: most bytes of a file of weights, such as 500MB.
 
         Raises:
             UserError: there is no such checkpoint, or `out` is in use.
         """
-        from elastrata.run.export import export
+        from elastrata.core.weight_files import weight_form
+        from elastrata.run.export import export_model
 
-        return export(self.run_dir, Path(out), checkpoint=checkpoint, weights=weights)
+        form = weight_form(dtype, shard_size)
+        return export_model(
+            self.run_dir, Path(out), checkpoint=checkpoint, weights=weights, form=form
+        ).path
 
     def evaluate(
         self, *, checkpoint: str = "newest", weights: str | None = None

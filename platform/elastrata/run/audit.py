@@ -10,6 +10,7 @@ from typing import Any, Literal
 from elastrata.run import history
 from elastrata.run.attempts import Attempt, attempts
 from elastrata.run.chain import State as ChainState
+from elastrata.run.comparison import digest_of
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
@@ -69,6 +70,7 @@ class Audit:
             "run": self.run,
             "partition_ok": self.partition_ok,
             "steps": len(self.steps),
+            "digest": digest_of(self.steps),
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "digests_checked": self.digests_checked,
             "data": self.data.state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ def compare(first: Sequence[Step], second: Sequence[Step], *, tolerance: float) 
             default=0.0,
         ),
     )
+
+
+def digest_of(steps: Sequence[Step]) -> str:
+    """One digest of the samples of all these steps, in order: SHA-256 of a line `STEP DIGEST` for
+    each. Runs that have it in common were trained on the same samples, in the same steps."""
+    lines = (f"{step['step']} {step['digest']}\n" for step in steps)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def relative_difference(a: float, b: float) -> float:

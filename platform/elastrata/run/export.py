@@ -6,22 +6,28 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
-from elastrata.checkpoints.commit import Commit, problems
+from elastrata.checkpoints.commit import MARKER, Commit, problems
+from elastrata.checkpoints.model_tensors import ModelTensors
 from elastrata.checkpoints.training_state import load
 from elastrata.core.average import AVERAGE
 from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
 from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.core.sparsity.masks import Masks, SparsePhase
+from elastrata.core.weight_files import AS_TRAINED, WeightForm, num_numbers
 from elastrata.recipe.recipe import Recipe
+from elastrata.run import history
 from elastrata.run.chosen import chosen_commit
-from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
+from elastrata.run.comparison import digest_of
+from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity, read_recipe
+from elastrata.run.model_card import CARD, ModelCard
 from elastrata.run.weights import TRAINED, read_weights
 from elastrata.tracking.models import LoadableModel, write_mlmodel
 from elastrata_pipelines.checked_json import read_bytes
@@ -44,8 +50,10 @@ class ExportedModel:
     metrics: Mapping[str, float]
     """The metrics of these weights' evaluation after that step; empty where there was none."""
     recipe: Recipe
-    """The run's name."""
+    """The run's."""
     mlflow_run_id: str | None
+    dtype: str = "float32"
+    """Of the weights."""
 
 
 def export(run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str = TRAINED) -> Path:
@@ -57,17 +65,23 @@ def export(run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str 
 
 
 def export_model(
-    run_dir: str, out: Path, *, checkpoint: str = "newest", weights: str = TRAINED
+    run_dir: str,
+    out: Path,
+    *,
+    checkpoint: str = "newest",
+    weights: str = TRAINED,
+    form: WeightForm = AS_TRAINED,
 ) -> ExportedModel:
-    """Writes the model of a run for `from_pretrained`, with its tokenizer, and with a file of masks
-    where weights were held at zero. Nothing is left of it where that fails; who may read it says
-    the umask.
+    """Writes the model of a run for `from_pretrained`, with its tokenizer and a card, and with a
+    file of masks where weights were held at zero. Nothing is left of it where that fails; who may
+    read it says the umask.
 
     Args:
         run_dir: the run's folder or URL.
         out: the folder to write; must be empty or missing.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
         weights: of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
+        form: of the weights.
 
     Raises:
         UserError: there is no such run or checkpoint, it is damaged, or `out` is in use.
@@ -76,31 +90,46 @@ def export_model(
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    check_free(out)
     checkpoints = run.sub("checkpoints")
     commit = chosen_commit(run, checkpoint)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
     recipe = read_recipe(run)
     state = _state(run, commit, recipe, weights)
+    metrics = commit.evaluation if weights == _evaluated(recipe) else {}
     manifests = [_manifest(data_set) for data_set in identity.data]
     with _filled_whole(out) as folder:
-        _write(recipe, checkpoints, commit, state, manifests, Storage(identity.data[0].url), folder)
+        data = Storage(identity.data[0].url)
+        _write(recipe, checkpoints, commit, state, manifests, data, folder, form)
+        card = model_card(run, identity, recipe, commit, manifests, form, _parameters(folder))
+        card = replace(card, weights=weights, metrics=metrics)
+        (folder / CARD).write_text(card.to_markdown(), encoding="utf-8")
     return ExportedModel(
         path=out.resolve(),
         recipe=recipe,
         mlflow_run_id=identity.mlflow_run_id,
         checkpoint=checkpoints.uri(commit.folder),
         step=commit.step,
-        metrics=commit.evaluation if weights == _evaluated(recipe) else {},
+        metrics=metrics,
+        dtype=form.dtype_name,
     )
+
+
+def check_free(out: Path) -> None:
+    """Makes sure that nothing is where an export will be.
+
+    Raises:
+        UserError: there is something.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
 
 
 def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     """An export as MLflow keeps it; what goes beside it is written to `scratch`."""
     task = model.recipe.workload.exported_as.task
-    write_mlmodel(scratch, model.path, task=task)
+    write_mlmodel(scratch, model.path, task=task, dtype=model.dtype)
     return LoadableModel(
         path=model.path,
         mlmodel=scratch,
@@ -111,9 +140,11 @@ def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
     )
 
 
-def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> dict[str, Tensor]:
-    """The weights that are to be written."""
-    if weights != TRAINED and any(part.sparsity for part in recipe.parts):
+def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
+    """The weights that are to be written; as they were trained they are read one by one."""
+    if weights == TRAINED:
+        return ModelTensors(run.sub("checkpoints"), commit)
+    if any(part.sparsity for part in recipe.parts):
         raise UserError(
             f"--weights: {weights}: expected {TRAINED}: a mean of sparse weights is zero only "
             "where all of them are"
@@ -134,6 +165,7 @@ def _write(
     manifests: Sequence[Manifest],
     data: Storage,
     folder: Path,
+    form: WeightForm,
 ) -> None:
     """Writes the model into a folder that is not there yet, beside its tokenizer's."""
     recipe.workload.export(
@@ -142,9 +174,56 @@ def _write(
         max(manifest.seq_len for manifest in manifests),
         _fetched_tokenizer(data, manifests[0], folder.with_name("tokenizer")),
         folder,
+        form,
     )
     if masks := _masks(checkpoints, commit, recipe, state):
         (folder / MASKS_FILE).write_bytes(packed_masks(masks))
+
+
+def model_card(
+    run: Storage,
+    identity: RunIdentity,
+    recipe: Recipe,
+    commit: Commit,
+    manifests: Sequence[Manifest],
+    form: WeightForm,
+    parameters: int | None,
+) -> ModelCard:
+    """The card of a commit's export."""
+    marker = run.read("checkpoints", commit.folder, MARKER)
+    return ModelCard(
+        name=identity.name,
+        version=version("elastrata"),
+        exported_as=recipe.workload.exported_as,
+        dtype=form.dtype_name,
+        parameters=parameters,
+        steps=commit.step,
+        samples=commit.samples,
+        tokens=commit.tokens,
+        metrics=commit.evaluation,
+        checkpoint=commit.folder,
+        checkpoint_sha256=hashlib.sha256(marker).hexdigest(),
+        mlflow_run_id=identity.mlflow_run_id,
+        digest=_digest(run, commit),
+        parent=identity.parent,
+        data=manifests,
+        recipe=recipe.model_dump(mode="json"),
+    )
+
+
+def _digest(run: Storage, commit: Commit) -> str | None:
+    """The audit's digest of all steps up to a commit; None where the history does not tell it."""
+    try:
+        entries = history.read(run.sub("history"))
+    except UserError:
+        return None
+    steps = [s for s in history.effective_steps(entries) if s["step"] <= commit.step]
+    return digest_of(steps) if steps else None
+
+
+def _parameters(folder: Path) -> int | None:
+    """The numbers in a folder's weight files; None where it has none by that name."""
+    return num_numbers(folder) if any(folder.glob("model*.safetensors")) else None
 
 
 @contextmanager

@@ -46,6 +46,16 @@ def named_run(name: str, storage: str = RUNS) -> Storage:
     )
 
 
+def place_of_model(model: str) -> str:
+    """The folder or URL of a model: of a run, maybe by its bare name, or of an export.
+
+    Raises:
+        UserError: it is a bare name, and no run has it.
+    """
+    is_name = "/" not in model and not Storage(model).exists()
+    return named_run(model).url if is_name else model
+
+
 def run_names(storage: Storage) -> list[str]:
     """The names of the runs in a folder, sorted."""
     return [name for name in storage.names() if storage.exists(name, RUN_FILE)]

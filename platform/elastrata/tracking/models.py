@@ -186,7 +186,7 @@ def _ensure_registered(client: Any, name: str) -> None:
             raise
 
 
-def write_mlmodel(folder: Path, exported: Path, *, task: str) -> None:
+def write_mlmodel(folder: Path, exported: Path, *, task: str, dtype: str = "float32") -> None:
     """Writes what goes beside an exported folder, which `mlflow.transformers` and `mlflow.pyfunc`
     then load.
 
@@ -194,6 +194,7 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str) -> None:
         folder: to write into.
         exported: transformers loads it.
         task: the pipeline that uses the model.
+        dtype: of its weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -216,7 +217,7 @@ def write_mlmodel(folder: Path, exported: Path, *, task: str) -> None:
         pipeline_model_type=loader,
         source_model_name=MODEL,
         model_binary=MODEL,
-        torch_dtype="torch.float32",
+        torch_dtype=f"torch.{dtype}",
         **({"components": ["tokenizer"], "tokenizer_type": "AutoTokenizer"} if tokenizer else {}),
     )
     model.save(folder / "MLmodel")

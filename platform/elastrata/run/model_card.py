@@ -1,0 +1,169 @@
+"""The card of an exported model: a README with front matter, as the Hugging Face Hub reads them. It
+says what the model is and what it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastrata.core.workload import ExportedAs
+from elastrata.recipe.yaml_values import dump_yaml
+from elastrata.run.folder import MAY_CHANGE
+from elastrata.run.parent import Parent
+from elastrata_pipelines.format import Manifest
+
+CARD = "README.md"
+_LEFT_OUT = (*MAY_CHANGE, "begin_with")
+"""Where things are; what a run began with is told by its checksum."""
+_PHASE = re.compile(r"^phases\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a card says."""
+
+    name: str
+    """The run's."""
+    version: str
+    """Of Elastrata."""
+    exported_as: ExportedAs
+    dtype: str
+    """Of the weights: `float32`."""
+    weights: str = "trained"
+    """Which of the checkpoint's: `trained`, `average`, `mean:5`..."""
+    parameters: int | None
+    """Numbers in the weight files; None: not counted."""
+    steps: int
+    samples: int
+    tokens: int
+    metrics: Mapping[str, float]
+    """Of the evaluation after the last step; empty: there was none."""
+    checkpoint: str
+    """The name of the commit..."""
+    checkpoint_sha256: str
+    """... and the SHA-256 of its marker, which has those of its files."""
+    mlflow_run_id: str | None
+    digest: str | None
+    """That of `elastrata audit`; None: the history could not be read."""
+    parent: Parent | None
+    """What the run began with; None: drawn weights."""
+    data: Sequence[Manifest]
+    """That of every phase."""
+    recipe: Mapping[str, Any]
+    """All values."""
+
+    def to_markdown(self) -> str:
+        """The README."""
+        front = dump_yaml(self._front_matter())
+        sections = [
+            f"# {self.name}",
+            self._introduction(),
+            self._usage(),
+            "## Data",
+            _table(("samples", "tokens", "longest", "fingerprint"), self._data_rows()),
+            *(["## Metrics", self._metrics()] if self.metrics else []),
+            "## Where it comes from",
+            _table(("", ""), self._provenance()),
+            "## Recipe",
+            "Without the keys that say where and how the same samples are computed on.",
+            f"```yaml\n{dump_yaml(what_is_learned(self.recipe))}```",
+        ]
+        return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+    def _front_matter(self) -> dict[str, Any]:
+        task = self.exported_as.task
+        front: dict[str, Any] = {
+            "library_name": "transformers",
+            "pipeline_tag": task,
+            "tags": ["elastrata", self.recipe["workload"]["name"]],
+        }
+        if not self.metrics:
+            return front
+        data = {"type": "elastrata", "name": f"held out of {self.data[-1].fingerprint[:12]}"}
+        metrics = [
+            {"type": name.removeprefix("eval/"), "name": name, "value": value}
+            for name, value in self.metrics.items()
+        ]
+        results = [{"task": {"type": task}, "dataset": data, "metrics": metrics}]
+        return {**front, "model-index": [{"name": self.name, "results": results}]}
+
+    def _introduction(self) -> str:
+        size = "" if self.parameters is None else f" of {self.parameters:,} parameters"
+        begun = "" if self.parent is None else f", begun with other weights, `{self._parent()}`"
+        return (
+            f"A `{self.recipe['workload']['name']}`{size}, pre-trained with Elastrata "
+            f"{self.version}: {self.steps:,} steps, {self.samples:,} samples, {self.tokens:,} "
+            f"tokens{begun}. Its weights are in {self.dtype}."
+        )
+
+    def _parent(self) -> str:
+        """The parent's name, without its place."""
+        if self.parent is None:
+            return ""
+        step = "" if self.parent.step is None else f", step {self.parent.step:,}"
+        return self.parent.url.rstrip("/").rpartition("/")[2] + step
+
+    def _usage(self) -> str:
+        loader = self.exported_as.loader
+        lines = [
+            f"from transformers import AutoTokenizer, {loader}",
+            "",
+            f'model = {loader}.from_pretrained("FOLDER_OR_REPOSITORY")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_REPOSITORY")',
+        ]
+        return "```python\n" + "\n".join(lines) + "\n```"
+
+    def _data_rows(self) -> list[tuple[str, ...]]:
+        distinct = {manifest.fingerprint: manifest for manifest in self.data}
+        return [
+            (f"{m.samples:,}", f"{m.tokens:,}", f"{m.seq_len:,}", f"`{fingerprint}`")
+            for fingerprint, m in distinct.items()
+        ]
+
+    def _metrics(self) -> str:
+        rows = [(f"`{name}`", f"{value:.4f}") for name, value in self.metrics.items()]
+        return _table(("held out", ""), rows)
+
+    def _provenance(self) -> list[tuple[str, str]]:
+        found = {
+            "checkpoint": f"`{self.checkpoint}`",
+            "its weights": "" if self.weights == "trained" else _code(self.weights),
+            "SHA-256 of its marker": f"`{self.checkpoint_sha256}`",
+            "digest of all samples, step by step (`elastrata audit`)": _code(self.digest),
+            "SHA-256 of the weights it began with": _code(
+                self.parent.sha256 if self.parent else None
+            ),
+            "MLflow run": _code(self.mlflow_run_id),
+            "tokenizer": _code(self.data[0].tokenizer_fingerprint),
+        }
+        return [(what, value) for what, value in found.items() if value]
+
+
+def what_is_learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe that decide what is learned, and not where or how it is computed."""
+    left: dict[str, Any] = _without(dict(recipe), "")
+    return left
+
+
+def _without(tree: Any, path: str) -> Any:
+    """A tree without the keys that may change."""
+    if isinstance(tree, list):
+        return [_without(value, f"{path}{number}.") for number, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: _without(value, f"{path}{key}.")
+        for key, value in tree.items()
+        if _PHASE.sub("", f"{path}{key}") not in _LEFT_OUT
+    }
+
+
+def _code(text: str | None) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
