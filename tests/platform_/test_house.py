@@ -46,6 +46,8 @@ DOORS = {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli.main", "elastrata.cli"},
+    "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.hub"},
+    "lm_eval": {"elastrata.inference.harness"},
     "matplotlib": {
         "elastrata.launch.result",
         "elastrata.sweeps.plots",

@@ -40,9 +40,10 @@ def generate(
     text = _read(file)
     from elastrata.inference.continuation import Sampling, continuation
     from elastrata.inference.language_model import load_language_model, perplexity
+    from elastrata.run.names import place_of_model
 
     console = open_console(as_json=json)
-    loaded = load_language_model(_place(model), checkpoint=checkpoint)
+    loaded = load_language_model(place_of_model(model), checkpoint=checkpoint)
     continued = measured = None
     if prompt is not None:
         sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
@@ -64,14 +65,6 @@ def generate(
                 "perplexity": asdict(measured) if measured else None,
             }
         )
-
-
-def _place(model: str) -> str:
-    """The folder or URL of a model that is maybe named by the bare name of its run."""
-    from elastrata.run.names import named_run
-
-    is_name = "/" not in model and not Path(model).exists()
-    return named_run(model).url if is_name else model
 
 
 def _read(file: Path | None) -> str | None:

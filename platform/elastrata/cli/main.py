@@ -16,6 +16,7 @@ import typer
 from elastrata.cli.audit import audit
 from elastrata.cli.bench import bench
 from elastrata.cli.doctor import doctor
+from elastrata.cli.evaluate import evaluate
 from elastrata.cli.export import export
 from elastrata.cli.fork import fork
 from elastrata.cli.generate import generate
@@ -55,6 +56,7 @@ _COMMANDS = (
     audit,
     export,
     generate,
+    evaluate,
     doctor,
     guard,
     schema,

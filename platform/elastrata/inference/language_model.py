@@ -4,6 +4,8 @@ perplexity of a text to it."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from elastrata.run.export import export
+from elastrata.run.export import ExportedModel, export_model
 from elastrata.run.folder import RUN_FILE, read_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.packing import Frame, Texts, cut
@@ -39,8 +41,18 @@ class LanguageModel:
     device: torch.device
 
 
-def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageModel:
-    """Loads a model onto the GPU, where there is one.
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A language model's folder, for transformers."""
+
+    path: Path
+    run: ExportedModel | None
+    """What it was exported of just now; None: it was exported before."""
+
+
+@contextmanager
+def model_folder(place: str, *, checkpoint: str = "newest") -> Iterator[ModelFolder]:
+    """The folder of a language model: an exported one, or, while the block lasts, a run's export.
 
     Args:
         place: folder or URL of a run, or an exported folder.
@@ -54,7 +66,10 @@ def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageMo
         if workload.exported_as.task != TASK:
             raise UserError(f"{place}: workload {workload.name}: {_EXPECTED}")
         with TemporaryDirectory() as scratch:
-            return _load(export(place, Path(scratch) / "model", checkpoint=checkpoint), place)
+            model = export_model(place, Path(scratch) / "model", checkpoint=checkpoint)
+            _check(model.path, place)
+            yield ModelFolder(path=model.path, run=model)
+        return
     if not (Path(place) / "config.json").is_file():
         raise UserError(
             f"{place}: neither a run ({RUN_FILE} is missing) nor an exported model (config.json is "
@@ -62,11 +77,19 @@ def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageMo
         )
     if checkpoint != "newest":
         raise UserError(f"--checkpoint: {checkpoint}: {place} is an exported model and has but one")
-    return _load(Path(place), place)
+    _check(Path(place), place)
+    yield ModelFolder(path=Path(place), run=None)
 
 
-def _load(folder: Path, place: str) -> LanguageModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageModel:
+    """Loads a model onto the GPU, where there is one; see `model_folder`."""
+    with model_folder(place, checkpoint=checkpoint) as found:
+        return _load(found.path)
+
+
+def _check(folder: Path, place: str) -> None:
+    """Makes sure that a folder holds a model that predicts next tokens, and a tokenizer."""
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
@@ -84,8 +107,14 @@ def _load(folder: Path, place: str) -> LanguageModel:
         raise UserError(f"{place}: a {kind}: {_EXPECTED}")
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{place}: has no tokenizer (tokenizer.json is missing)")
+
+
+def _load(folder: Path) -> LanguageModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     tokenizer = load_tokenizer(str(folder))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config: Any = AutoConfig.from_pretrained(folder)
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     return LanguageModel(
         network=network.to(device).eval(),

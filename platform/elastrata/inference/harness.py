@@ -1,0 +1,147 @@
+"""Tasks of the Language Model Evaluation Harness (EleutherAI), where it is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastrata_pipelines.errors import UserError, nearest
+
+_PACKAGE = "lm_eval"
+_LEFT_OUT = ("alias", "name", "sample_len", "sample_count")
+"""What the harness tells of a task beside numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """How tasks are given to a model."""
+
+    shots: int | None = None
+    """Solved examples before each question; None: as the task says."""
+    limit: int | None = None
+    """Questions of each task; None: all."""
+    batch_size: int = 8
+    """Questions at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResults:
+    """How a model did."""
+
+    metrics: Mapping[str, float]
+    """By `TASK/METRIC`: `hellaswag/acc_norm`, `hellaswag/acc_norm_stderr`..."""
+    samples: Mapping[str, int]
+    """By task the questions that were asked."""
+    harness: str
+    """Its version."""
+
+
+def check_harness() -> None:
+    """Makes sure that the harness is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if find_spec(_PACKAGE) is None:
+        raise UserError(
+            "evaluate: the Language Model Evaluation Harness is not installed: "
+            "pip install 'elastrata[evaluate]', or pip install lm_eval accelerate"
+        )
+
+
+class Tasks:
+    """The tasks of some names.
+
+    Args:
+        names: of tasks, or of groups of tasks.
+        include: a folder with tasks' YAML files, beside those that the harness brings.
+
+    Raises:
+        UserError: the harness is not installed, or has no such tasks.
+    """
+
+    def __init__(self, names: Sequence[str], include: Path | None = None) -> None:
+        check_harness()
+        if include is not None and not include.is_dir():
+            raise UserError(f"--include: {include}: no such folder")
+        with _quiet():
+            from lm_eval.tasks import TaskManager
+
+            # It prefers ours where names are the same.
+            self._manager: Any = TaskManager(include_path=str(include) if include else None)
+        known = self._manager.all_tasks
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise UserError(
+                *(f"--tasks: {name}: no such task{nearest(name, known)}" for name in unknown)
+            )
+        self._names = list(dict.fromkeys(names))
+
+    def evaluate(self, folder: Path, options: TaskOptions) -> TaskResults:
+        """Gives them to a model, in the numbers it is stored in, on the GPU where there is one.
+
+        Args:
+            folder: of a language model with its tokenizer.
+            options: how.
+
+        Raises:
+            UserError: a task cannot be asked; its data cannot be had, for one.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with _quiet():
+            from lm_eval import simple_evaluate
+
+            try:
+                found: Any = simple_evaluate(
+                    model="hf",
+                    model_args={"pretrained": str(folder), "dtype": "auto"},
+                    tasks=self._names,
+                    task_manager=self._manager,
+                    num_fewshot=options.shots,
+                    limit=options.limit,
+                    batch_size=options.batch_size,
+                    device=device,
+                    log_samples=False,
+                )
+            except (OSError, ValueError, LookupError) as error:  # of data sets and their loaders
+                told = " ".join(str(error).split())[:300] or type(error).__name__
+                raise UserError(f"--tasks: {', '.join(self._names)}: {told}") from error
+        return TaskResults(
+            metrics=dict(_numbers(found["results"])),
+            samples={name: count["effective"] for name, count in found["n-samples"].items()},
+            harness=version(_PACKAGE),
+        )
+
+
+def _numbers(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Every number in the harness' results. It calls them `METRIC,FILTER`; a filter `none` is
+    none."""
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, way = key.partition(",")
+            if metric in _LEFT_OUT or isinstance(value, bool | str) or value is None:
+                continue
+            yield f"{task}/{metric}" + (f".{way}" if way not in ("", "none") else ""), float(value)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness' own progress."""
+    names = (_PACKAGE, "datasets", "evaluate", "httpx", "httpx2")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
