@@ -39,6 +39,8 @@ TO_A_BERT = {
 """In this order, in a folder with texts."""
 
 READING = {
+    "elastrata export first --out models/first-bf16 --dtype bf16 --shard-size 500MB": Run(),
+    "elastrata audit RUN --json": Run(words={"RUN": "first"}),
     "elastrata COMMAND --help": Run(words={"COMMAND": "train"}),
     "elastrata audit RUN": Run(words={"RUN": "first"}),
     "elastrata audit RUN OTHER": Run(words={"RUN": "first", "OTHER": "runs/first"}),
@@ -141,6 +143,7 @@ TRAINING = {
 """After those, in this order: each takes Ray, or what such a one made."""
 
 _INSTALLS = "installs from an index"
+_HUB = "needs a hub: tests/platform_/test_push.py has one"
 _CLUSTER = "needs a Ray cluster elsewhere: tests/clusters/test_submit.py has one"
 _BACK = "tests/platform_/test_going_back.py goes back to a checkpoint"
 _FORKED = "takes hours; tests/platform_/test_fork.py does it with a tiny model"
@@ -160,6 +163,15 @@ NOT_RUN = {
     "pip install mlflow psycopg2-binary boto3": _INSTALLS,
     "pip install --no-deps": _INSTALLS,
     "pip install accelerate": _INSTALLS,
+    "pip install lm_eval accelerate": _INSTALLS,
+    "elastrata export first --out models/first --push OWNER/first": _HUB,
+    **dict.fromkeys(
+        (
+            "elastrata evaluate RUN|EXPORT --tasks hellaswag,arc_easy",
+            "elastrata evaluate first-gpt --tasks hellaswag",
+        ),
+        "downloads questions: tests/platform_/test_evaluate.py has some",
+    ),
     "pip install optuna": _INSTALLS,
     "pip install -e workloads/example": f"{_INSTALLS}: tests/workloads/test_third_party.py",
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.ray/auth_token": _CLUSTER,
