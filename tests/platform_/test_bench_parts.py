@@ -80,9 +80,8 @@ def test_buckets_are_the_blocks_and_the_rest(recipe: Recipe) -> None:
     assert first + second + rest == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "gathered", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gathered", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_a_reduction(gathered: torch.dtype) -> None:
     numbers = 3_000 + 1_001  # which two processes cannot share evenly
     found = measure_reduction([3_000, 1_001], processes=2, gathered=gathered, rounds=4, warm_up=1)

@@ -170,7 +170,13 @@ def test_the_first_lines_give_a_model(home: Path) -> None:
     assert (home / "models" / "first" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("line", READING)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.slow if " rehearse " in line else ())
+        for line in READING
+    ],
+)
 def test_a_line_that_reads(line: str, home: Path) -> None:
     assert run(READING[line].arguments(line)) == 0
 

@@ -92,6 +92,7 @@ def _accuracy(folder: Path) -> float:
     return right / len(QUESTIONS)
 
 
+@pytest.mark.slow
 @harness_only
 def test_a_task_of_ones_own_is_told_and_recorded(
     trained: Path, recorded: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -115,6 +116,7 @@ def test_a_task_of_ones_own_is_told_and_recorded(
     assert (again["step"], again["recorded"], again["samples"]) == (None, False, {"fire_or_ice": 2})
 
 
+@pytest.mark.slow
 @harness_only
 def test_what_there_is_not_is_told_in_a_line(
     trained: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -70,7 +70,7 @@ def test_recomputed_activations_change_no_bit_of_it(recipe: dict[str, Any]) -> N
         assert _bits(found) == _bits(default), way
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whole_copies_learn_the_same(world_size: int, recipe: dict[str, Any]) -> None:
     ways = [{}, REPLICAS, {**REPLICAS, "overlap_on_cpu": True}]
     for sharded, copied, overlapped in run_fresh_ranks(world_size, train_each_way, recipe, ways):

@@ -48,9 +48,8 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     }
 
 
-@pytest.mark.parametrize(
-    "names", [("tied", "sparse"), pytest.param(("untied", "local"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("tied", "sparse"), ("untied", "local")])
 def test_buckets_of_stages_are_clipped_as_those_of_the_whole_model(
     names: tuple[str, ...], recipes: dict[str, Any]
 ) -> None:

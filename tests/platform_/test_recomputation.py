@@ -169,6 +169,7 @@ def test_one_graph_serves_all_blocks_and_lengths(
     assert not counters["recompiles"]
 
 
+@pytest.mark.slow
 @DYNAMO_LOOKS
 def test_compiled_blocks_may_change_what_they_compute_again(folder: Path, traced: None) -> None:
     plain = _plain("llama", folder)

@@ -26,7 +26,7 @@ def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]
     ("arguments", "line"),
     [
         (["gpt/125m", "parallel.tensor=5"], "parallel.tensor: 5"),
-        (["gpt/125m", "--cluster", "8xCPU"], "of GPUs"),
+        pytest.param(["gpt/125m", "--cluster", "8xCPU"], "of GPUs", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_get_a_line(

@@ -72,6 +72,7 @@ def _assert_equal(found: Sparse, wanted: Sparse) -> None:
         assert list(one.layer_sparsity) == list(other.layer_sparsity)
 
 
+@pytest.mark.slow
 def test_stages_hold_the_same_weights_at_zero(data: Path) -> None:
     """Every rank looks after every step at its weights, gradients and running means."""
     cases = [

@@ -50,6 +50,7 @@ def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool
     assert on_device == skips
 
 
+@pytest.mark.slow
 def test_an_update_of_masks_asks_whether_all_is_finite_and_counts_zeros() -> None:
     rigl = ["sparsity.method=rigl", "sparsity.level=0.5", "sparsity.schedule.every=3"]
     waits, copies, _ = on_fake_cuda(rehearsed_steps.entries_of_a_step, "gpt/tiny", [*SMALL, *rigl])

@@ -279,6 +279,7 @@ def test_what_the_store_refuses_is_dropped_with_a_warning(
     assert "refused a record" in caplog.text
 
 
+@pytest.mark.slow
 def test_many_processes_make_one_store(tmp_path: Path) -> None:
     code = (
         "from elastrata.tracking.tracker import TrackingConfig, open_tracker\n"
