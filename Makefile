@@ -35,13 +35,13 @@ test: $(READY)
 # Faults and clusters come last, one at a time: a run that is starved looks like one that hangs.
 test-all: $(READY)
 	@echo "== running all tests, slow ones too"
-	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE))
-	@$(BIN)/python -m pytest -q $(EVERY) $(ALONE)
+	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
+		others=$$?; $(BIN)/python -m pytest -q $(EVERY) $(ALONE) && exit $$others
 
 slow: $(READY)
 	@echo "== running the slow tests"
-	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE))
-	@$(BIN)/python -m pytest -q -m slow $(ALONE)
+	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
+		others=$$?; $(BIN)/python -m pytest -q -m slow $(ALONE) && exit $$others
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"
