@@ -10,6 +10,7 @@ import pytest
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.run import history
 from elastrata.trainer.newest_state import ResumePoint, newest_state
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 
@@ -72,3 +73,17 @@ def test_a_state_that_the_run_went_back_behind_counts_no_more(run, hot) -> None:
     assert found(run, hot) == ("hot", 220)
     started(run, 3, 220)
     assert found(run, hot) == ("hot", 220)
+
+
+def test_a_copy_in_memory_goes_on_where_the_checkpoints_are_no_folder(
+    run: Storage, hot: Storage
+) -> None:
+    started(run, 1, 0)
+    run.write(b"", "checkpoints")
+    with pytest.raises(UserError, match="a file, expected a folder"):
+        found(run, hot)
+    commit(hot, 1, 180)
+    warnings: list[str] = []
+    newest = newest_state(run, hot, warnings.append)
+    assert (newest.tier, newest.start.step) == ("hot", 180)
+    assert warnings == [f"{run.uri('checkpoints')}: a file, expected a folder"]

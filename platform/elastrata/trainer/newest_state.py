@@ -46,18 +46,25 @@ def newest_state(
     Args:
         run: the run's folder.
         replicas: where copies in memory are; None: nowhere.
-        warn: called with one line for every checkpoint that had to be passed over.
+        warn: called with one line for every checkpoint that had to be passed over, and where their
+            folder is none, as long as there is a copy in memory.
 
     Raises:
         UserError: there are checkpoints, but none is whole, or none counts: a run that has some
-            never begins anew by itself.
+            never begins anew by itself. Or their folder is none.
         Exception: storage does not answer.
     """
     checkpoints = run.sub("checkpoints")
     lineage = history.read_lineage(run.sub("history"))
-    saved = commits(checkpoints)
-    counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
     copy = newest_replica(replicas, lineage.counts) if replicas else None
+    try:
+        saved = commits(checkpoints)
+    except UserError as error:
+        if copy is None:
+            raise
+        warn(str(error))
+        return _at(copy, "hot")
+    counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
     if copy and copy.place >= max(counting, default=(0, 0)):
         return _at(copy, "hot")
     if saved and not counting:
