@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from elastrata_pipelines.deal import Hand, Ints, WorkModel, deal
 from elastrata_pipelines.hashing import combine, key, uniform
+from elastrata_pipelines.mixed_order import MixedOrder
 from elastrata_pipelines.order import Order
 
 
@@ -127,6 +128,26 @@ def ordered_batches(
     for step in range(steps):
         places = order.places(step * batch_size, batch_size)
         yield lengths[places.stripes * order.stripe_size + places.rows].astype(np.int64)
+
+
+def mixed_batches(
+    lengths: Sequence[npt.NDArray[np.int32]], order: MixedOrder, *, batch_size: int, steps: int
+) -> Iterator[Ints]:
+    """As `ordered_batches`, of a mixture.
+
+    Args:
+        lengths: of all samples of each source, in stored order.
+        order: where the sample at each position is stored.
+        batch_size: samples per step.
+        steps: how many batches.
+    """
+    for step in range(steps):
+        places = order.places(step * batch_size, batch_size)
+        batch = np.empty(batch_size, np.int64)
+        for source, (own, one) in enumerate(zip(lengths, order.orders, strict=True)):
+            inside = places.sources == source
+            batch[inside] = own[places.stripes[inside] * one.stripe_size + places.rows[inside]]
+        yield batch
 
 
 def drawn_batches(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,16 @@ from elastrata_pipelines.batch_size_warmup import (
     batch_size_at,
     steps_of_equal_size,
 )
-from elastrata_pipelines.deal import Deal, WorkModel, num_micro_batches
-from elastrata_pipelines.format import Manifest, read_stripes
-from elastrata_pipelines.order import Ints, Order, Places
+from elastrata_pipelines.deal import Deal, WorkModel, deal, num_micro_batches
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.mixed_order import MixedOrder
+from elastrata_pipelines.mixture import Mixture
+from elastrata_pipelines.order import Ints, Order
 from elastrata_pipelines.payload import StepLayout, encode
-from elastrata_pipelines.retry import with_retries
+from elastrata_pipelines.speeds import Speeds
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
+from elastrata_pipelines.stripes import MixedStripes, Reader, Stripes
+from elastrata_pipelines.virtual_ranks import deal_to_virtual
 
 MAX_GROUP_TOKENS = 8 * 2**20
 """Read and dealt at once, at most."""
@@ -49,12 +53,24 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """The global batches of one data set, dealt. A value: it can be sent to any process."""
+class Source:
+    """A data set that is mixed with others."""
 
+    name: str
     url: str
     manifest: Manifest
-    order: Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The global batches of one data set, or of a mixture, dealt. A value: it can be sent to any
+    process."""
+
+    url: str
+    """Of a mixture, that of its first source."""
+    manifest: Manifest
+    """Likewise; what it says of tokenizer and form is true of all."""
+    order: Order | MixedOrder
     work: WorkModel
     tokens_per_micro_batch: int
     virtual_ranks: int | None = None
@@ -64,13 +80,54 @@ class Batches:
     larger_budgets: tuple[int, ...] = ()
     """Other numbers of tokens that ranks may cut their rows by, each more than
     `tokens_per_micro_batch`."""
+    sources: tuple[Source, ...] = ()
+    """Those of a mixture, in its order; none where there is one data set."""
 
-    def stripes(self) -> Stripes:
-        """A reader of the data set."""
-        return Stripes(Storage(self.url), self.manifest)
+    @property
+    def mixture(self) -> Mixture | None:
+        """That of its sources."""
+        return self.order.mixture if isinstance(self.order, MixedOrder) else None
+
+    @property
+    def data_sets(self) -> tuple[tuple[str, Manifest], ...]:
+        """Place and manifest of every data set that is read."""
+        sources = tuple((source.url, source.manifest) for source in self.sources)
+        return sources or ((self.url, self.manifest),)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all its data sets."""
+        return sum(manifest.samples for _, manifest in self.data_sets)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean over its samples; of a mixture, over those at its first and its last shares."""
+        means = [manifest.tokens / manifest.samples for _, manifest in self.data_sets]
+        if self.mixture is None:
+            return means[0]
+        ends = self.mixture.legs[0].shares, self.mixture.last_shares
+        weights = [sum(both) for both in zip(*ends, strict=True)]
+        return float(np.average(means, weights=weights))
+
+    def placed(self, firsts: tuple[int, ...]) -> Batches:
+        """The same, with the sources of a mixture read on from these positions; see `MixedOrder`.
+        What is no mixture stays as it is."""
+        if not isinstance(self.order, MixedOrder):
+            return self
+        return replace(self, order=replace(self.order, firsts=firsts))
+
+    def mixed(self, mixture: Mixture) -> Batches:
+        """The same sources in another mixture."""
+        assert isinstance(self.order, MixedOrder), self.url
+        return replace(self, order=replace(self.order, mixture=mixture))
+
+    def stripes(self) -> Reader:
+        """A reader of the data sets."""
+        readers = [Stripes(Storage(url), manifest) for url, manifest in self.data_sets]
+        return MixedStripes(readers) if self.sources else readers[0]
 
     def payloads(
-        self, group: Group, num_ranks: int, stripes: Stripes | None = None
+        self, group: Group, num_ranks: int, stripes: Reader | None = None, speeds: Speeds = ()
     ) -> Iterator[pa.Buffer]:
         """Each rank's rows of the group's steps, encoded; rank after rank.
 
@@ -78,15 +135,16 @@ class Batches:
             group: the steps.
             num_ranks: number of data-parallel ranks.
             stripes: the reader; whoever reads consecutive groups gives them the same one.
+            speeds: of the data-parallel ranks; none: they are equally fast.
 
         Raises:
             UserError: a shard is missing or damaged.
         """
         places = self.order.places(group.first_position, group.num_steps * group.batch_size)
-        table, index = _read(stripes or self.stripes(), places)
+        table, index = (stripes or self.stripes()).rows(places)
         lengths = table["length"].to_numpy()[index]
         parts = lengths.reshape(group.num_steps, group.batch_size)
-        deals = [self._deal(part, num_ranks) for part in parts]
+        deals = [self._deal(part, num_ranks, speeds) for part in parts]
         counts = [self._counts(*both) for both in zip(deals, parts, strict=True)]
         for rank in range(num_ranks):
             hands = [dealt.hands[rank] for dealt in deals]
@@ -98,12 +156,14 @@ class Batches:
                     step=group.first_step + k + 1,
                     cuts=hand.cuts.tolist(),
                     imbalance=dealt.imbalance,
-                    rounds=num_rounds(self.virtual_ranks or num_ranks, num_ranks),
+                    rounds=dealt.rounds,
                     counts=counts[k],
+                    sources=tuple(source.name for source in self.sources),
+                    work=int(self.work(parts[k][hand.rows]).sum()),
                 )
                 for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
             ]
-            yield encode(table.take(index[rows]), places.epochs[rows], steps)
+            yield encode(table.take(index[rows]), places.epochs[rows], steps, speeds)
 
     def groups(
         self,
@@ -113,12 +173,13 @@ class Batches:
         batch_size: int,
         max_tokens: int,
         warmup: BatchSizeWarmup | None = None,
+        max_steps: int | None = None,
     ) -> list[Group]:
         """The groups from `start` to step `steps`: a single step first, then doubling in size up
-        to about `max_tokens` tokens, so that the first batch comes soon and the rest in bulk. All
-        steps of a group have one batch size."""
-        per_step = max(1, batch_size * self.manifest.tokens // self.manifest.samples)
-        most = max(1, max_tokens // per_step)
+        to `max_steps` steps and about `max_tokens` tokens, so that the first batch comes soon and
+        the rest in bulk. All steps of a group have one batch size."""
+        per_step = max(1, int(batch_size * self.tokens_per_sample))
+        most = max(1, min(max_tokens // per_step, max_steps or steps))
         groups: list[Group] = []
         step, position, size = start.step, start.samples, 1
         while step < steps:
@@ -135,15 +196,17 @@ class Batches:
             size = min(2 * size, most)
         return groups
 
-    def _deal(self, lengths: Ints, num_ranks: int) -> Deal:
-        return deal_to_virtual(
-            lengths,
-            virtual_ranks=self.virtual_ranks or num_ranks,
-            num_ranks=num_ranks,
-            work=self.work,
-            tokens_per_micro_batch=self.tokens_per_micro_batch,
-            multiple=self.micro_batch_multiple,
-        )
+    def _deal(self, lengths: Ints, num_ranks: int, speeds: Speeds) -> Deal:
+        common: dict[str, Any] = {
+            "num_ranks": num_ranks,
+            "work": self.work,
+            "tokens_per_micro_batch": self.tokens_per_micro_batch,
+            "multiple": self.micro_batch_multiple,
+            "speeds": speeds,
+        }
+        if self.virtual_ranks is None:
+            return deal(lengths, **common)
+        return deal_to_virtual(lengths, virtual_ranks=self.virtual_ranks, **common)
 
     def _counts(self, dealt: Deal, lengths: Ints) -> dict[int, int]:
         """By each of the larger budgets, the micro-batches of every rank."""
@@ -152,40 +215,3 @@ class Batches:
             budget: num_micro_batches(rows, lengths, budget, self.micro_batch_multiple)
             for budget in self.larger_budgets
         }
-
-
-def _read(stripes: Stripes, places: Places) -> tuple[pa.Table, Ints]:
-    """The stripes that hold `places` as one table, and the places as indices into it."""
-    numbers, which = np.unique(places.stripes, return_inverse=True)
-    tables = stripes.read(numbers.tolist())
-    starts = np.cumsum([0] + [table.num_rows for table in tables])
-    return pa.concat_tables(tables).combine_chunks(), starts[which] + places.rows
-
-
-class Stripes:
-    """Reads stripes, and keeps those of the last call.
-
-    A group of steps mostly ends inside a window of the order, whose stripes the next one begins
-    with: without this they would be read twice.
-    """
-
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._storage = storage
-        self._manifest = manifest
-        self._kept: dict[int, pa.Table] = {}
-
-    def read(self, stripes: Sequence[int]) -> list[pa.Table]:
-        """The stripes of these numbers, one table each. A remote storage that does not answer for a
-        while is waited for.
-
-        Raises:
-            UserError: a shard is missing or damaged.
-        """
-        missing = [stripe for stripe in stripes if stripe not in self._kept]
-        tables = with_retries(
-            lambda: read_stripes(self._storage, self._manifest, missing),
-            is_local=self._storage.is_local,
-        )
-        known = self._kept | dict(zip(missing, tables, strict=True))
-        self._kept = {stripe: known[stripe] for stripe in stripes}
-        return list(self._kept.values())

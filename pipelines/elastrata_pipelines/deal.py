@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from elastrata_pipelines.speeds import Speeds
+from elastrata_pipelines.uneven_shares import shares_by_speed
+
 Ints = npt.NDArray[np.int64]
+FIXED_TOKENS = 50
+"""A micro-batch costs about as much beside its rows as so many tokens in it: 37 and 67 with two
+models on a CPU (benchmarks/cost_model.py). Gathers over a network cost more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,9 @@ class WorkModel:
 
     linear: int
     quadratic: int
+    fixed: int = 0
+    """Of a micro-batch beside its samples, which takes all ranks equally long: what the fastest one
+    would do meanwhile."""
 
     def __call__(self, lengths: npt.ArrayLike) -> Ints:
         """The work of samples of these lengths, element by element."""
@@ -47,7 +56,10 @@ class Deal:
 
     hands: tuple[Hand, ...]
     imbalance: float
-    """Largest work of a rank over the mean work."""
+    """Time of the slowest rank over that of all work at the speed of all ranks; where they are
+    equally fast, the largest work of a rank over the mean work."""
+    rounds: int = 1
+    """The gradient is reduced so many times, after equally many micro-batches each."""
 
 
 def deal(
@@ -57,11 +69,18 @@ def deal(
     work: WorkModel,
     tokens_per_micro_batch: int,
     multiple: int = 1,
+    speeds: Speeds = (),
 ) -> Deal:
-    """Deals a global batch: longest row first, each to the rank with the least work so far.
+    """Deals a global batch: longest row first, each to the rank that would be done with it first.
 
-    This is Graham's LPT rule (SIAM J. Appl. Math. 17, 1969): the largest work is at most the mean
-    plus the work of one row, and at most 4/3 - 1/(3 num_ranks) of the best possible.
+    For equal ranks this is Graham's LPT rule (SIAM J. Appl. Math. 17, 1969): the largest work is at
+    most the mean plus the work of one row, and at most 4/3 - 1/(3 num_ranks) of the best possible.
+    For ranks of several speeds it is LPT on uniform machines (Gonzalez, Ibarra, Sahni, SIAM J.
+    Comput. 6, 1977): the longest time is at most the ideal one plus that of one row at the mean
+    speed, and at most 1 + 1/sqrt(3) of the best possible (Kovacs, SIAM J. Discrete Math. 24, 2010).
+
+    All ranks have as many micro-batches as the one with the most tokens. Where one less of them
+    saves more than equal times do, fast ranks get no more rows than fit.
 
     Args:
         lengths: tokens of each row of the batch, shape [B].
@@ -69,9 +88,10 @@ def deal(
         work: the cost of a row.
         tokens_per_micro_batch: no micro-batch holds more tokens.
         multiple: every rank gets a multiple of so many micro-batches.
+        speeds: of the ranks; none: they are equally fast.
 
     Raises:
-        ValueError: a row alone exceeds the token budget.
+        ValueError: a row alone exceeds the token budget, or there is not one speed for every rank.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size and int(lengths.max()) > tokens_per_micro_batch:
@@ -80,7 +100,13 @@ def deal(
             "of a micro-batch"
         )
     by_length = np.argsort(-lengths, kind="stable")
-    rows, imbalance = _share(by_length, lengths, work, num_ranks)
+    if len(speeds) not in (0, num_ranks):
+        raise ValueError(f"{len(speeds)} speeds for {num_ranks} ranks")
+    if len(set(speeds)) > 1:
+        budget = tokens_per_micro_batch
+        rows, imbalance = _share_by_speed(by_length, lengths, work, speeds, budget, multiple)
+    else:
+        rows, imbalance = _share(by_length, lengths, work, num_ranks)
     hands = cut_hands(rows, lengths, tokens_per_micro_batch, multiple)
     return Deal(hands=hands, imbalance=imbalance)
 
@@ -114,11 +140,37 @@ def _share(rows: Ints, lengths: Ints, work: WorkModel, num_ranks: int) -> tuple[
         return [rows], 1.0
     costs = work(lengths[rows])
     ranks = least_loaded(costs, num_ranks)
-    grouped = rows[np.argsort(ranks, kind="stable")]
-    parts = np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
+    parts = _by_rank(rows, ranks, num_ranks)
     loads = np.bincount(ranks, weights=costs, minlength=num_ranks)
     mean = loads.mean()
     return parts, float(loads.max() / mean) if mean else 1.0
+
+
+def _share_by_speed(
+    rows: Ints, lengths: Ints, work: WorkModel, speeds: Speeds, budget: int, multiple: int
+) -> tuple[list[Ints], float]:
+    """Each rank's rows, in the given order; and the time of the slowest rank over the ideal."""
+
+    def count(ranks: Ints) -> int:
+        return num_micro_batches(_by_rank(rows, ranks, len(speeds)), lengths, budget, multiple)
+
+    ordered = lengths[rows]
+    shares = shares_by_speed(
+        ordered,
+        work(ordered),
+        speeds,
+        fixed=work.fixed,
+        budget=budget,
+        multiple=multiple,
+        count=count,
+    )
+    return _by_rank(rows, shares.ranks, len(speeds)), shares.imbalance
+
+
+def _by_rank(rows: Ints, ranks: Ints, num_ranks: int) -> list[Ints]:
+    """Rows by the rank that each has, in their order."""
+    grouped = rows[np.argsort(ranks, kind="stable")]
+    return np.split(grouped, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
 
 
 def least_loaded(costs: Ints, num_ranks: int) -> Ints:

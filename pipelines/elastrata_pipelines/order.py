@@ -29,6 +29,10 @@ class Places:
     rows: Ints
     """Row inside the stripe."""
 
+    def part(self, entries: Ints) -> Places:
+        """Some of them."""
+        return Places(self.epochs[entries], self.stripes[entries], self.rows[entries])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
@@ -69,6 +73,10 @@ class Order:
             rows=np.concatenate([row for _, _, row in parts] or [np.empty(0, np.int64)]),
         )
 
+    def epoch_stripes(self, epoch: int) -> tuple[Ints, Ints]:
+        """The stripes in the order the epoch reads them; and where each window starts, then N."""
+        return _epoch_stripes(self, epoch)
+
     @property
     def num_stripes(self) -> int:
         """Stripes in all, the short one included."""
@@ -82,7 +90,6 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _epoch_stripes(order: Order, epoch: int) -> tuple[Ints, Ints]:
-    """The stripes in the order the epoch reads them; and where each window starts, then N."""
     stripes = permutation(order.num_stripes, key(order.seed, epoch, _STRIPES))
     ends = np.cumsum(order.stripe_sizes(stripes))
     starts = np.concatenate([[0], ends])[:: order.window_stripes]

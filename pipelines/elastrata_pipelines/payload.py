@@ -14,8 +14,10 @@ import pyarrow as pa
 from elastrata_pipelines.deal import cut
 from elastrata_pipelines.format.binary_column import values_of
 from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.speeds import Speeds
+from elastrata_pipelines.stripes import SOURCE
 
-_STEPS = b"steps"
+_STEPS, _SPEEDS = b"steps", b"speeds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,10 @@ class StepLayout:
     """Virtual ranks that the rank plays one after the other, with equally many micro-batches."""
     counts: Mapping[int, int] = field(default_factory=dict)
     """By larger budgets of tokens: the micro-batches that every rank would have."""
+    sources: tuple[str, ...] = ()
+    """Names of a mixture's sources, by number."""
+    work: int = 0
+    """Of the rank's rows, by the work model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,10 @@ class RankStep:
     rounds: int = 1
     counts: Mapping[int, int] = field(default_factory=dict)
     """By larger budgets of tokens: the micro-batches that every rank would have."""
+    work: int = 0
+    """Of the rank's rows, by the work model."""
+    speeds: Speeds = ()
+    """Of all data ranks, that the step was dealt by; none: they are equally fast."""
 
     def cut_for(self, budget: int) -> Self:
         """The rows in their order, in micro-batches of up to `budget` tokens, as they would
@@ -60,7 +70,10 @@ class RankStep:
 
 
 def encode(
-    table: pa.Table, epochs: npt.NDArray[np.int64], steps: Sequence[StepLayout]
+    table: pa.Table,
+    epochs: npt.NDArray[np.int64],
+    steps: Sequence[StepLayout],
+    speeds: Speeds = (),
 ) -> pa.Buffer:
     """Writes rows, in order, and how they form steps.
 
@@ -68,10 +81,11 @@ def encode(
         table: the rows with the columns of a shard.
         epochs: the epoch each row is read in, shape [rows].
         steps: layouts whose last cuts add up to the number of rows.
+        speeds: of all data ranks, that the steps were dealt by.
     """
     table = table.append_column("epoch", pa.array(epochs)).combine_chunks()
     layout = json.dumps([vars(step) for step in steps]).encode()
-    table = table.replace_schema_metadata({_STEPS: layout})
+    table = table.replace_schema_metadata({_STEPS: layout, _SPEEDS: json.dumps(speeds).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -82,6 +96,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
     """The steps of a payload, in order; all arrays are views of the payload's memory."""
     with pa.ipc.open_stream(payload) as reader:
         layouts = json.loads(reader.schema.metadata[_STEPS])
+        speeds = tuple(json.loads(reader.schema.metadata[_SPEEDS]))
         batches = [batch for batch in reader if batch.num_rows]
         schema = reader.schema
     rows = _rows(batches[0] if batches else pa.RecordBatch.from_pylist([], schema), token_dtype)
@@ -89,11 +104,13 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
     for layout, part in zip(layouts, rows.split(counts), strict=True):
         yield RankStep(
             step=layout["step"],
-            rows=part,
+            rows=replace(part, source_names=tuple(layout["sources"])),
             cuts=np.array(layout["cuts"], dtype=np.int64),
             imbalance=layout["imbalance"],
             rounds=layout["rounds"],
             counts={int(budget): count for budget, count in layout["counts"].items()},
+            work=layout["work"],
+            speeds=speeds,
         )
 
 
@@ -105,6 +122,7 @@ def _rows(batch: pa.RecordBatch, token_dtype: str) -> Rows:
         lengths=batch["length"].to_numpy().astype(np.int64),
         tokens=values_of(batch["tokens"], token_dtype),
         boundaries=_boundaries(batch["boundaries"]) if "boundaries" in columns else None,
+        sources=batch[SOURCE].to_numpy() if SOURCE in columns else None,
         second_starts=(
             batch["second_start"].to_numpy().astype(np.int64) if "second_start" in columns else None
         ),

@@ -9,6 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elastrata_pipelines.hashing import U64, combine
+
+
+def mixed_ids(sources: npt.ArrayLike, sample_ids: npt.ArrayLike) -> U64:
+    """The identities of samples of a mixture, by the numbers of their sources; the arguments
+    broadcast against each other."""
+    return combine(np.asarray(sources, np.uint64), sample_ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -28,9 +36,27 @@ class Rows:
     """Pairs only, shape [n]: offset of the second sentence in each sample."""
     is_next: npt.NDArray[np.bool_] | None = None
     """Pairs only, shape [n]: whether the second sentence really followed the first."""
+    sources: npt.NDArray[np.int32] | None = None
+    """Mixtures only, shape [n]: the number of each sample's source."""
+    source_names: tuple[str, ...] = ()
+    """Mixtures only: of all its sources, by number."""
+
+    @property
+    def identities(self) -> U64:
+        """What tells a sample from all others of the run, shape [n]: two sources may have the same
+        ids."""
+        return self.sample_ids if self.sources is None else mixed_ids(self.sources, self.sample_ids)
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens of each source, by its name; none where it is no mixture."""
+        if self.sources is None:
+            return {}
+        counted = np.bincount(self.sources, self.lengths, minlength=len(self.source_names))
+        return {name: int(count) for name, count in zip(self.source_names, counted, strict=True)}
 
     @property
     def segment_starts(self) -> npt.NDArray[np.int64]:
@@ -72,4 +98,6 @@ class Rows:
             boundaries=None if self.boundaries is None else self.boundaries[start:stop],
             second_starts=None if self.second_starts is None else self.second_starts[start:stop],
             is_next=None if self.is_next is None else self.is_next[start:stop],
+            sources=None if self.sources is None else self.sources[start:stop],
+            source_names=self.source_names,
         )

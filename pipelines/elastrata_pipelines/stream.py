@@ -9,7 +9,7 @@ any world size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.speeds import EQUAL, SpeedSource, equal_speeds
 
 READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers
@@ -34,13 +35,20 @@ READ_AHEAD_BYTES = 512 * 2**20
 """Most memory of Ray's object store that payloads read ahead may take, over all ranks."""
 
 
-def descriptors(phases: Sequence[Phase], start: Start) -> Dataset:
+def descriptors(phases: Sequence[Phase], start: Start, *, max_steps: int | None = None) -> Dataset:
     """The data set of descriptors from `start` to the last step, in order.
 
     A descriptor names consecutive groups of a phase and is one block. Ray Data spends about a
     millisecond on each block before it starts, so a long run has many groups in each descriptor.
+
+    Args:
+        phases: of the run.
+        start: where it is.
+        max_steps: most steps of a group; None: as many as their tokens allow.
     """
-    left = [phase.groups(start, max_tokens=MAX_GROUP_TOKENS) for phase in phases]
+    left = [
+        phase.groups(start, max_tokens=MAX_GROUP_TOKENS, max_steps=max_steps) for phase in phases
+    ]
     share = max(1, -(-sum(map(len, left)) // MAX_DESCRIPTORS))
     rows = [
         {
@@ -61,10 +69,19 @@ class StreamConfig(ray.train.DataConfig):
         phases: of the run.
         copies: so many neighbouring ranks get the same rows.
         repeats: the ranks that have all rows between them come so many times over.
+        speeds: by the nodes of a group's ranks, the speeds of its data ranks.
     """
 
-    def __init__(self, phases: Sequence[Phase], *, copies: int = 1, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        *,
+        copies: int = 1,
+        repeats: int = 1,
+        speeds: Callable[[Sequence[str]], SpeedSource] = equal_speeds,
+    ) -> None:
         super().__init__()
+        self._speeds = speeds
         self._phases = phases
         self._copies = copies
         self._repeats = repeats
@@ -79,9 +96,15 @@ class StreamConfig(ray.train.DataConfig):
     ) -> list[dict[str, DataIterator]]:
         """One iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        speeds = self._speeds(worker_node_ids or [""] * world_size)
         for name, dataset in datasets.items():
             splits = dealt(
-                dataset, self._phases, world_size, copies=self._copies, repeats=self._repeats
+                dataset,
+                self._phases,
+                world_size,
+                copies=self._copies,
+                repeats=self._repeats,
+                speeds=speeds,
             )
             for rank, split in enumerate(splits):
                 parts[rank][name] = split
@@ -95,6 +118,7 @@ def dealt(
     *,
     copies: int = 1,
     repeats: int = 1,
+    speeds: SpeedSource = EQUAL,
 ) -> list[DataIterator]:
     """Splits the groups of `dataset` into one iterator of payloads per rank.
 
@@ -104,6 +128,7 @@ def dealt(
         world_size: number of ranks.
         copies: so many neighbouring ranks get the same payloads.
         repeats: the ranks that have all payloads between them come so many times over.
+        speeds: of the data ranks.
 
     Raises:
         ValueError: `copies` times `repeats` does not divide `world_size`.
@@ -112,7 +137,7 @@ def dealt(
     if world_size % shared:
         raise ValueError(f"{world_size} ranks in groups of {shared}")
     batches = tuple(phase.batches for phase in phases)
-    reader = Reader(batches, world_size // shared, copies, repeats)
+    reader = Reader(batches, world_size // shared, copies, repeats, speeds)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -141,6 +166,8 @@ class Reader:
     """So many neighbours get the same."""
     repeats: int = 1
     """So many times over."""
+    speeds: SpeedSource = EQUAL
+    """Of the ranks that have different rows."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
         """Tables of one row, a payload."""
@@ -153,7 +180,8 @@ class Reader:
     def _payloads(self, batches: Batches, groups: list[Group]) -> Iterator[pa.Buffer]:
         stripes = batches.stripes()
         for group in groups:
-            payloads = batches.payloads(group, self.num_ranks, stripes)
+            speeds = self.speeds(group.first_step)
+            payloads = batches.payloads(group, self.num_ranks, stripes, speeds)
             yield from payloads if self.repeats == 1 else list(payloads) * self.repeats
         if not groups:  # no step is left: Ray Data splits no empty data set
             yield from [pa.py_buffer(b"")] * self.num_ranks * self.repeats

@@ -66,7 +66,10 @@ def memory(key: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
 
 
-@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+@pytest.mark.parametrize(
+    "packing",
+    ["best_fit", *(pytest.param(way, marks=pytest.mark.slow) for way in ("none", "concat"))],
+)
 def test_a_long_line_takes_a_few_times_its_memory(
     long_line: Path, tmp_path: Path, packing: str
 ) -> None:

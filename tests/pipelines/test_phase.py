@@ -93,7 +93,7 @@ def test_a_run_continues_at_the_same_places_as_it_would_have_gone_on(
 
 def _origin(phases: tuple[Phase, ...], start: Start) -> Origin[str]:
     """Where a run goes on that another one with these phases has begun."""
-    urls = [phase.batches.url for phase in phases]
+    urls = [[phase.batches.url] for phase in phases]
     taken = positions_after(start.step, [phase.size for phase in phases], urls)
     return Origin(step=start.step, samples=start.samples, positions=taken)
 

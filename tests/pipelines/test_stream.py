@@ -16,6 +16,7 @@ from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase, one_after_another
+from elastrata_pipelines.speeds import FixedSpeeds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream, dealt, descriptors
 from support.synthetic import write_data_set
@@ -74,6 +75,24 @@ def test_ranks_of_a_group_get_the_same_rows(ray_local, batches) -> None:
         one, other = pool.map(_collect, apart)
     assert parts == [one, one, other, other] * 2
     assert one != other
+
+
+def test_ranks_of_several_speeds_get_the_same_batches(ray_local, batches) -> None:
+    """The third rank is a tenth as fast, and has groups of four steps of its own."""
+    phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
+    source = descriptors(phases, Start(), max_steps=4)
+    splits = dealt(source, phases, 3, speeds=FixedSpeeds((256, 128, 25)))
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(_collect, splits))
+    expected = _expected(batches)
+    for steps in zip(*parts, strict=True):
+        assert len({(number, micro_batches) for number, _, _, micro_batches in steps}) == 1
+        ids = sorted(sample for _, ids, _, _ in steps for sample in ids)
+        assert tuple(ids) == expected[steps[0][0]]
+    tokens = [sum(sum(sums) for _, _, sums, _ in part) for part in parts]
+    rows = [sum(len(ids) for _, ids, _, _ in part) for part in parts]
+    assert rows[0] > 1.5 * rows[1] > 4 * rows[2] > 0
+    assert tokens[0] > tokens[1] > tokens[2]
 
 
 @pytest.mark.parametrize(

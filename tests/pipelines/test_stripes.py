@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from elastrata_pipelines.batches import Stripes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
 from support.synthetic import write_data_set
 
 

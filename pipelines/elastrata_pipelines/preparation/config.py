@@ -81,7 +81,7 @@ class SourceConfig(_Part):
 class TokenizerConfig(_Part):
     """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
 
-    either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes"))
+    either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes", "sources"))
     only_with: ClassVar = {"lowercase": ("train", "wordpiece")}
 
     load: Annotated[str, Field(min_length=1)] | None = None
@@ -95,6 +95,9 @@ class TokenizerConfig(_Part):
     """train, wordpiece only: lower-case the text and strip accents."""
     max_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """train: use at most this much text, chosen by hash."""
+    sources: tuple[SourceConfig, ...] = ()
+    """train: the text to train on. Default: the data set's own; of a mixture that of all its
+    sources."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

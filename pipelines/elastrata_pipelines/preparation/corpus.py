@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,7 +73,9 @@ class Corpus:
     def fingerprint(self, tokenizer: TokenizerFiles | None) -> str:
         """A hash of the configuration and the files, wherever they lie."""
         files = [(file.source, file.name, file.bytes, file.stamp) for file in self.files]
-        values = [self._configuration(tokenizer), files]
+        values: list[Any] = [self._configuration(tokenizer), files]
+        if self._of_tokenizer is not None:
+            values.append(self._of_tokenizer.fingerprint(tokenizer))
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def provenance(self, tokenizer: TokenizerFiles | None) -> Provenance:
@@ -85,10 +88,23 @@ class Corpus:
             files[str(source.name)] = FilesOfSource(files=len(mine), bytes=size, sha256=digest)
         return Provenance(configuration=self._configuration(tokenizer), files=files)
 
+    @cached_property
+    def _of_tokenizer(self) -> Corpus | None:
+        """The text that the tokenizer is trained on, where it is not this one."""
+        tokenizer = self.config.tokenizer
+        if not tokenizer.sources:
+            return None
+        own = tokenizer.model_copy(update={"sources": ()})
+        changed = {"sources": tokenizer.sources, "tokenizer": own}
+        return Corpus.find(self.config.model_copy(update=changed), self.report)
+
     def _configuration(self, tokenizer: TokenizerFiles | None) -> dict[str, Any]:
         config = self.config.model_dump(mode="json")
-        for source in (*config["sources"], *_listed(config["held_out"])):
+        learned_from = config["tokenizer"]["sources"]
+        for source in (*config["sources"], *_listed(config["held_out"]), *learned_from):
             del source["paths"]
+        if not learned_from:  # as earlier versions, which knew of none, have it
+            del config["tokenizer"]["sources"]
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
         if self.config.pairs:
@@ -101,6 +117,8 @@ class Corpus:
         Raises:
             UserError: the corpus cannot be read, or one of its sources has no text.
         """
+        if self._of_tokenizer is not None:
+            return self._of_tokenizer.train_tokenizer()
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
         results = self._process(work, "read text for the tokenizer")

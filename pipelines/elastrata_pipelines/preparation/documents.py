@@ -27,6 +27,8 @@ class Document:
     id: int
     """64-bit hash of source, file and place in the file."""
     text: str
+    line: int = 0
+    """Its first one, or its row, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
             if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
             elif text and not text.isspace():
-                documents.append(Document(combine_one(identity, line), text))
+                documents.append(Document(combine_one(identity, line), text, line))
     return Documents(documents, problems, tuple(fatal))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastrata.recipe.data import DataConfig
 from elastrata.recipe.recipe import Recipe
-from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR
 from elastrata_pipelines.preparation import PrepareConfig, TokenizerConfig
@@ -32,7 +33,8 @@ def data_spec(recipe: Recipe) -> DataSpec:
         UserError: the size of the vocabulary is not known before the data is prepared.
     """
     data = recipe.parts[0].data
-    storage = Storage(data.path)
+    key, place = next(iter(data.places.items()))
+    storage = Storage(place)
     if manifest := Manifest.find(storage):
         return DataSpec(
             vocabulary=manifest.vocabulary,
@@ -43,7 +45,7 @@ def data_spec(recipe: Recipe) -> DataSpec:
     prepare = data.prepare
     if prepare is None or prepare.tokenizer.train is None:
         raise UserError(
-            f"data.path: {data.path}: no data set here, whose tokenizer gives the model its "
+            f"data.{key}: {place}: no data set here, whose tokenizer gives the model its "
             "size; make it with `elastrata prepare`"
         )
     size = prepare.tokenizer.vocab_size
@@ -68,23 +70,67 @@ def preparations(recipe: Recipe) -> dict[str, PrepareConfig]:
     problems = []
     for number, part in enumerate(recipe.parts):
         prefix = f"phases.{number}." if recipe.phases else ""
-        path, config = part.data.path, part.data.prepare
-        if config is None:
+        if part.data.prepare is None:
             problems.append(
                 f"{prefix}data.prepare: missing: expected how to make the data set from text"
             )
             continue
-        first_path, first = next(iter(by_path.items()), (path, config))
-        if path != first_path and config.tokenizer == first.tokenizer and first.tokenizer.train:
-            config = _with_tokenizer_of(first_path, config)
-        if by_path.setdefault(path, config) != config:
-            problems.append(
-                f"{prefix}data.prepare: differs from that of an earlier phase, but {path} is one "
-                "data set"
-            )
+        try:
+            plans = _of_data(part.data, part.data.prepare)
+        except UserError as error:
+            problems += [f"{prefix}{line}" for line in error.problems]
+            continue
+        for path, config in plans.items():
+            first_path, first = next(iter(by_path.items()), (path, config))
+            own = config
+            if path != first_path and own.tokenizer == first.tokenizer and first.tokenizer.train:
+                own = _with_tokenizer_of(first_path, config)
+            if by_path.setdefault(path, own) != own:
+                problems.append(
+                    f"{prefix}data.prepare: differs from that of an earlier phase, but {path} is "
+                    "one data set"
+                )
     if problems:
         raise UserError(*problems)
     return by_path
+
+
+def _of_data(data: DataConfig, config: PrepareConfig) -> dict[str, PrepareConfig]:
+    """How to make the data sets of a phase: of a mixture one for each source of the text, with one
+    tokenizer, trained on all of it.
+
+    Raises:
+        UserError: the sources are not those of the text.
+    """
+    if not data.sources:
+        return {data.path: config}
+    texts = {str(source.name): source for source in config.all_sources}
+    named = {
+        source.name: place for source, place in zip(data.sources, data.places.values(), strict=True)
+    }
+    problems = [
+        f"data.sources.{number}.name: {name}: not among the sources of data.prepare, "
+        f"{', '.join(texts)}{nearest(name, texts)}"
+        for number, name in enumerate(named)
+        if name not in texts
+    ]
+    problems += [
+        f"data.prepare.sources: {name}: not among data.sources, {', '.join(named)}"
+        f"{nearest(name, named)}"
+        for name in texts
+        if name not in named
+    ]
+    if isinstance(config.held_out, tuple):
+        problems.append("data.prepare.held_out: sources: expected a fraction, held out of each")
+    if problems:
+        raise UserError(*problems)
+    tokenizer = config.tokenizer
+    if tokenizer.train and not tokenizer.sources:
+        tokenizer = tokenizer.model_copy(update={"sources": config.all_sources})
+    return {
+        place: config.model_copy(update={"sources": (texts[name],), "tokenizer": tokenizer})
+        for name, place in named.items()
+    }
 
 
 def _with_tokenizer_of(data: str, config: PrepareConfig) -> PrepareConfig:

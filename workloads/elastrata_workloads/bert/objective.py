@@ -16,6 +16,7 @@ from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.masking import Ints, MaskingRule, choose, replace, tables
 from elastrata_workloads.unpadded.batch import FILLER_TOKENS
 from elastrata_workloads.unpadded.logits import cross_entropy
+from elastrata_workloads.unpadded.sources import source_losses, source_weights, sources_of
 
 _DROPOUT = 3
 
@@ -40,7 +41,7 @@ class Objective:
         if vocabulary.mask_id is None:
             raise ValueError("the vocabulary has no mask token")
         if not len(rows):
-            return self._filler(vocabulary.pad_id)
+            return self._filler(rows, vocabulary.pad_id)
         rng = SampleRng(seed, rows)
         starts, lengths = rows.segment_starts, rows.segment_lengths
         table = tables(vocabulary)
@@ -50,8 +51,9 @@ class Objective:
         replace(tokens, predicted, vocabulary.mask_id, table, rng)
         sample_starts = np.cumsum(rows.lengths) - rows.lengths
         not_next = _not_next(rows) if self.next_sentence else None
+        sources = sources_of(rows, predicted)
         return BertBatch(
-            weights=self._weights(len(predicted), len(rows)),
+            weights=self._weights(len(predicted), len(rows)) | source_weights(rows, sources),
             num_positions=len(tokens),
             input_ids=torch.from_numpy(tokens),
             positions=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts, lengths)),
@@ -65,6 +67,8 @@ class Objective:
             dropout_keys=(
                 torch.from_numpy(rng.hashes(_DROPOUT).view(np.int64)) if self.dropout else None
             ),
+            sources=sources,
+            source_names=rows.source_names,
         )
 
     def _weights(self, num_predicted: int, num_samples: int) -> dict[str, float]:
@@ -76,13 +80,13 @@ class Objective:
             weights["z"] = float(num_predicted)
         return weights
 
-    def _filler(self, pad_id: int) -> BertBatch:
+    def _filler(self, rows: Rows, pad_id: int) -> BertBatch:
         """The micro-batch without samples."""
         zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
         nothing = zeros[:0]
         pairs = nothing if self.next_sentence else None
         return BertBatch(
-            weights=self._weights(0, 0),
+            weights=self._weights(0, 0) | source_weights(rows, None),
             num_positions=FILLER_TOKENS,
             input_ids=torch.full_like(zeros, pad_id),
             positions=torch.arange(FILLER_TOKENS),
@@ -94,6 +98,8 @@ class Objective:
             sample_starts=pairs,
             not_next=pairs,
             dropout_keys=zeros if self.dropout else None,
+            sources=nothing if rows.source_names else None,
+            source_names=rows.source_names,
         )
 
 
@@ -106,7 +112,8 @@ def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch, z_loss: f
         batch: what `logits` were computed from.
         z_loss: coefficient of the squared logarithm of each masked token's sum of exponentials.
     """
-    mlm = cross_entropy(logits, batch.targets, with_squares=z_loss > 0)
+    with_each = batch.sources is not None
+    mlm = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
     terms = {"mlm": mlm.total}
     metrics = {"mlm_accuracy": Metric(mlm.num_right, per="mlm")}
     if next_logits is not None and batch.not_next is not None:
@@ -115,7 +122,7 @@ def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch, z_loss: f
         metrics["nsp_accuracy"] = Metric(nsp.num_right, per="nsp")
     if mlm.squares is not None:
         terms["z"] = z_loss * mlm.squares
-    return Loss(terms, metrics)
+    return Loss(terms, metrics | source_losses(mlm.each, batch.sources, batch.source_names))
 
 
 def _token_types(rows: Rows, sample_starts: Ints) -> Tensor | None:

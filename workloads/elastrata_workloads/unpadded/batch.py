@@ -51,6 +51,10 @@ class UnpaddedBatch(Batch):
     """Shape [P], int64: what it is to predict there."""
     dropout_keys: Tensor | None
     """With dropout only, shape [T], int64: a hash of (seed, epoch, sample, token)."""
+    sources: Tensor | None = None
+    """Of a mixture only, shape [P], int64: the number of each prediction's source."""
+    source_names: tuple[str, ...] = ()
+    """Of a mixture only: those of all its sources, by number."""
 
     def filled(self, multiple: int) -> Self:
         """This batch with tokens up to a multiple of that number: a segment of their own, with

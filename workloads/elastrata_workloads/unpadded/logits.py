@@ -45,9 +45,13 @@ class CrossEntropy:
     """How many predictions are right."""
     squares: Tensor | None
     """Of the logarithm of each prediction's sum of exponentials; None: not asked for."""
+    each: Tensor | None
+    """Of each prediction, detached, shape [P]; None: not asked for."""
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, with_squares: bool = False) -> CrossEntropy:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, with_squares: bool = False, with_each: bool = False
+) -> CrossEntropy:
     """The cross entropy, summed over predictions, and how many of them are right.
 
     Computed in fp32, whatever the logits are in, for some predictions at a time (as Hsu et al.
@@ -63,15 +67,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, with_squares: bool = False
         logits: shape [P, V]; a DTensor where its columns are divided over ranks.
         targets: shape [P].
         with_squares: whether `squares`, which z-loss is made of, are wanted.
+        with_each: whether `each` is wanted.
     """
     group, part = None, logits
     if isinstance(logits, DTensor):
         group, part = logits.device_mesh.get_group(), logits.to_local()
         targets = targets - logits.device_mesh.get_local_rank() * part.shape[1]
-    total, right, squares = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        part, targets, group, with_squares
+    total, right, squares, each = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        part, targets, group, with_squares, with_each
     )
-    return CrossEntropy(total, right, squares if with_squares else None)
+    return CrossEntropy(total, right, squares if with_squares else None, each)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -84,7 +89,8 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup | None,
         with_squares: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with_each: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The sums over all columns, from this rank's.
 
         Args:
@@ -93,6 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
             targets: shape [P]: counted from this rank's first column, so maybe none of its own.
             group: the ranks, in the order of columns; None: this one has all.
             with_squares: whether the third sum is wanted.
+            with_each: whether the numbers that the first is the sum of are.
         """
         told = logits.new_empty(4, len(targets), dtype=torch.float32)
         for rows in _portions(logits):
@@ -102,12 +109,16 @@ class _CrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(logits, targets, total)
         ctx.is_over, ctx.with_squares = False, with_squares
-        right = right.sum()
+        each, right = total - of_target, right.sum()
         ctx.mark_non_differentiable(right)
-        return (total - of_target).sum(), right, total.square().sum() if with_squares else None
+        squares = total.square().sum() if with_squares else None
+        if not with_each:
+            return each.sum(), right, squares, None
+        ctx.mark_non_differentiable(right, each)
+        return each.sum(), right, squares, each
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Softmax less 1 at the target, times the gradient of the sum; and softmax times twice the
         logarithm, times the gradient of the squares."""
         if ctx.is_over:
@@ -124,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
                 part = _less_at(part, targets[rows], 1.0).mul_(gradients[0])
             gradient[rows] = part
             del part  # or the next one would be there beside it
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _portions(logits: Tensor) -> Iterator[slice]:

@@ -1,0 +1,149 @@
+"""Origins: the documents that stored samples were made of, found in the text by their ids alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.format.manifest import TOKENIZER_DIR
+from elastrata_pipelines.hashing import U64, combine, utf8_size
+from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.documents import Document, read_documents
+from elastrata_pipelines.preparation.portions import portion_bytes, read_portions
+from elastrata_pipelines.preparation.provenance import Provenance
+from elastrata_pipelines.preparation.sources import SourceFile, find_files
+from elastrata_pipelines.preparation.tokenizer import load_tokenizer
+from elastrata_pipelines.storage import Storage
+
+_MOST_BYTES = 2**40
+_SHOWN_CHARACTERS = 120
+_LEAST_TOKENS = 4
+"""A part of a document has that many at least, but for the last ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The place in the text that a sample begins at."""
+
+    source: str
+    """Name of the text's source in its preparation."""
+    file: str
+    line: int
+    """The document's first, or its row, counted from 1."""
+    part: int
+    """Samples, or parts of packed ones, that the document gave before."""
+    token: int | None
+    """The sample's first token in the document; None where only the text's tokens would tell."""
+    copy: int
+    """0, or the number of a document's copy that a weight asks for."""
+    text: str
+    """The document's beginning."""
+
+
+def find_origins(
+    storage: Storage, manifest: Manifest, ids: Sequence[int], paths: Mapping[str, Sequence[str]]
+) -> dict[int, Origin]:
+    """Reads the text again until every sample's document is found. Nothing is tokenised: ids are
+    hashes of source, file, line and part.
+
+    Args:
+        storage: the data set.
+        manifest: its own.
+        ids: of the samples.
+        paths: files or folders of the text, by the name of the source.
+
+    Raises:
+        UserError: the text is missing, or an earlier version prepared the data set.
+    """
+    provenance = Provenance.read(storage)
+    if provenance is None:
+        raise UserError(f"{storage.uri()}: an earlier version prepared it, and kept no origins")
+    wanted, found = set(ids), dict[int, Origin]()
+    step = _tokens_of_a_part(storage, manifest)
+    for number, said in enumerate(provenance.configuration["sources"]):
+        name = said["name"] or f"source-{number}"
+        if name in paths and wanted:
+            config = SourceConfig.model_validate({**said, "name": name, "paths": paths[name]})
+            for one, origin in _of_source(config, wanted, manifest, step):
+                found[one] = origin
+                wanted.discard(one)
+                if not wanted:
+                    break
+    return found
+
+
+def source_names(storage: Storage) -> list[str]:
+    """The names of the sources that a data set was prepared of.
+
+    Raises:
+        UserError: its provenance is damaged.
+    """
+    provenance = Provenance.read(storage)
+    sources = provenance.configuration["sources"] if provenance else ()
+    return [source["name"] or f"source-{number}" for number, source in enumerate(sources)]
+
+
+def _tokens_of_a_part(storage: Storage, manifest: Manifest) -> int | None:
+    """Tokens of all but a document's last part; None where they differ."""
+    if manifest.pairs or manifest.packing == "concat":
+        return None
+    frame = load_tokenizer(storage.uri(TOKENIZER_DIR)).frame()
+    return manifest.seq_len - frame.num_tokens
+
+
+def _of_source(
+    config: SourceConfig, wanted: set[int], manifest: Manifest, step: int | None
+) -> Iterator[tuple[int, Origin]]:
+    found = find_files(0, config)
+    if found.problems:
+        raise UserError(*found.problems)
+    for file in found.files:
+        for document in _documents(file, config):
+            for one, copy, part in _inside(document, wanted, config, manifest):
+                yield (
+                    one,
+                    Origin(
+                        source=str(config.name),
+                        file=file.shown,
+                        line=document.line + 1,
+                        part=part,
+                        token=None if step is None else part * step,
+                        copy=copy,
+                        text=" ".join(document.text[: 2 * _SHOWN_CHARACTERS].split())[
+                            :_SHOWN_CHARACTERS
+                        ],
+                    ),
+                )
+
+
+def _documents(file: SourceFile, config: SourceConfig) -> Iterator[Document]:
+    portions = read_portions(
+        (file,),
+        config,
+        size=portion_bytes(file.bytes),
+        max_document_bytes=_MOST_BYTES,
+        skip=True,
+    )
+    for portion in portions:
+        yield from read_documents(portion, config, max_document_bytes=_MOST_BYTES).documents
+
+
+def _inside(
+    document: Document, wanted: set[int], config: SourceConfig, manifest: Manifest
+) -> Iterator[tuple[int, int, int]]:
+    """Id, copy and part of each wanted sample of a document."""
+    ids = _ids(document, int(np.ceil(config.weight)), manifest)
+    for copy, part in np.argwhere(np.isin(ids, np.array(list(wanted), np.uint64))).tolist():
+        yield int(ids[copy, part]), copy, part
+
+
+def _ids(document: Document, copies: int, manifest: Manifest) -> U64:
+    """Those that samples of a document can have, shape [copies, parts]."""
+    least = _LEAST_TOKENS if manifest.pairs else max(1, manifest.seq_len // 2)
+    parts = utf8_size(document.text) // least + 2
+    own = combine(np.uint64(document.id), np.arange(copies, dtype=np.uint64))
+    return combine(own[:, None], np.arange(parts, dtype=np.uint64)[None, :])

@@ -1,0 +1,229 @@
+"""The data of a phase: its data sets, looked at before anything is started, ready to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elastrata.core.evaluate import EVALUATION_SEED
+from elastrata.core.workload import model_spec
+from elastrata.planner.choice import budgets
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.shares import wanted_mixture
+from elastrata.trainer.mixture_problems import mixture_problems
+from elastrata_pipelines.batches import Batches, Source
+from elastrata_pipelines.deal import FIXED_TOKENS
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import HELD_OUT, Manifest, file_problems, read_held_out
+from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.limits import evenly
+from elastrata_pipelines.mixed_order import MixedOrder
+from elastrata_pipelines.mixture import Leg, Mixture, in_units
+from elastrata_pipelines.order import Order
+from elastrata_pipelines.phase import PhaseSize
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataSet:
+    storage: Storage
+    manifest: Manifest
+    name: str = ""
+    """Of a source."""
+
+
+def phase_data(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
+    """The data of a phase, and what is held out of it.
+
+    Raises:
+        UserError: one line for each thing that is wrong.
+    """
+    problems: list[str] = []
+    training, held_out = [], dict[str, _DataSet]()
+    names = [source.name for source in part.data.sources] or [""]
+    for name, place in zip(names, part.data.places.values(), strict=True):
+        try:
+            found, apart = _looked_at(recipe, part, name, place)
+        except UserError as error:
+            problems += error.problems
+            continue
+        training.append(found)
+        if apart:
+            held_out[apart.storage.uri()] = apart
+    if recipe.target and not held_out and not problems:
+        problems.append(_no_target(recipe, training))
+    if part.data.sources and len(training) == len(names):
+        problems += mixture_problems(part, [found.manifest for found in training])
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+    evaluated = list(held_out.values())
+    cuts = _budgets(part, [found.manifest for found in (*training, *evaluated)])
+    return (
+        _training(recipe, part, cuts, training),
+        _evaluation(recipe, cuts, evaluated) if evaluated else None,
+    )
+
+
+def _looked_at(
+    recipe: Recipe, part: PhaseKeys, name: str, place: str
+) -> tuple[_DataSet, _DataSet | None]:
+    """A data set and what is held out of it."""
+    storage = Storage(place)
+    manifest = Manifest.read(storage)
+    problems = [
+        *_missing_files(storage, manifest),
+        *recipe.workload.problems(manifest),
+        *_size_problems(part, place, manifest),
+    ]
+    try:
+        held_out = _held_out(recipe, storage, manifest)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+    if held_out:
+        problems += _held_out_problems(part, place, manifest, *held_out)
+    if recipe.is_automatic:
+        problems += _plan_problems(recipe, manifest)
+    if problems:
+        raise UserError(*problems)
+    manifest.read_lengths(storage)
+    found = _DataSet(storage=storage, manifest=manifest, name=name)
+    if held_out is None:
+        return found, None
+    own_name = "" if recipe.evaluation.path else name
+    return found, _DataSet(storage=held_out[0], manifest=held_out[1], name=own_name)
+
+
+def _training(
+    recipe: Recipe, part: PhaseKeys, cuts: tuple[int, ...], found: Sequence[_DataSet]
+) -> Batches:
+    window = part.data.window_stripes
+    orders = tuple(_order(one.manifest, recipe.seed, window) for one in found)
+    if not part.data.sources:
+        return _batches(recipe, cuts, found, orders[0])
+    size = PhaseSize(
+        steps=part.num_steps, batch_size=part.batch_size, warmup=part.batch_size_warmup
+    )
+    manifests = [one.manifest for one in found]
+    mixture = wanted_mixture(part.data, manifests, size.samples(size.steps))
+    order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
+    return _batches(recipe, cuts, found, order)
+
+
+def _evaluation(recipe: Recipe, cuts: tuple[int, ...], found: Sequence[_DataSet]) -> Batches:
+    """All stripes in one window and one seed for all runs: the draw is always the same. Of several
+    data sets it has equally many samples, as far as they are there."""
+    orders = tuple(_order(one.manifest, EVALUATION_SEED, one.manifest.stripes) for one in found)
+    if not found[0].name:
+        return _batches(recipe, cuts, found, orders[0])
+    counts = evenly(recipe.evaluation.samples, [one.manifest.samples for one in found])
+    mixture = Mixture((Leg(shares=in_units(counts)),))
+    order = MixedOrder(mixture=mixture, orders=orders, firsts=(0,) * len(orders))
+    return _batches(recipe, cuts, found, order)
+
+
+def _order(manifest: Manifest, seed: int, window_stripes: int) -> Order:
+    return Order(
+        num_samples=manifest.samples,
+        stripe_size=manifest.stripe_size,
+        window_stripes=window_stripes,
+        seed=seed,
+    )
+
+
+def _batches(
+    recipe: Recipe, cuts: tuple[int, ...], found: Sequence[_DataSet], order: Order | MixedOrder
+) -> Batches:
+    first = found[0]
+    work = recipe.workload.work(first.manifest.vocabulary)
+    sources = (
+        tuple(Source(name=one.name, url=one.storage.uri(), manifest=one.manifest) for one in found)
+        if isinstance(order, MixedOrder)
+        else ()
+    )
+    return Batches(
+        url=first.storage.uri(),
+        manifest=first.manifest,
+        order=order,
+        work=replace(work, fixed=FIXED_TOKENS * work.linear),
+        tokens_per_micro_batch=cuts[0],
+        virtual_ranks=recipe.parallel.virtual_ranks,
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        larger_budgets=cuts[1:],
+        sources=sources,
+    )
+
+
+def _plan_problems(recipe: Recipe, manifest: Manifest) -> tuple[str, ...]:
+    """Why nobody can plan what the recipe leaves open."""
+    try:
+        model_spec(recipe.workload, manifest.vocabulary, manifest.seq_len)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _budgets(part: PhaseKeys, manifests: Sequence[Manifest]) -> tuple[int, ...]:
+    """The numbers of tokens that micro-batches may have, ascending."""
+    if part.micro_batch_tokens != "auto":
+        return (part.micro_batch_tokens,)
+    return budgets(max(map(longest_sample, manifests)), part.batch_size)
+
+
+def _missing_files(storage: Storage, manifest: Manifest) -> list[str]:
+    return [f"{problem}; {AGAIN}" for problem in file_problems(storage, manifest)]
+
+
+def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]:
+    problems = []
+    if part.batch_size > manifest.samples and not part.data.sources:
+        problems.append(
+            f"batch_size: {part.batch_size}: larger than the data set "
+            f"({manifest.samples} samples in {place})"
+        )
+    longest, most = longest_sample(manifest), part.micro_batch_tokens
+    if most != "auto" and longest > most:
+        which = f"{place}" if part.data.sources else "the data set"
+        problems.append(
+            f"micro_batch_tokens: {most}: {which} has samples of {longest} tokens; expected at "
+            "least that"
+        )
+    return problems
+
+
+def longest_sample(manifest: Manifest) -> int:
+    """Tokens of the longest sample."""
+    return max(length for length, count in enumerate(manifest.length_histogram) if count)
+
+
+def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storage, Manifest] | None:
+    """The held-out data set: that of the recipe, or the one inside the training data."""
+    if recipe.evaluation.path:
+        storage = Storage(recipe.evaluation.path)
+        return storage, Manifest.read(storage)
+    held_out = read_held_out(data, manifest)
+    return (data.sub(HELD_OUT), held_out) if held_out else None
+
+
+def _no_target(recipe: Recipe, found: Sequence[_DataSet]) -> str:
+    assert recipe.target is not None
+    return (
+        f"target.metric: {recipe.target.metric}: needs held-out data, and there is none in "
+        f"{found[0].storage.uri(HELD_OUT)}; prepare with data.prepare.held_out, or give "
+        "evaluation.path"
+    )
+
+
+def _held_out_problems(
+    part: PhaseKeys, place: str, manifest: Manifest, storage: Storage, held_out: Manifest
+) -> list[str]:
+    problems = _missing_files(storage, held_out)
+    if held_out.tokenizer_fingerprint != manifest.tokenizer_fingerprint:
+        problems.append(f"{storage.uri()}: prepared with another tokenizer than {place}")
+    most = part.micro_batch_tokens
+    if most != "auto" and longest_sample(held_out) > most:
+        problems.append(
+            f"micro_batch_tokens: {most}: the held-out data has samples of "
+            f"{longest_sample(held_out)} tokens"
+        )
+    return problems

@@ -1,0 +1,110 @@
+"""`prepare` of a mixture: a data set for each source, with one tokenizer, trained on all text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastrata.recipe.data_spec import preparations
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.preflight import training_data
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import HELD_OUT, Manifest
+from elastrata_pipelines.preparation import PrepareConfig, prepare
+from elastrata_pipelines.preparation.corpus import Corpus
+from elastrata_pipelines.storage import Storage
+from support.synthetic import tiny_recipe
+from support.texts import plain_text
+
+
+def recipe(folder: Path, **of_data: Any) -> Recipe:
+    text = [{"name": name, "paths": str(folder / f"{name}.txt")} for name in ("web", "code")]
+    prepared = {
+        "sources": [{**one, "documents": "line"} for one in text],
+        "tokenizer": {"train": "bpe", "vocab_size": 300},
+        "seq_len": 16,
+        "held_out": 0.2,
+        "stripe_size": 32,
+    }
+    sources = [{"name": "web", "weight": 3}, {"name": "code"}]
+    data = {"path": str(folder / "mix"), "sources": sources, "prepare": prepared, **of_data}
+    gpt = {"name": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 16}
+    return Recipe.model_validate(
+        {**tiny_recipe(folder, folder / "runs"), "data": data, "workload": gpt}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("web", "code")):
+        lines = [plain_text(seed * 100 + n, 200).replace("\n", " ") for n in range(40)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_each_source_becomes_a_data_set(folder: Path, ray_local: None) -> None:
+    mixed = recipe(folder)
+    for path, config in preparations(mixed).items():
+        prepare(config, path)
+    found = training_data(mixed)
+    assert [Path(url).name for url, _ in found.trained_on] == ["web", "code"]
+    manifests = [manifest for _, manifest in found.trained_on]
+    assert len({manifest.tokenizer_fingerprint for manifest in manifests}) == 1
+    assert [source.name for manifest in manifests for source in manifest.sources] == ["web", "code"]
+    (held_out,) = found.held_out
+    assert held_out is not None
+    assert [source.name for source in held_out.sources] == ["web", "code"]
+    assert Manifest.read(Storage(str(folder / "mix" / "code" / HELD_OUT))).samples
+
+
+def test_the_tokenizer_learns_from_all_of_them(folder: Path) -> None:
+    first, second = preparations(recipe(folder)).values()
+    assert [source.name for source in first.tokenizer.sources] == ["web", "code"]
+    assert [source.name for source in first.sources] == ["web"]
+    assert second.tokenizer.load == str(folder / "mix" / "web" / "tokenizer")
+
+
+def fingerprint(config: PrepareConfig) -> str:
+    return Corpus.find(config, lambda *_: None).fingerprint(None)
+
+
+def test_other_text_of_the_tokenizer_is_another_data_set(folder: Path) -> None:
+    first, _ = preparations(recipe(folder)).values()
+    before = fingerprint(first)
+    (folder / "code.txt").write_text("something else")
+    assert fingerprint(first) != before
+    alone = first.model_copy(
+        update={"tokenizer": first.tokenizer.model_copy(update={"sources": ()})}
+    )
+    assert fingerprint(alone) != before
+
+
+def test_without_sources_of_its_own_a_tokenizer_is_as_it_was(folder: Path) -> None:
+    """Data sets that earlier versions prepared are still what is asked for."""
+    first, _ = preparations(recipe(folder)).values()
+    own = first.tokenizer.model_copy(update={"sources": ()})
+    alone = first.model_copy(update={"tokenizer": own})
+    configuration = Corpus.find(alone, lambda *_: None).provenance(None).configuration
+    assert "sources" not in configuration["tokenizer"]
+
+
+def test_names_that_do_not_agree_are_told_at_once(folder: Path) -> None:
+    sources = [{"name": "wep"}, {"name": "code"}]
+    with pytest.raises(UserError) as error:
+        preparations(recipe(folder, sources=sources))
+    assert error.value.problems == (
+        "data.sources.0.name: wep: not among the sources of data.prepare, web, code "
+        "(did you mean 'web'?)",
+        "data.prepare.sources: web: not among data.sources, wep, code (did you mean 'wep'?)",
+    )
+
+
+def test_a_recipe_of_both_is_read_from_a_file(folder: Path) -> None:
+    from elastrata.recipe.file import load_recipe, to_yaml
+
+    (folder / "mix.yaml").write_text(to_yaml(recipe(folder)))
+    assert yaml.safe_load((folder / "mix.yaml").read_text())["data"]["sources"]
+    assert load_recipe(str(folder / "mix.yaml"), ["name=null"]).data == recipe(folder).data

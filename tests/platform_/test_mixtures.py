@@ -1,0 +1,297 @@
+"""A run on several sources: shares by phase, resumed and forked without a sample left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from elastrata.cli.main import run as run_here
+from elastrata.inference.held_out import evaluate_run
+from elastrata.launch.fork import plan_fork
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.run import history
+from elastrata.run.audit import audit
+from elastrata.run.folder import read_identity, read_recipe
+from elastrata.run.fork import begin_fork
+from elastrata.trainer.preflight import training_data
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.mixture import UNITS
+from elastrata_pipelines.phase import positions_after
+from elastrata_pipelines.storage import Storage
+from support.lone_run import lone_run, train_alone
+from support.synthetic import Sizes, tiny_recipe, write_data_set
+
+SAMPLES = {"web": 400, "code": 150, "books": 90}
+WEIGHTS = {"web": 5, "code": 3, "books": 2}
+STEPS, AT = 24, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With three data sets of different lengths in `mix`."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    for seed, (name, samples) in enumerate(SAMPLES.items()):
+        write_data_set(folder / "mix" / name, samples=samples, seed=seed, held_out=20)
+    return folder
+
+
+def sources(**weights: float | dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, **(said if isinstance(said, dict) else {"weight": said})}
+        for name, said in (weights or WEIGHTS).items()
+    ]
+
+
+def data(folder: Path, *, sources: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"path": str(folder / "mix"), "window_stripes": 2, "sources": sources, **more}
+
+
+PHASES: list[tuple[int, dict[str, float | dict[str, Any]]]] = [
+    (9, {"web": 3, "code": 1}),
+    (15, {"web": {"weight": 3, "final_weight": 0}, "code": 1, "books": {"weight": 1}}),
+]
+"""A source comes in the second phase, and another one goes."""
+
+
+@pytest.fixture(scope="module")
+def stem(folder: Path) -> Path:
+    """An undisturbed run of two phases."""
+    phases = [
+        {"steps": steps, "data": data(folder, sources=sources(**weights))}
+        for steps, weights in PHASES
+    ]
+    return lone_run(
+        folder, "stem", saves=True, phases=phases, checkpoint={"every": AT, "keep_last": 9},
+        evaluation={"every": AT, "samples": 48}, data=phases[0]["data"],
+    )  # fmt: skip
+
+
+def steps(run: Path) -> list[Any]:
+    return list(history.effective_steps(history.read(Storage(str(run)).sub("history"))))
+
+
+def recipe_of(folder: Path, *, steps: int = 10, **of_data: Any) -> Recipe:
+    values = tiny_recipe(folder, folder / "runs", steps=steps)
+    return Recipe.model_validate({**values, "data": data(folder, **of_data)})
+
+
+def test_a_run_is_proven_source_by_source(stem: Path) -> None:
+    found = audit(Storage(str(stem)))
+    assert (found.problems, found.data.state) == ((), "checked")
+    assert found.digests_checked == STEPS
+    taken = dict(zip(SAMPLES, found.epochs, strict=True))
+    assert sum(epochs * SAMPLES[name] for name, epochs in taken.items()) == STEPS * 21
+    assert taken["books"] > 0
+
+
+def test_an_altered_share_is_found(stem: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(stem, tmp_path / "copy"))
+    (copy / "run.json").write_text(
+        (stem / "run.json").read_text().replace('"mixtures": [', '"mixtures": [[],')
+    )
+    with pytest.raises(UserError, match=r"run\.json"):
+        audit(Storage(str(copy)))
+
+
+def test_a_resumed_run_does_the_same_steps(stem: Path, tmp_path: Path) -> None:
+    """From the checkpoint in the midst of the second phase on."""
+    import shutil
+
+    copy = Path(shutil.copytree(stem, tmp_path / "runs" / "stem"))
+    for saved in (copy / "checkpoints").iterdir():
+        if f"-{STEPS:09d}-" in saved.name or saved.name.startswith(f"{STEPS:09d}"):
+            shutil.rmtree(saved)
+    train_alone(read_recipe(Storage(str(copy))), copy)
+    told = [(step["step"], step["digest"], step["tokens"]) for step in steps(copy)]
+    assert told == [(step["step"], step["digest"], step["tokens"]) for step in steps(stem)]
+    assert audit(Storage(str(copy))).partition_ok
+
+
+def test_a_fork_is_what_the_run_became(stem: Path) -> None:
+    plan = plan_fork(f"{stem}@{AT}", "again", ["evaluation.samples=32"])
+    begin_fork(plan.fork)
+    child = train_alone(plan.fork.recipe, stem.with_name("again"))
+    assert [step["digest"] for step in steps(child)] == [
+        step["digest"] for step in steps(stem)[AT:]
+    ]
+    assert audit(Storage(str(child))).problems == ()
+
+
+def test_a_fork_with_other_weights_reads_on(stem: Path) -> None:
+    """No sample comes twice in an epoch of its source, and none is left out."""
+    given = ["phases.1.data.sources.2.weight=8", "phases.1.data.sources.0.final_weight=null"]
+    plan = plan_fork(f"{stem}@{AT}", "more-books", given)
+    begin_fork(plan.fork)
+    child = train_alone(plan.fork.recipe, stem.with_name("more-books"))
+    found = audit(Storage(str(child)))
+    assert (found.problems, found.inherited.state) == ((), "checked")
+    assert [s["digest"] for s in steps(child)] != [s["digest"] for s in steps(stem)[AT:]]
+    identity = read_identity(Storage(str(child)))
+    assert identity is not None
+    assert identity.mixtures is not None
+    assert identity.mixtures[0]
+
+
+def test_its_last_evaluation_can_be_done_again(stem: Path) -> None:
+    entries = history.read(Storage(str(stem)).sub("history"))
+    told = [entry for entry in entries if entry["kind"] == "evaluated"][-1]
+    again = evaluate_run(str(stem))
+    assert "eval/loss/books" in again
+    assert dict(again) == pytest.approx({name: told[name] for name in again}, rel=1e-5)
+
+
+def test_weights_are_shares_of_tokens(folder: Path) -> None:
+    """By default; a source of longer samples gives fewer."""
+    by_tokens = training_data(recipe_of(folder, sources=sources())).train
+    by_samples = training_data(recipe_of(folder, sources=sources(), weight_by="samples")).train
+    assert by_samples.mixture is not None
+    assert by_tokens.mixture is not None
+    shares = np.array(by_samples.mixture.legs[0].shares) / UNITS
+    assert np.allclose(shares, [0.5, 0.3, 0.2])
+    means = np.array([manifest.tokens / manifest.samples for _, manifest in by_tokens.data_sets])
+    tokens = np.array(by_tokens.mixture.legs[0].shares) * means
+    assert np.allclose(tokens / tokens.sum(), [0.5, 0.3, 0.2])
+
+
+def test_a_length_in_tokens_is_that_of_the_mixture(folder: Path) -> None:
+    values = tiny_recipe(folder, folder / "runs")
+    values = {**values, "data": data(folder, sources=sources())}
+    values = {**values, "steps": None, "tokens": 20_000}
+    phase = training_data(Recipe.model_validate(values)).phases[0]
+    tokens = phase.steps * 21 * phase.batches.tokens_per_sample
+    assert 20_000 <= tokens < 20_000 + 21 * 48
+
+
+def test_evaluations_have_equally_much_of_every_source(folder: Path) -> None:
+    (held_out,) = training_data(recipe_of(folder, sources=sources())).held_out
+    assert held_out is not None
+    assert held_out.samples == 60
+    assert held_out.mixture is not None
+    assert held_out.mixture.counts(60) == (20, 20, 20)
+
+
+def problems(folder: Path, tmp_path: Path, capsys: Any, **changes: Any) -> list[str]:
+    """The lines that `elastrata train` refuses a recipe with."""
+    values = {**tiny_recipe(folder, folder / "runs", steps=10), **changes}
+    file = tmp_path / "mixture.yaml"
+    file.write_text(yaml.safe_dump(values))
+    capsys.readouterr()
+    assert run_here(["train", str(file), "--name", "never"]) == 2
+    assert not (folder / "runs" / "never").exists()
+    return [line.strip() for line in capsys.readouterr().err.splitlines()]
+
+
+def test_weights_that_cannot_be_are_told_at_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = sources(web=-1, code=float("inf"), books=float("nan"))
+    lines = problems(folder, tmp_path, capsys, data=data(folder, sources=wrong))
+    for number, value in enumerate(("-1", "inf", "nan")):
+        assert any(f"data.sources.{number}.weight: {value}" in l.replace(".inf", "inf").replace(
+            ".nan", "nan") for l in lines), lines  # noqa: E741  # fmt: skip
+
+
+def test_what_the_sources_cannot_be_together_is_told_at_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = [{"name": "web", "weight": 0}, {"name": "web", "weight": 0}]
+    told = " ".join(
+        problems(folder, tmp_path, capsys, data=data(folder, sources=wrong), steps=None, epochs=2)
+    )
+    for line in (
+        "data.sources.0.name: web: 2 sources have it",
+        "data.sources: every weight is 0, of web",
+        "epochs: 2.0: expected steps or tokens",
+    ):
+        assert line in told
+
+
+def test_sources_that_do_not_go_together_are_told_at_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the numbers: another tokenizer, another length, too few samples, too many epochs."""
+    mix = tmp_path / "mix"
+    for name, samples, seq_len in (("one", 300, 48), ("two", 300, 48), ("long", 300, 64)):
+        write_data_set(mix / name, samples=samples, sizes=Sizes(seq_len=seq_len))
+    write_data_set(mix / "few", samples=3)
+    storage = Storage(str(mix / "two"))
+    manifest = Manifest.read(storage).model_copy(update={"tokenizer_fingerprint": "another"})
+    manifest.write(storage)
+    write_data_set(mix / "copy", samples=300)
+    given = sources(one=1, two=1, long=1, few=2, copy=1)
+    told = problems(
+        folder, tmp_path, capsys, data={"path": str(mix), "sources": given}, batch_size=20
+    )
+    expected = (
+        "data.sources.1.path: " + f"{mix}/two: the tokenizer another, expected synthetic",
+        "data.sources.2.path: " + f"{mix}/long: seq_len 64, expected 48",
+        "data.sources.3.weight: 2: a batch of 20 takes",
+        "data.sources.4.path: " + f"{mix}/copy: the same data set as {mix}/one",
+    )
+    for line in expected:
+        assert any(line in one for one in told), (line, told)
+
+
+def test_too_many_epochs_are_told_with_the_numbers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = sources(web=5, code=3, books={"weight": 2, "max_epochs": 1.5})
+    (line, *_) = [
+        line
+        for line in problems(
+            folder, tmp_path, capsys, steps=100,
+            data=data(folder, sources=given, weight_by="samples"),
+        )
+        if "max_epochs" in line
+    ]  # fmt: skip
+    assert "data.sources.2.max_epochs: 1.5: 420 samples of books are taken" in line
+    assert "of 90: expected at least 4.67" in line
+
+
+def test_an_exhausted_source_gives_its_share_to_the_others(folder: Path) -> None:
+    given = sources(web=5, code=3, books={"weight": 2, "max_epochs": 1.5})
+    recipe = recipe_of(
+        folder, steps=100, sources=given, weight_by="samples", when_exhausted="redistribute"
+    )
+    found = training_data(recipe)
+    sizes = [phase.size for phase in found.phases]
+    taken = positions_after(100, sizes, [list(SAMPLES)])
+    assert taken["books"] == 135
+    assert sum(taken.values()) == 2100
+    assert abs(taken["web"] / taken["code"] - 5 / 3) < 0.02
+    assert found.mixtures is not None
+    assert len(found.mixtures[0]) == 2
+
+
+def test_an_override_changes_a_weight(folder: Path, tmp_path: Path) -> None:
+    values = tiny_recipe(folder, folder / "runs")
+    values = {**values, "data": data(folder, sources=sources())}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(values))
+    recipe = load_recipe(str(tmp_path / "one.yaml"), ["data.sources.1.weight=0.5"])
+    assert recipe.data.weights == (5, 0.5, 2)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=SLOW) for n in (1, 3))])
+def test_any_number_of_workers_has_the_same_batches(
+    workers: int, stem: Path, folder: Path, ray_local: None
+) -> None:
+    import elastrata
+
+    recipe = read_recipe(Storage(str(stem)))
+    group = recipe.workers.model_copy(update={"min": workers, "max": workers, "cpus": 0.4})
+    name = f"at-{workers}"
+    elastrata.train(recipe.model_copy(update={"workers": group, "name": name}))
+    found = steps(stem.with_name(name))
+    assert [step["digest"] for step in found] == [step["digest"] for step in steps(stem)]
+    assert audit(Storage(str(stem.with_name(name)))).partition_ok
