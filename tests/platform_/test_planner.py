@@ -13,7 +13,8 @@ import torch
 from elastrata.core.workload import model_spec
 from elastrata.planner.activations import blocks_in_flight
 from elastrata.planner.block import Machine
-from elastrata.planner.cluster import Cluster, cluster_schema, read_cluster
+from elastrata.planner.cluster import Cluster, read_cluster
+from elastrata.planner.cluster_config import cluster_schema
 from elastrata.planner.devices import DEVICES, device_named
 from elastrata.planner.hardware import GPU
 from elastrata.planner.layout import Layout

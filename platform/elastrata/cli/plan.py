@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName, part_of
+from elastrata.cli.plan_mixed import mixed_result, refuse_options, show_mixed_plan
 from elastrata.cli.plan_report import (
     plan_result,
     show_automatic,
@@ -23,14 +24,19 @@ from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastrata.planner.cluster import Cluster
     from elastrata.planner.forecast import Forecast
     from elastrata.planner.group import AutomaticPlan
+    from elastrata.planner.mixed_plan import MixedPlan
     from elastrata.planner.plan import Plan
     from elastrata.recipe.phase import PhaseKeys
     from elastrata.recipe.recipe import Recipe
 
 ClusterOption = Annotated[
-    str, typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB, or a YAML file.")
+    str,
+    typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB or 8xA100+16xT4, or a file."),
 ]
 
 
@@ -59,26 +65,33 @@ def plan(
     json: Json = False,
 ) -> None:
     """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
-    from elastrata.planner.cluster import read_cluster
+    from elastrata.planner.cluster import read_kinds
     from elastrata.planner.plan import plan as make_plan
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    where = read_cluster(cluster)
+    kinds = read_kinds(cluster)
+    where = kinds[0]
     if price is not None:
         where = replace(where, price=price)
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
+    if len(kinds) > 1:
+        refuse_options(price=price is not None, plot=plot is not None, rehearse=rehearse)
+        told = _plan_mixed(console, recipe, loaded, part_of(loaded, phase), kinds, best, explain)
+        if write is not None:
+            _write(write, recipe, overrides or [], *_mixed_variant(loaded, told))
+            console.print(f"\nrecipe {write}", markup=False)
+        if json:
+            written = None if write is None else str(write)
+            result = mixed_result(told, told.families[:best])
+            print_json_line({"recipe": recipe, **result, "automatic": None, "written": written})
+        return
     made = make_plan(loaded, part_of(loaded, phase), where)
     families = made.result.families[:best]
-    console.print(
-        f"{recipe} on {where.devices}x{where.device.name}: {made.model.parameters / 1e9:.4g} "
-        f"billion parameters, {made.batch_size:,} samples of {made.model.seq_len:,} tokens a "
-        f"step, {made.steps:,} steps\n",
-        markup=False,
-    )
+    _show_heading(console, recipe, f"{where.devices}x{where.device.name}", made)
     show_plan(console, made, families)
     if explain:
         show_terms(console, made, families[0])
@@ -96,7 +109,7 @@ def plan(
         ]
         show_rehearsals(console, families, rehearsals)
     if write is not None:
-        _write(write, recipe, overrides or [], loaded, made, chosen)
+        _write(write, recipe, overrides or [], *_variant(loaded, made, chosen))
         console.print(f"\nrecipe {write}", markup=False)
     if plot is not None:
         _draw(made, plot)
@@ -111,6 +124,36 @@ def plan(
                 "written": written,
             }
         )
+
+
+def _show_heading(console: Console, recipe: str, devices: str, made: Plan | MixedPlan) -> None:
+    console.print(
+        f"{recipe} on {devices}: {made.model.parameters / 1e9:.4g} "
+        f"billion parameters, {made.batch_size:,} samples of {made.model.seq_len:,} tokens a "
+        f"step, {made.steps:,} steps\n",
+        markup=False,
+    )
+
+
+def _plan_mixed(
+    console: Console,
+    name: str,
+    recipe: Recipe,
+    part: PhaseKeys,
+    kinds: tuple[Cluster, ...],
+    best: int,
+    explain: bool,
+) -> MixedPlan:
+    """Plans for several kinds of devices, and shows it."""
+    from elastrata.planner.mixed_plan import mixed_plan, runnable
+
+    made = mixed_plan(recipe, part, kinds)
+    _show_heading(console, name, made.name, made)
+    show_mixed_plan(console, made, made.families[:best], explain=explain)
+    chosen = runnable(recipe, made)
+    if chosen is not None and chosen is not made.families[0]:
+        console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
+    return made
 
 
 def _left_open(recipe: Recipe, part: PhaseKeys, made: Plan) -> AutomaticPlan | None:
@@ -167,29 +210,50 @@ def _rehearsed(
     return rehearse_apart(request)
 
 
-def _write(
-    path: Path,
-    recipe: str,
-    overrides: list[str],
-    loaded: Recipe,
-    made: Plan,
-    chosen: Forecast | None,
-) -> None:
-    """A variant of the recipe that says the layout, and what the command line changed."""
+def _variant(
+    recipe: Recipe, made: Plan, chosen: Forecast | None
+) -> tuple[dict[str, object] | None, str]:
+    """The keys of a variant under a layout, and its first line; no keys where there is none."""
     from elastrata.planner.plan import recipe_keys
-    from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
 
     if chosen is None:
+        return None, ""
+    where = f"{made.cluster.devices}x{made.cluster.device.name}"
+    keys = recipe_keys(recipe, chosen.layout, made.model.seq_len)
+    return keys, _header(chosen, where)
+
+
+def _mixed_variant(recipe: Recipe, made: MixedPlan) -> tuple[dict[str, object] | None, str]:
+    from elastrata.planner.mixed_plan import mixed_keys, runnable
+
+    chosen = runnable(recipe, made)
+    if chosen is None:
+        return None, ""
+    return mixed_keys(recipe, chosen, made.model.seq_len), _header(chosen, made.name)
+
+
+def _header(chosen: Forecast, devices: str) -> str:
+    return (
+        f"# {chosen.layout}, by elastrata plan for {devices}: {chosen.time.total:.4g} s a step "
+        "expected\n"
+    )
+
+
+def _write(
+    path: Path, recipe: str, overrides: list[str], keys: dict[str, object] | None, header: str
+) -> None:
+    """A variant of the recipe that says the layout, and what the command line changed."""
+    from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
+
+    if keys is None:
         raise UserError("--write: this version trains this recipe under none of the layouts")
     values: dict[str, Any] = {}
     for override in overrides:
         dotted, _, raw = override.partition("=")
         _set(values, dotted, parse_yaml(raw, dotted, count_lines=False))
-    for dotted, value in recipe_keys(loaded, chosen.layout, made.model.seq_len).items():
+    for dotted, value in keys.items():
         _set(values, dotted, value)
     base = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
-    header = f"# {chosen.layout}, by elastrata plan for {made.cluster.devices}x"
-    header += f"{made.cluster.device.name}: {chosen.time.total:.4g} s a step expected\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
 

@@ -37,6 +37,16 @@ _TERMS = {
 
 def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
     """The best layouts in a table, with what makes each slower than the first."""
+    show_table(console, best)
+    console.print(
+        f"\n{len(plan.result.forecasts):,} layouts fit, {len(plan.result.families):,} ways to "
+        f"divide the model; {plan.result.too_large:,} need more memory than a device has",
+        markup=False,
+    )
+
+
+def show_table(console: Console, best: Sequence[Forecast]) -> None:
+    """The best layouts, a line each."""
     headings = (
         "layout",
         "GiB",
@@ -55,11 +65,6 @@ def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
         cells = [first.ljust(widths[0])]
         cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
         console.print("  ".join([*cells, why]).rstrip(), markup=False)
-    console.print(
-        f"\n{len(plan.result.forecasts):,} layouts fit, {len(plan.result.families):,} ways to "
-        f"divide the model; {plan.result.too_large:,} need more memory than a device has",
-        markup=False,
-    )
 
 
 def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
@@ -80,12 +85,8 @@ def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
 def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
     """Every term of one layout's memory and time, and the figures that they are computed from."""
     device, efficiency = plan.cluster.device, plan.machine.efficiency
-    console.print(f"\n{forecast.layout}\n\nmemory, GiB", markup=False)
-    for name, value in asdict(forecast.memory).items():
-        console.print(f"  {name:<18}{value / _GIB:9.3f}  {_TERMS[name]}", markup=False)
-    console.print("\ntime, seconds a step")
-    for name, value in asdict(forecast.time).items():
-        console.print(f"  {name:<18}{value:9.4f}  {_TERMS[name]}", markup=False)
+    for line in terms_lines(forecast):
+        console.print(line, markup=False)
     console.print(
         f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
         f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
@@ -154,22 +155,46 @@ def plan_result(
         "seq_len": plan.model.seq_len,
         "fitting": len(plan.result.forecasts),
         "too_large": plan.result.too_large,
-        "layouts": [
-            {
-                "layout": asdict(forecast.layout),
-                "memory_bytes": forecast.memory.total,
-                "step_seconds": forecast.time.total,
-                "tokens_per_second": forecast.tokens_per_second,
-                "mfu": forecast.mfu,
-                "bubble": forecast.bubble,
-                "exposed": forecast.exposed,
-                "hours": forecast.hours,
-                "cost": forecast.cost,
-                "memory": asdict(forecast.memory),
-                "time": asdict(forecast.time),
-                "why_not": forecast.why_slower(best[0]),
-                "rehearsed": rehearsed,
-            }
-            for forecast, rehearsed in zip(best, rehearsals, strict=True)
-        ],
+        "layouts": layout_results(best, rehearsals),
+        "kinds": [],
     }
+
+
+def layout_results(
+    best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """The layouts that are told, as JSON values."""
+    return [
+        {
+            "layout": asdict(forecast.layout),
+            "memory_bytes": forecast.memory.total,
+            "step_seconds": forecast.time.total,
+            "tokens_per_second": forecast.tokens_per_second,
+            "mfu": forecast.mfu,
+            "bubble": forecast.bubble,
+            "exposed": forecast.exposed,
+            "hours": forecast.hours,
+            "cost": forecast.cost,
+            "memory": asdict(forecast.memory),
+            "time": asdict(forecast.time),
+            "why_not": forecast.why_slower(best[0]),
+            "rehearsed": rehearsed,
+        }
+        for forecast, rehearsed in zip(best, rehearsals, strict=True)
+    ]
+
+
+def terms_lines(forecast: Forecast) -> list[str]:
+    """Every term of a layout's memory and time."""
+    return [
+        f"\n{forecast.layout}\n\nmemory, GiB",
+        *(
+            f"  {name:<18}{value / _GIB:9.3f}  {_TERMS[name]}"
+            for name, value in asdict(forecast.memory).items()
+        ),
+        "\ntime, seconds a step",
+        *(
+            f"  {name:<18}{value:9.4f}  {_TERMS[name]}"
+            for name, value in asdict(forecast.time).items()
+        ),
+    ]

@@ -26,11 +26,13 @@ from elastrata.cluster.event_delivery import (
     handled_after,
     unhandled,
 )
+from elastrata.cluster.speed_book import GroupKey, SpeedBook
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.events import Event, Halted, Heard, Started
+from elastrata_pipelines.speeds import Speeds
 
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
-_TAKE_SECONDS, _CLOSE_SECONDS = 1.0, 30.0
+_TAKE_SECONDS, _CLOSE_SECONDS, _NEAR_SECONDS = 1.0, 30.0, 2.0
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -42,6 +44,7 @@ class ControlChannel:
         self._arrived = asyncio.Event()
         self._signal: ControlSignal | None = None
         self._halted = False
+        self._book, self._moved = SpeedBook(), asyncio.Event()
 
     async def ping(self) -> None:
         """Answers."""
@@ -57,6 +60,8 @@ class ControlChannel:
             self._note(event)
         if events:
             self._arrived.set()
+            self._moved.set()
+            self._moved = asyncio.Event()
         return Acknowledgement(answer.expected, answer.handled, self._signal)
 
     async def ask(self, signal: ControlSignal) -> None:
@@ -73,6 +78,23 @@ class ControlChannel:
         """Whether the group of workers has saved its state and takes no more steps."""
         return self._halted
 
+    async def paces(self) -> Mapping[str, float]:
+        """Work by second of the nodes whose workers were measured last, by node."""
+        return self._book.paces()
+
+    async def slow_nodes(self) -> Mapping[str, float]:
+        """The nodes with a worker that is slower than its kind, and its share of that pace."""
+        return self._book.slow_nodes()
+
+    async def speeds(self, group: GroupKey, step: int) -> Speeds | None:
+        """The speeds by which the steps behind this one are dealt to a group; None where the
+        training does not come near them for a while."""
+        deadline = time.monotonic() + _NEAR_SECONDS
+        while (speeds := self._book.speeds(group, step)) is None and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), _NEAR_SECONDS)
+        return speeds
+
     async def take(self, seconds: float, handled: Mapping[str, int]) -> list[NumberedEvent]:
         """All events that are not handled; waits for the first one, but no longer than `seconds`.
 
@@ -88,6 +110,7 @@ class ControlChannel:
         return self._buffer.unhandled(handled)
 
     def _note(self, event: Event) -> None:
+        self._book.note(event)
         match event:
             case Started():
                 self._halted = False

@@ -15,9 +15,16 @@ GAUGES: Mapping[str, str] = {
     "elastrata_tokens_per_second": "Real tokens per second, over all workers",
     "elastrata_mfu": "Share of the devices' dense bf16 peak; absent where that is not known",
     "elastrata_imbalance": "Largest work of a rank over the mean",
+    "elastrata_slowest_rank": "Rank that took longest for the last step, of its own seconds",
+    "elastrata_time_imbalance": "Its seconds over the mean of all ranks",
     "elastrata_seconds_waiting_for_data": "Of the last step, on rank 0",
     "elastrata_world_size": "Workers of the group that trains",
 }
+BY_SOURCE: Mapping[str, str] = {
+    "elastrata_source_share": "Share of a source in the tokens of the last step",
+    "elastrata_source_loss": "Training loss of a source in the last step that had any of it",
+}
+"""Of a mixture, by the label `source`."""
 COUNTERS: Mapping[str, str] = {
     "elastrata_faults": "Groups of workers lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
@@ -38,7 +45,11 @@ class Gauges:
         self._counters = {
             name: Counter(name, text, tag_keys=("run",)) for name, text in COUNTERS.items()
         }
-        for metric in (*self._gauges.values(), *self._counters.values()):
+        self._by_source = {
+            name: Gauge(name, text, tag_keys=("run", "source")) for name, text in BY_SOURCE.items()
+        }
+        own = self._gauges, self._by_source, self._counters
+        for metric in (metric for kind in own for metric in kind.values()):
             metric.set_default_tags({"run": run})
 
     def __call__(self, event: Event) -> None:
@@ -51,9 +62,12 @@ class Gauges:
                     tokens_per_second=event.tokens_per_second,
                     mfu=event.mfu,
                     imbalance=event.imbalance,
+                    slowest_rank=event.slowest_rank,
+                    time_imbalance=event.time_imbalance,
                     seconds_waiting_for_data=event.seconds_waiting_for_data,
                     world_size=event.world_size,
                 )
+                self._set_sources(event)
             case Started():
                 self._set(world_size=event.world_size)
             case Lost():
@@ -63,6 +77,14 @@ class Gauges:
                 self._counters["elastrata_checkpoints"].inc()
             case _:
                 pass
+
+    def _set_sources(self, record: StepRecord) -> None:
+        losses = record.losses_by_source
+        for name, tokens in record.batch_tokens_by_source.items():
+            tags = {"source": name}
+            self._by_source["elastrata_source_share"].set(tokens / record.batch_tokens, tags)
+            if name in losses:
+                self._by_source["elastrata_source_loss"].set(losses[name], tags)
 
     def _set(self, **values: float | None) -> None:
         for name, value in values.items():

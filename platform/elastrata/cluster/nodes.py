@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
+from typing_extensions import override
 
 from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
 
 _SECONDS_TO_CONNECT = 3.0
 """Long enough for one lost packet, which is sent again after a second."""
 _MOST_AT_ONCE = 64
-_NODE_GROUP = "ray.io/node-group"
+NODE_GROUP = "ray.io/node-group"
 """The label that Ray's cluster launcher and KubeRay give every node that is theirs."""
 _SECONDS_TO_ANSWER = 5.0
+ACCELERATOR = "accelerator_type:"
+"""The resource that a node with such GPUs has."""
 
 
 def draining() -> frozenset[str]:
@@ -55,6 +58,42 @@ def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
     return {NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
 
 
+class _OneEach(dict[str, str]):
+    """A label selector for every worker: Ray's hook takes one and copies it for each, in order."""
+
+    def __init__(self, selectors: Sequence[Mapping[str, str]]) -> None:
+        super().__init__(selectors[0])
+        self._left = iter(selectors)
+
+    @override
+    def copy(self) -> dict[str, str]:
+        return dict(next(self._left))
+
+
+def on_nodes(ids: Sequence[str]) -> dict[str, str]:
+    """A label selector that places each worker on a node of its own choice.
+
+    Args:
+        ids: of the node of each worker, at least one.
+    """
+    return _OneEach([{NODE_ID_LABEL_KEY: node} for node in ids])
+
+
+def peaks_by_node(peaks: Mapping[str, float]) -> dict[str, float]:
+    """FLOP/s of the GPUs of each node that says which it has.
+
+    Args:
+        peaks: by the family of the GPU.
+    """
+    found = {}
+    for node in nodes():
+        types = [name.removeprefix(ACCELERATOR) for name in node["Resources"]]
+        known = [peaks[family] for family in peaks if family in types]
+        if known:
+            found[node["NodeID"]] = known[0]
+    return found
+
+
 def _answers(node: Mapping[str, Any]) -> bool:
     address = node["NodeManagerAddress"], node["NodeManagerPort"]
     with contextlib.suppress(OSError), socket.create_connection(address, _SECONDS_TO_CONNECT):
@@ -64,7 +103,7 @@ def _answers(node: Mapping[str, Any]) -> bool:
 
 def launches_nodes() -> bool:
     """Whether an autoscaler launches the cluster's nodes, as need be."""
-    return any(_NODE_GROUP in (node.get("Labels") or {}) for node in nodes() if node["Alive"])
+    return any(NODE_GROUP in (node.get("Labels") or {}) for node in nodes() if node["Alive"])
 
 
 def refuses() -> bool:

@@ -14,9 +14,11 @@ from elastrata.core.events import (
     Evaluated,
     Event,
     Lost,
+    Paced,
     RanOut,
     Refused,
     Removed,
+    Slowed,
     Stalled,
     Started,
     Substituted,
@@ -136,6 +138,11 @@ class Observer:
                 keys: tuple[str, ...] = ("micro_batch_tokens", "activation_checkpointing")
                 keys += ("gradient_sync",) if event.gradient_sync != "step" else ()
                 self._tracker.tag({f"chosen.{key}": vars(event)[key] for key in keys})
+            case Slowed():
+                self._history.add("slowed", {"attempt": self._attempt, **asdict(event)})
+                self._history.flush()
+            case Paced():
+                self._history.add("paced", {"attempt": self._attempt, **asdict(event)})
             case RanOut():
                 self._history.add("ran_out", {"attempt": self._attempt, **asdict(event)})
                 self._history.flush()

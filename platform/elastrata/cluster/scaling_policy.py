@@ -16,7 +16,17 @@ import ray
 from typing_extensions import override
 
 from elastrata.cluster.leaked_placement_groups import note_controller
-from elastrata.cluster.nodes import draining, elsewhere, launches_nodes, nodes, refuses, unreachable
+from elastrata.cluster.nodes import (
+    draining,
+    elsewhere,
+    launches_nodes,
+    nodes,
+    on_nodes,
+    peaks_by_node,
+    refuses,
+    unreachable,
+)
+from elastrata.cluster.placement import in_order, in_whole_groups, place
 from elastrata.cluster.ray_internals import free_resources
 from elastrata.cluster.ray_train_internals import (
     ElasticScalingPolicy,
@@ -48,6 +58,7 @@ from elastrata.cluster.scaling_machine import (
     StartGroup,
     Withdraw,
 )
+from elastrata.cluster.slow_nodes import SlowNodes
 from elastrata.core.control_signal import Action
 
 _SECONDS_TO_ANSWER = 5.0
@@ -68,6 +79,12 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
             over; another name's would bar it from these resources for three minutes.
         multiple: workers come in whole numbers of so many; what is left over waits as spares.
         grace_seconds: how long the workers may take to save their state.
+        slow: the nodes that are to be left out, where any are.
+        tensor: so many neighbours talk in every block: they are placed on one node, where one has
+            room.
+        peaks: FLOP/s by family of GPUs, where ranks go by the speed of their nodes; default: they
+            do not.
+        fastest_first: the order of ranks then.
     """
 
     def __init__(
@@ -78,11 +95,16 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         run: str,
         multiple: int,
         grace_seconds: float,
+        slow: SlowNodes | None = None,
+        tensor: int = 1,
+        peaks: Mapping[str, float] | None = None,
+        fastest_first: bool = True,
     ) -> None:
         super().__init__(scaling)
         self._channel = channel
         self._run = run
         self._multiple = multiple
+        self._slow = slow
         self._machine = ScalingMachine(
             least=scaling.min_workers,
             multiple=multiple,
@@ -95,6 +117,8 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         self._own_nodes: frozenset[str] = frozenset()
         self._demanded: int | None = None
         self._reserved_count = 0
+        self._tensor, self._peaks, self._fastest_first = tensor, peaks, fastest_first
+        self._was_placed = False
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -114,6 +138,7 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
         self._group, self._status = worker_group_state, worker_group_status
+        self._was_placed = False
         return self._feed(GroupRuns()) or NoopDecision()
 
     def _feed(self, event: ScalingEvent) -> ScalingDecision | None:
@@ -147,12 +172,13 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     def _look(self, look: Look) -> Seen | None:
         match look:
             case Look.CLUSTER:
-                self._avoided = draining() | unreachable()
+                self._avoided = self._left_out(draining() | unreachable())
                 return None
             case Look.NODES:
                 own = {worker.metadata.node_id for worker in self._group.workers}
-                self._own_nodes, self._avoided = frozenset(own), draining()
-                return NodesSeen(self._avoided & self._own_nodes)
+                self._own_nodes, leaving = frozenset(own), draining()
+                self._avoided = leaving | (self._left_out(leaving) - self._own_nodes)
+                return NodesSeen(leaving & self._own_nodes)
             case Look.SIZE:
                 return self._proposal()
             case Look.ROOM:
@@ -180,11 +206,20 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
 
     def _possible(self) -> int:
         """The workers there is room for, from a fresh view of the cluster."""
-        self._avoided = draining() | unreachable()
+        self._avoided = self._left_out(draining() | unreachable())
         self._send_resource_request()  # type: ignore[no-untyped-call]
         self._latest_reserved_resources_query_time = float("-inf")
         reserved = self._get_reserved_resources()
         return self._count_possible_workers(reserved) if reserved else 0
+
+    def _left_out(self, avoided: frozenset[str]) -> frozenset[str]:
+        """These nodes and the slow ones; without those where too few workers were left."""
+        slow = self._slow.nodes() - avoided if self._slow else frozenset()
+        if not slow:
+            return avoided
+        staying = [n for n in nodes() if n["Alive"] and n["NodeID"] not in avoided | slow]
+        room = sum(self._room(node["Resources"]) for node in staying)
+        return avoided if room < self.scaling_config.min_workers else avoided | slow
 
     def _free(self) -> int:
         """More workers that fit beside all that runs: others than Ray Train's may hold resources,
@@ -224,7 +259,11 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     @override
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         staying = [r for node, r in reserved_resources.items() if node not in self._avoided]
-        count = min(sum(map(self._room, staying)), self.scaling_config.max_workers)
+        rooms = [self._room(resources) for resources in staying]
+        count = in_whole_groups(rooms, self._tensor)
+        if count < max(self.scaling_config.min_workers, self._multiple):
+            count = sum(rooms)
+        count = min(count, self.scaling_config.max_workers)
         self._reserved_count = count
         return count - count % self._multiple
 
@@ -232,8 +271,27 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     def on_controller_start_worker_group(
         self, *, scaling_config: ScalingConfig, num_workers: int
     ) -> dict[str, str] | None:
-        """Where the workers may be placed: Ray would take nodes that it has not yet missed."""
+        """Where the workers may be placed: Ray would take nodes that it has not yet missed. A group
+        that did not start where each worker had its node is placed by Ray the next time."""
+        if (self._tensor > 1 or self._peaks) and not self._was_placed:
+            placed = self._placed(num_workers)
+            self._was_placed = placed is not None
+            if placed:
+                return on_nodes(placed)
+        self._was_placed = False
         return elsewhere(self._avoided)
+
+    def _placed(self, num_workers: int) -> list[str] | None:
+        """The node of each worker, in the order of ranks; None where there is no room for all."""
+        reserved = self._get_reserved_resources() or {}
+        rooms = {
+            node: self._room(resources)
+            for node, resources in reserved.items()
+            if node not in self._avoided
+        }
+        peaks = peaks_by_node(self._peaks) if self._peaks else {}
+        ordered = in_order(rooms, peaks, fastest_first=self._fastest_first)
+        return place(ordered, num_workers, self._tensor)
 
     def _room(self, resources: Mapping[str, float]) -> int:
         """Workers that fit into the resources of one node."""

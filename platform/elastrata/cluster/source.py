@@ -34,11 +34,19 @@ class Source(WorkerGroupCallback):
         phases: of the run.
         channel: to the driver.
         replicas: where the copies in memory are; None: nowhere.
+        max_steps: most steps that are read together; None: any number.
     """
 
     def __init__(
-        self, run: Storage, phases: Sequence[Phase], *, channel: Any, replicas: Replicas | None
+        self,
+        run: Storage,
+        phases: Sequence[Phase],
+        *,
+        channel: Any,
+        replicas: Replicas | None,
+        max_steps: int | None = None,
     ) -> None:
+        self._max_steps = max_steps
         self._run, self._phases, self._channel, self._replicas = run, phases, channel, replicas
         self._newest: ResumePoint | None = None
 
@@ -50,7 +58,7 @@ class Source(WorkerGroupCallback):
             "the newest state",
             self._warn,
         )
-        return descriptors(self._phases, self._newest.start)
+        return descriptors(self._phases, self._newest.start, max_steps=self._max_steps)
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Tells every worker, before it trains."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, NoReturn
 
 import ray.train
+import ray.util
 import torch
 import torch.distributed as dist
 
@@ -16,12 +18,13 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.event_sender import Sender
 from elastrata.cluster.job import Job
+from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.device import DeviceCapabilities, current_device
+from elastrata.core.device import DeviceCapabilities, current_device, device_name
 from elastrata.core.ends import RanOutError, Stopped
 from elastrata.core.events import RanOut, Refused, Started, Substituted, Warned
 from elastrata.core.mesh import data_rank
@@ -36,6 +39,7 @@ from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import ResumePoint
 from elastrata.trainer.out_of_memory import what_fits
+from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks
 from elastrata.trainer.saving import Saving
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
@@ -129,16 +133,20 @@ def _train(job: Job, sender: Sender) -> None:
         extra=trainer.extra,
         on_gpu=device.type == "cuda",
     )
+    members = _of_all_ranks((_place(device), os.getpid()), world_size)
     started = Started(
         attempt=number,
         world_size=world_size,
         step=start.step,
         state=resumed.tier,
-        pids=_pids(world_size),
+        pids={rank: (place.node, pid) for rank, (place, pid) in enumerate(members)},
         seconds=stopwatch.seconds,
     )
     with manager:
         manager.started(started)
+        placed = [started.pids[number][0] for number in range(world_size)]
+        if rank == 0 and (line := split_line(placed, recipe.parallel.tensor)):
+            sender.send(Warned(text=line))
         for line in _all_substitutions(recipe, looked_for(recipe, device), world_size):
             sender.send(Substituted(text=line))
         if recipe.workers.spares and context.get_local_rank() == 0:
@@ -154,8 +162,11 @@ def _train(job: Job, sender: Sender) -> None:
             start,
             steps=recipe.steps_in_all,
             target=recipe.target,
+            measured=_pacing([place for place, _ in members], recipe, sender),
         )
         for step in () if was_over else steps:
+            for line in idle_ranks(step.record.speeds, step.record.batch_samples):
+                sender.send(Warned(text=line))
             if step.action >= Action.HALT and not step.is_last:
                 _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
         if commit and resumed.tier == "hot" and was_over:
@@ -218,10 +229,22 @@ def _rest(request: ControlSignal, seconds: float) -> NoReturn:
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 
-def _pids(world_size: int) -> dict[int, tuple[str, int]]:
-    """Node and process of every rank."""
-    here = (ray.get_runtime_context().get_node_id(), os.getpid())
-    return dict(enumerate(_of_all_ranks(here, world_size)))
+def _place(device: torch.device) -> RankPlace:
+    """Where this rank computes."""
+    kind = device_name(device) if device.type == "cuda" else "CPU"
+    node: str = ray.get_runtime_context().get_node_id()
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return RankPlace(node=node, host=host, device=kind)
+
+
+def _pacing(places: Sequence[RankPlace], recipe: Recipe, sender: Sender) -> Pacing:
+    """A look at how fast all ranks are; the sender of rank 0 alone tells of it."""
+    parallel, count = recipe.parallel, len(places)
+    data = [
+        data_rank(rank, count, parallel.tensor, parallel.pipeline).rank for rank in range(count)
+    ]
+    deals = recipe.workers.speeds == "measured"
+    return Pacing(places, data, deals=deals, tell=sender.send)
 
 
 def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -20,6 +20,8 @@ from elastrata.cluster.culprits import culprits
 from elastrata.cluster.event_sender import tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
+from elastrata.cluster.measured_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
+from elastrata.cluster.node_speeds import FixedFactors
 from elastrata.cluster.ray_internals import has_dashboard
 from elastrata.cluster.ray_train_internals import (
     CONTROLLER_MODULES,
@@ -31,14 +33,18 @@ from elastrata.cluster.ray_train_internals import (
     WorkerGroupCallback,
 )
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
+from elastrata.cluster.slow_nodes import SlowNodes
 from elastrata.cluster.source import Source
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
+from elastrata.core.device import PEAKS
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
 from elastrata.core.events import Lost
 from elastrata.core.mesh import backends
+from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.workload import Workload
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.speeds import SpeedSource, equal_speeds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import StreamConfig
 
@@ -84,7 +90,13 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
     os.environ.update(CONTROLLER_SETTINGS)
     workers, parallel = job.recipe.workers, job.recipe.parallel
     scaling = _scaling(workers, gpus_per_worker)
-    source = Source(job.run, job.phases, channel=job.channel, replicas=job.replicas)
+    source = Source(
+        job.run,
+        job.phases,
+        channel=job.channel,
+        replicas=job.replicas,
+        max_steps=STEPS_IN_A_GROUP if workers.speeds == "measured" else None,
+    )
     trainer = _Trainer(
         train_worker,
         train_loop_config={"job": job},
@@ -100,7 +112,12 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
             callbacks=_callbacks(job, source),
         ),
         datasets={STREAM: source},
-        dataset_config=StreamConfig(job.phases, copies=parallel.tensor, repeats=parallel.pipeline),
+        dataset_config=StreamConfig(
+            job.phases,
+            copies=parallel.tensor,
+            repeats=parallel.pipeline,
+            speeds=_speeds(workers.speeds, parallel, job.channel),
+        ),
     )
     trainer.policy = GracefulScalingPolicy(
         scaling,
@@ -108,6 +125,9 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         run=job.run.uri(),
         multiple=parallel.group_size,
         grace_seconds=job.recipe.checkpoint.grace_seconds,
+        slow=SlowNodes(job.channel, limit) if (limit := workers.exclude_slower_than) else None,
+        tensor=parallel.tensor,
+        **_order(parallel),
     )
     try:
         trainer.fit()
@@ -126,6 +146,27 @@ def _place(folder: Storage) -> dict[str, Any]:
         return {"storage_path": folder.uri()}
     through_fsspec = PyFileSystem(FSSpecHandler(folder.fs))
     return {"storage_path": folder.path(), "storage_filesystem": through_fsspec}
+
+
+def _speeds(
+    wanted: str | Mapping[str, float], parallel: ParallelConfig, channel: Any
+) -> Callable[[Sequence[str]], SpeedSource]:
+    """The speeds of any group of workers, by the nodes that they are on."""
+    if wanted == "equal":
+        return equal_speeds
+    shared = {"copies": parallel.tensor, "repeats": parallel.pipeline}
+    if isinstance(wanted, str):
+        return MeasuredSpeeds(channel=channel, **shared)
+    return FixedFactors(factors=wanted, **shared)
+
+
+def _order(parallel: ParallelConfig) -> dict[str, Any]:
+    """Ranks go by the speed of their nodes where stages do."""
+    speeds = parallel.stage_speeds
+    if speeds is None:
+        return {}
+    peaks = {family: peak.flops for family, peak in PEAKS.items()}
+    return {"peaks": peaks, "fastest_first": speeds[0] >= speeds[-1]}
 
 
 def _callbacks(job: Job, source: Source) -> list[Any]:

@@ -85,7 +85,7 @@ def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
         first_step=0,
         first_position=0,
         num_steps=1,
-        batch_size=min(samples, batches.manifest.samples),
+        batch_size=min(samples, batches.samples),
     )
     for number, payload in enumerate(batches.payloads(group, num_ranks)):
         if number == rank:

@@ -131,6 +131,45 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Paced:
+    """The ranks have other paces than they are dealt to by: steps that are still to be read are to
+    be dealt by these."""
+
+    step: int
+    """The last one that is done."""
+    speeds: tuple[int, ...]
+    """Of the data ranks, the fastest one's being 256."""
+    paces: tuple[float, ...]
+    """By rank, work by second; 0 where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowed:
+    """A rank is slower than the others of its kind, beyond noise; or is so no more."""
+
+    step: int
+    """The last one that is done."""
+    rank: int
+    node: str
+    """Its id."""
+    host: str
+    device: str
+    factor: float
+    """Its pace over the median of the others that have the same kind of device."""
+    since: int
+    """The step since which it has this pace."""
+    is_over: bool = False
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        who = f"rank {self.rank} ({self.host}, {self.device})"
+        if self.is_over:
+            return f"{who} is as fast as its kind again, since step {self.since}"
+        return f"{who} trains at {self.factor:.2f} of the speed of its kind since step {self.since}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RanOut:
     """A choice of `auto` needed more memory than a device has: such groups take smaller ones."""
 
@@ -168,6 +207,8 @@ Event = (
     | Lost
     | Substituted
     | Chosen
+    | Paced
+    | Slowed
     | RanOut
     | Warned
     | Refused

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from elastrata.core.batch import Batch
-from elastrata.core.parallelize import GradientSync, synchronize_gradients
+from elastrata.core.parallelize import GradientSync, begin_rounds, synchronize_gradients
 from elastrata.core.workload import Loss, Workload
 
 
@@ -76,6 +76,7 @@ class WholeModel(ForwardBackward):
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
     ) -> list[Loss]:
+        begin_rounds(self._model, rounds)
         per_round = len(batches) // rounds
         losses = []
         for number, batch in enumerate(batches):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastrata.core.background import Background, BackgroundThread
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.control_signal import Action
+from elastrata.core.deal_check import check_same_deal, deal_marks
 from elastrata.core.device import forget_peak, peak_flops, peak_memory_bytes
 from elastrata.core.ends import TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
+from elastrata.core.own_time import OwnTime, own_time
 from elastrata.core.prefetch import Prefetch, ReadyStep
 from elastrata.core.record import StepRecord
 from elastrata.core.step import (
@@ -28,16 +31,17 @@ from elastrata.core.step import (
     total_weights,
     train_step,
 )
-from elastrata.core.step_message import StepMessage, written
+from elastrata.core.step_message import Effort, StepMessage, written
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.speeds import Speeds
 
 _HALF = 2**32
-_WEIGHT = "weight/"
+_WEIGHT, _SOURCE = "weight/", "source/"
 Cut = Callable[[Iterable[RankStep]], Iterable[RankStep]]
 
 
@@ -50,6 +54,10 @@ def thread_for_gpu(device: torch.device) -> Background | None:
 def as_it_is(rank_step: RankStep) -> RankStep:
     """A step that nobody cuts otherwise."""
     return rank_step
+
+
+def unmeasured(rank_step: RankStep, efforts: Sequence[Effort]) -> None:
+    """Nobody wants to know how long ranks take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,8 @@ class Loop:
     """Whether this rank's sums over samples are added up, as `DataRank` has it."""
     hooks: StepHooks = field(default_factory=StepHooks)
     """Additions to a step."""
+    blocks: Sequence[nn.Module] = ()
+    """The model's, in which a rank's own time is taken."""
     background: Callable[[torch.device], Background | None] = thread_for_gpu
     """Where the next step is made ready, for the device of this rank."""
 
@@ -84,6 +94,7 @@ class Loop:
         cut: Cut = iter,
         foreseen: Callable[[RankStep], RankStep | None] = as_it_is,
         before_change: Callable[[], None] = nothing,
+        measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
     ) -> Generator[tuple[StepRecord, Action]]:
         """Trains on every step of `stream` and yields its record, the same on every rank but for
         the seconds and the memory, and what all ranks are to do after it.
@@ -99,12 +110,14 @@ class Loop:
             cut: the steps as they are trained on, each asked for when the one before is done.
             foreseen: a step as `cut` will have it; None: that is not known yet.
             before_change: called before weights, masks or the optimizer's state may change.
+            measured: called with every step and the efforts of all ranks, by rank.
         """
         prepare = partial(self._prepared, forward_backward)
         background = self.background(self.device)
-        with Prefetch(stream, prepare, foreseen, background) as steps:
+        own = own_time(self.device, self.blocks if self.world_size > 1 else ())
+        with closing(own), Prefetch(stream, prepare, foreseen, background) as steps:
             yield from self._trained(
-                forward_backward, optimizer, steps, cut, start, asked, before_change
+                forward_backward, optimizer, steps, cut, start, asked, before_change, own, measured
             )
 
     def _trained(
@@ -116,15 +129,18 @@ class Loop:
         start: Start,
         asked: Callable[[], Action],
         before_change: Callable[[], None],
+        own: OwnTime,
+        measured: Callable[[RankStep, Sequence[Effort]], None],
     ) -> Generator[tuple[StepRecord, Action]]:
         samples, tokens = start.samples, start.tokens
         forget_peak(self.device)
         known: Mapping[str, float] | None = None
-        stopwatch = Stopwatch()
+        stopwatch, dealt_by = Stopwatch(), Speeds()
         for rank_step in cut(steps):
             stopwatch.passed("seconds_waiting_for_data")
             ready, action = steps.ready(rank_step), asked()
             batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
+            check_same_deal(batch, rank_step.speeds)
             stopwatch.passed("seconds_collating")
             if self.hooks.changes_before(rank_step.step):
                 before_change()
@@ -132,6 +148,7 @@ class Loop:
             lr = self.learning_rate(rank_step.step - 1)
             set_learning_rate(optimizer, lr)
             names = sorted(ready.sums) if steps.reads_ahead else []
+            own.begin()
             result = train_step(
                 forward_backward,
                 optimizer,
@@ -141,7 +158,7 @@ class Loop:
                 rounds=rank_step.rounds,
                 is_primary=self.is_primary,
                 hooks=self.hooks,
-                more=partial(self._told, action, steps, names),
+                more=partial(self._told, action, own, rank_step.work, steps, names),
                 before_change=before_change,
             )
             if result.skipped and self.on_nonfinite == "stop":
@@ -154,20 +171,32 @@ class Loop:
                 tokens=tokens,
                 lr=lr,
                 **self._step_fields(rank_step),
+                speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
+                **_effort_fields(message.efforts),
                 **forward_backward.figures(),
                 **_loss_fields(result),
                 **_batch_fields(batch),
                 **self.hooks.figures(int(batch["tokens"])),
                 **self._time_fields(stopwatch, batch["flops"]),
             )
+            measured(rank_step, message.efforts)
             yield record, message.action
-            stopwatch = Stopwatch()
+            stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
-    def _told(self, action: Action, steps: Prefetch, names: Sequence[str]) -> Tensor:
+    def _told(
+        self, action: Action, own: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
+    ) -> Tensor:
         """What this rank tells the others with the losses."""
         ready = steps.next_ready
-        sums = ready.sums if ready else None
-        return written(action, sums, names, self.device, is_primary=self.is_primary)
+        return written(
+            action,
+            own.effort(work),
+            ready.sums if ready else None,
+            names,
+            self.device,
+            world_size=self.world_size,
+            is_primary=self.is_primary,
+        )
 
     def _prepared(self, forward_backward: ForwardBackward, rank_step: RankStep) -> ReadyStep:
         """The step on this rank, ready for the model; reads nothing from the device."""
@@ -184,7 +213,7 @@ class Loop:
         """This rank's part of everything that is summed over the global batch before the forward
         pass. The digest travels in halves, so that its sum is exact in float64."""
         weights = total_weights(batches)
-        upper, lower = divmod(digest(rank_step.rows.sample_ids), _HALF)
+        upper, lower = divmod(digest(rank_step.rows.identities), _HALF)
         segments = rank_step.rows.segment_lengths.tolist()
         return {
             **{_WEIGHT + term: weight for term, weight in weights.items()},
@@ -192,6 +221,8 @@ class Loop:
             "tokens": len(rank_step.rows.tokens),
             "positions": sum(batch.num_positions for batch in batches),
             "flops": self.workload.flops(segments, weights, self.vocabulary),
+            **{_SOURCE + name: n for name, n in rank_step.rows.source_tokens.items()},
+            **deal_marks(rank_step.speeds),
             "digest_upper": upper,
             "digest_lower": lower,
         }
@@ -230,6 +261,17 @@ def _nonfinite(step: int, result: StepResult) -> str:
     )
 
 
+def _effort_fields(efforts: Sequence[Effort]) -> dict[str, Any]:
+    seconds = [effort.seconds for effort in efforts]
+    if not seconds or not all(seconds):
+        return {}
+    longest = max(seconds)
+    return {
+        "slowest_rank": seconds.index(longest),
+        "time_imbalance": longest * len(seconds) / sum(seconds),
+    }
+
+
 def _loss_fields(result: StepResult) -> dict[str, Any]:
     return {
         "loss": result.loss.total,
@@ -248,6 +290,11 @@ def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
         "digest": f"{whole:016x}",
         "batch_samples": int(batch["samples"]),
         "batch_tokens": int(batch["tokens"]),
+        "batch_tokens_by_source": {
+            name.removeprefix(_SOURCE): int(tokens)
+            for name, tokens in batch.items()
+            if name.startswith(_SOURCE)
+        },
         "padding": 1 - batch["tokens"] / batch["positions"],
         "flops": int(batch["flops"]),
     }

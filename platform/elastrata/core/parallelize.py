@@ -22,7 +22,6 @@ from elastrata.core.reduction import (
     Reduction,
     at_once,
 )
-from elastrata_pipelines.virtual_ranks import num_rounds
 
 Workers = Annotated[int, Field(gt=0, le=100_000)]
 Precision = Literal["fp32", "bf16"]
@@ -36,6 +35,8 @@ Division = Callable[[nn.Module, DeviceMesh, bool], None]
 `TensorParallel.tensor_parallel`."""
 _KEEPS_PARAMETERS = "_keeps_parameters"
 """On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
+_IN_ORDER = "_in_order"
+"""On such a model: those of its reductions that add up in the order of virtual ranks."""
 
 
 class ParallelConfig(Config):
@@ -59,6 +60,13 @@ class ParallelConfig(Config):
     virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
     """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
     waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
+    stage_speeds: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None, Field(max_length=10_000)
+    ] = None
+    """With `pipeline`, how fast its workers are beside one another, a number for each, such as
+    `[1, 0.5]`: a slower one has fewer blocks. Workers are numbered by the peaks of their nodes'
+    GPUs, downwards where the first number is not below the last, else upwards. Default: all are
+    equally fast."""
     schedule: Schedule = "1f1b"
     """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
     backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
@@ -96,6 +104,11 @@ class ParallelConfig(Config):
     def group_size(self) -> int:
         """So many workers compute every sample together."""
         return self.tensor * self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the blocks are cut into."""
+        return self.pipeline * self.virtual_stages
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -167,13 +180,15 @@ def _shard(
     for module in (*blocks, model):
         fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
     setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
+    in_order: list[DeterministicReduceScatter] = []
+    setattr(model, _IN_ORDER, in_order)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if parallel.virtual_ranks and data.size() > 1:
-                rounds = num_rounds(parallel.virtual_ranks, data.size())
-                module.set_custom_reduce_scatter(DeterministicReduceScatter(rounds, exchange))
+                in_order.append(DeterministicReduceScatter(exchange))
+                module.set_custom_reduce_scatter(in_order[-1])
             elif reduction:
                 reduction.attach(module)
             if overlap:
@@ -212,6 +227,17 @@ def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None
         following = slice(number + 1, number + 1 + ahead)
         forward[number].set_modules_to_forward_prefetch(forward[following])
         backward[number].set_modules_to_backward_prefetch(backward[following])
+
+
+def begin_rounds(model: nn.Module, rounds: int) -> None:
+    """The next step reduces gradients so many times.
+
+    Args:
+        model: as `parallelize` returned it.
+        rounds: of virtual ranks.
+    """
+    for reduce_scatter in getattr(model, _IN_ORDER, ()):
+        reduce_scatter.begin(rounds)
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | None = None) -> None:

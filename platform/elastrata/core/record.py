@@ -45,6 +45,14 @@ class StepRecord:
     """Share of the computed token positions that is padding."""
     imbalance: float
     """Largest work of a rank over the mean."""
+    slowest_rank: int | None = None
+    """The rank that took longest for its passes, without what it waited for others; None where
+    there is one rank, or that is not known."""
+    time_imbalance: float | None = None
+    """Its seconds over the mean of all ranks."""
+    speeds: tuple[int, ...] = ()
+    """Of the data ranks, the fastest one's being 256, that the step was dealt by; only where they
+    are others than in the step before, and in a group's first step where they are not equal."""
     memory_bytes: int
     """Peak of rank 0: of the device where there is one, else of the process."""
     flops: int
@@ -68,6 +76,17 @@ class StepRecord:
     layer_sparsity: Mapping[str, float] = field(default_factory=dict)
     """By layer the share of weights that are exactly zero after the step, counted; only where other
     weights are held at zero than before, and in a group's first step."""
+    batch_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    """Of a mixture, the tokens of each source in the batch. Its loss is in `metrics`, as
+    `loss/NAME`, where the batch has any of it."""
+
+    @property
+    def losses_by_source(self) -> dict[str, float]:
+        """Of a mixture, by name, the source with most tokens in the batch first; those that the
+        batch has none of are left out."""
+        names = sorted(self.batch_tokens_by_source, key=self.batch_tokens_by_source.__getitem__)
+        known = {name: self.metrics.get(f"loss/{name}") for name in reversed(names)}
+        return {name: loss for name, loss in known.items() if loss is not None}
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,7 +115,14 @@ class StepRecord:
             "perf/memory_bytes": self.memory_bytes,
             "perf/world_size": self.world_size,
             **{f"sparsity/{layer}": share for layer, share in self.layer_sparsity.items()},
+            **{
+                f"mixture/share/{name}": tokens / self.batch_tokens
+                for name, tokens in self.batch_tokens_by_source.items()
+            },
         }
+        if self.time_imbalance is not None and self.slowest_rank is not None:
+            tracked["perf/slowest_rank"] = self.slowest_rank
+            tracked["perf/time_imbalance"] = self.time_imbalance
         if self.micro_batch_tokens is not None:
             tracked["perf/micro_batch_tokens"] = self.micro_batch_tokens
         if self.bubble is not None:

@@ -135,23 +135,28 @@ class DeterministicReduceScatter(ReduceScatter):
     """Adds up the gradients of virtual ranks 0, 1, 2, ... from left to right, over all rounds of a
     step; one for each of FSDP's buckets.
 
-    In round k rank r brings the gradient of virtual rank k * num_ranks + r. Every rank gets its
-    shard of all of them and adds them to what it has, in order: the very additions, in the very
-    order, of a single rank that plays all virtual ranks one after the other. FSDP adds up what it
-    is given in the rounds of a step, so it is given zeros in all but the last.
+    In every round each rank brings the gradient of the virtual rank that it plays, in the order of
+    the ranks, or zeros. Every rank gets its shard of all of them and adds them to what it has, in
+    order: the very additions, in the very order, of a single rank that plays all virtual ranks one
+    after the other. FSDP adds up what it is given in the rounds of a step, so it is given zeros in
+    all but the last.
 
     The ranks exchange as much as in a ring's reduce-scatter; it takes memory for two more shards.
 
     Args:
-        rounds: of a step.
         exchange: between the ranks; None: at once.
     """
 
-    def __init__(self, rounds: int, exchange: Exchange | None = None) -> None:
-        self._rounds = rounds
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        self._rounds = 1
         self._exchange = exchange
         self._round = 0
         self._sum: Tensor | None = None
+
+    def begin(self, rounds: int) -> None:
+        """The next step has so many rounds."""
+        assert self._round == 0, "the step before it has rounds left"
+        self._rounds = rounds
 
     @override
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

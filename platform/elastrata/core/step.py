@@ -15,7 +15,7 @@ from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.readback import DeviceSpan, Readback
-from elastrata.core.workload import Loss, Metric
+from elastrata.core.workload import SOURCE_LOSS, Loss, Metric
 
 
 def nothing() -> None:
@@ -214,7 +214,7 @@ def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
     shares = [
         sum(batch.weights.get(term, 0.0) for batch in batches) / total
         for term, total in weights.items()
-        if total > 0
+        if total > 0 and not term.startswith(SOURCE_LOSS)
     ]
     return sum(shares) / len(shares) if shares else 0.0
 
@@ -253,7 +253,9 @@ class LossSums:
         """
         means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
         for (kind, name), value in zip(self.keys, added_up, strict=False):
-            means[kind][name] = value / max(weights[self.per[kind, name]], 1.0)
+            weight = weights[self.per[kind, name]]
+            if weight or not name.startswith(SOURCE_LOSS):
+                means[kind][name] = value / max(weight, 1.0)
         terms = means["term"]
         return StepLoss(total=sum(terms.values()), terms=terms, metrics=means["metric"])
 

@@ -42,6 +42,11 @@ class Metric:
     per: str
 
 
+SOURCE_LOSS = "loss/"
+"""Before a source's name: its loss among the metrics, and its predictions among the weights of a
+batch."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Sums, never means: the engine divides once, by the weight of the global batch."""

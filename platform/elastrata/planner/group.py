@@ -33,6 +33,7 @@ def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
         pipeline=parallel.pipeline,
         virtual_stages=parallel.virtual_stages,
         schedule=parallel.schedule,
+        stage_speeds=parallel.stage_speeds or (),
         shards=data // copies,
         copies=copies,
         gradient_sync=sync_at_first(parallel.gradient_sync),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from elastrata.core.parallelize import GradientSync, Schedule
+from elastrata.core.pipeline.spans import stage_spans
 from elastrata.core.recomputation import Recomputation
 
 MOST_SAMPLES = 64
@@ -23,6 +25,8 @@ class Layout:
     virtual_stages: int = 1
     """Parts of the model on each device of a pipeline."""
     schedule: Schedule = "1f1b"
+    stage_speeds: tuple[float, ...] = ()
+    """How fast the devices of a pipeline are, one after the other; empty where equally fast."""
     shards: int = 1
     """Devices that share one copy of parameters, gradients and optimizer states."""
     copies: int = 1
@@ -51,6 +55,8 @@ class Layout:
     def layers_of_stage(self, layers: int) -> int:
         """Layers of the device that has most."""
         parts = self.pipeline * self.virtual_stages
+        if self.stage_speeds and layers >= parts:
+            return self.virtual_stages * _longest_span(layers, parts, self.stage_speeds)
         return self.virtual_stages * -(-layers // parts)
 
     @property
@@ -70,3 +76,8 @@ class Layout:
         pieces += [] if self.reshard else ["keep"]
         pieces += [] if self.gradient_sync == "step" else ["reduce each"]
         return " ".join(pieces)
+
+
+@cache
+def _longest_span(layers: int, parts: int, speeds: tuple[float, ...]) -> int:
+    return max(map(len, stage_spans([1] * layers, parts, speeds)))

@@ -53,11 +53,12 @@ def memory(
         batch_size: samples of a step, over all devices.
     """
     stages = [_first_stage, _last_stage] if layout.pipeline > 1 else [_only_stage]
-    needs = [_memory(stage(model, stack, layout, batch_size), device) for stage in stages]
+    needs = [stage_memory(stage(model, stack, layout, batch_size), device) for stage in stages]
     return max(needs, key=lambda need: need.total)
 
 
-def _memory(stage: Stage, device: Device) -> Memory:
+def stage_memory(stage: Stage, device: Device) -> Memory:
+    """Memory of a device with that part of the model, at its peak."""
     state, most = stage.state_bytes, stage.peak
     return Memory(
         parameters=state,

@@ -82,6 +82,11 @@ def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
     return Machine(cluster.device, CPU if is_cpu else GPU, stack)
 
 
+def tensor_sizes(recipe: Recipe) -> list[int]:
+    """Into how many parts the matrices of a recipe's model can be divided."""
+    return [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
+
+
 def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, object]:
     """The recipe's keys, by dotted path, that make it train under a layout, where they differ from
     what it says. What it says is `auto` stays so."""
@@ -95,6 +100,7 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
         "parallel.sequence": layout.sequence,
         "parallel.pipeline": layout.pipeline,
         "parallel.virtual_stages": layout.virtual_stages,
+        "parallel.stage_speeds": list(layout.stage_speeds) or None,
         "parallel.replicate": copies,
         "parallel.reshard_after_forward": layout.reshard,
         "parallel.gradient_sync": layout.gradient_sync,
@@ -136,14 +142,13 @@ def _value(values: object, path: str) -> object:
 def _search(
     recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster, machine: Machine
 ) -> SearchResult:
-    sizes = [n for n in _TENSOR_SIZES if n == 1 or not tensor_problems(recipe.workload, n)]
     return search(
         model,
         cluster,
         machine,
         batch_size=part.batch_size,
         steps=part.num_steps,
-        tensor_sizes=sizes,
+        tensor_sizes=tensor_sizes(recipe),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from elastrata.core.control_signal import Action
+from elastrata.core.loop import unmeasured
 from elastrata.core.record import StepRecord
+from elastrata.core.step_message import Effort
 from elastrata.core.target import TargetConfig, reached
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.held_out import HeldOut
@@ -42,6 +44,7 @@ def attempt(
     *,
     steps: int,
     target: TargetConfig | None,
+    measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
 ) -> Iterator[TrainedStep]:
     """Trains until the run's end, or until nobody asks for more. Collective.
 
@@ -53,6 +56,7 @@ def attempt(
         start: where the run is.
         steps: of the whole run.
         target: where the run ends earlier.
+        measured: called with every step and the efforts of all ranks.
     """
     if at_once := held_out.due_at_once():
         manager.evaluated(0, *trainer.evaluate(at_once))
@@ -62,6 +66,7 @@ def attempt(
         chose=manager.chose,
         asked=manager.asked,
         before_change=manager.before_change,
+        measured=measured,
     )
     with closing(steps_done):
         for record, action in steps_done:

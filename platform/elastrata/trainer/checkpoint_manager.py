@@ -11,8 +11,9 @@ from typing import Any, Self, cast
 
 import torch.distributed as dist
 
-from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver
+from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
+from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
 from elastrata.core.backoff import Backoff
 from elastrata.core.control_signal import Action, ControlSignal

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from elastrata.checkpoints.training_state import MODEL, training_state
+from elastrata.core.average import WeightAverage
 from elastrata.core.clip import Clip, build_clip
 from elastrata.core.device import DeviceCapabilities, capabilities, current_device
 from elastrata.core.fallbacks import substitutions
@@ -137,6 +139,14 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
     return masks
 
 
+def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
+    """The average of this rank's shards, which has not begun; None where the recipe has none."""
+    if recipe.average is None:
+        return None
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return WeightAverage(recipe.average, training_state(model)[MODEL], sharded)
+
+
 def training_loop(
     recipe: Recipe,
     clip: Clip,
@@ -146,6 +156,7 @@ def training_loop(
     *,
     is_primary: bool = True,
     masks: Masks | None = None,
+    blocks: Sequence[nn.Module] = (),
 ) -> Loop:
     """The recipe's loop."""
     return Loop(
@@ -159,6 +170,7 @@ def training_loop(
         world_size=world_size,
         is_primary=is_primary,
         hooks=masks or StepHooks(),
+        blocks=blocks,
     )
 
 

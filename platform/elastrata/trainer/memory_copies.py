@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastrata.checkpoints.checkpoint import CheckpointConfig, DurableSaver, replica_saver
+from elastrata.checkpoints.checkpoint import DurableSaver, replica_saver
+from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager, state_bytes
 from elastrata.core.copy_interval import CopyInterval
 from elastrata.core.record import StepRecord
-from elastrata.replicas.room import most_per_node
 from elastrata.replicas.storage import Replicas
+from elastrata.replicas.store import most_per_node
 
 _SECONDS_FOR_A_COPY = 5.0
 """How long a copy in memory waits for the one before, once: then steps go on without."""

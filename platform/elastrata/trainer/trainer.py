@@ -13,23 +13,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.training_state import MODEL, load, part_is_saved, restore, training_state
+from elastrata.checkpoints.training_state import load, part_is_saved, restore, training_state
 from elastrata.core.average import AVERAGE, WeightAverage
 from elastrata.core.control_signal import Action
 from elastrata.core.ends import RanOutError
 from elastrata.core.evaluate import evaluate
 from elastrata.core.events import Chosen, RanOut
+from elastrata.core.loop import unmeasured
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
+from elastrata.core.step_message import Effort
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.parent import Parent
 from elastrata.trainer.auto import automatic
-from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.trainer.engine import divided_model, phase_masks, training_loop, weight_average
 from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
@@ -71,7 +72,7 @@ class Trainer:
             recipe.optimizer, self.model, recipe.workload.blocks(self.model)
         )
         self._masks = phase_masks(recipe, self._divided)
-        self._average = self._weight_average()
+        self._average = weight_average(recipe, self.model)
         self._chooser = automatic(
             recipe,
             phases,
@@ -131,6 +132,7 @@ class Trainer:
         chose: Callable[[Chosen], None],
         asked: Callable[[], Action],
         before_change: Callable[[], None],
+        measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
     ) -> Generator[tuple[StepRecord, Action]]:
         """Trains.
 
@@ -140,6 +142,7 @@ class Trainer:
             chose: called with every choice that is to be recorded.
             asked: what is to be done after the step.
             before_change: called before anything of `state` may change.
+            measured: called with every step and the efforts of all ranks.
 
         Yields:
             The record of every step, and what all ranks agree to do after it. Nothing goes on
@@ -154,6 +157,7 @@ class Trainer:
             self._world_size,
             is_primary=self._is_primary,
             masks=self._masks,
+            blocks=() if recipe.compile else self._divided.blocks,
         )
         run = loop.run(
             self._divided.forward_backward,
@@ -164,6 +168,7 @@ class Trainer:
             cut=partial(chooser.cut, tell=chose),
             foreseen=chooser.foreseen,
             before_change=before_change,
+            measured=measured,
         )
         with self._demoting(), closing(run):
             for done, action in run:
@@ -185,12 +190,6 @@ class Trainer:
                 is_primary=self._is_primary,
             )
         return loss, time.perf_counter() - began
-
-    def _weight_average(self) -> WeightAverage | None:
-        if self._recipe.average is None:
-            return None
-        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        return WeightAverage(self._recipe.average, training_state(self.model)[MODEL], sharded)
 
     def _restore_average(
         self, average: WeightAverage, checkpoints: CommitStorage, commit: Commit

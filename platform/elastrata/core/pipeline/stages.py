@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from elastrata.core.batch import Batch
 from elastrata.core.forward_backward import weighted
 from elastrata.core.mesh import data_axes
 from elastrata.core.parallelize import ParallelConfig, Precision, parallelize
+from elastrata.core.pipeline.spans import stage_spans
 from elastrata.core.recomputation import Recomputation
 from elastrata.core.workload import Loss, PipelineParallel, TensorParallel, Workload
 
@@ -63,7 +63,7 @@ class Stages:
     stages: dict[int, Stage]
     """The stages it runs, by number."""
     costs: tuple[float, ...]
-    """The cost of a forward pass through each of all stages."""
+    """The cost of a forward pass through each of all stages, over the speed of its rank."""
     shared: tuple[str, ...]
     """Names of the parameters that the first and the last stage both have: a tied embedding."""
 
@@ -77,7 +77,7 @@ def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) 
         mesh: with an axis `pipeline`.
         parallel: the recipe's.
     """
-    spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
+    spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
     numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
     return {number: spans[number] for number in numbers}
 
@@ -110,7 +110,7 @@ def cut_in_stages(
     if parallel.tensor > 1:
         assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
-    spans = stage_spans(costs, parallel.pipeline * parallel.virtual_stages)
+    spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
     own = own_spans(costs, mesh, parallel)
     stages = {
         number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
@@ -130,54 +130,15 @@ def cut_in_stages(
     return Stages(
         model=workload.stage(model, [block for span in own.values() for block in span]),
         stages=stages,
-        costs=tuple(float(sum(costs[block] for block in span)) for span in spans),
+        costs=_costs(spans, costs, parallel.stage_speeds or (1.0,)),
         shared=tuple(sorted(first.keys() & last.keys())),
     )
 
 
-def stage_spans(costs: Sequence[int], num_stages: int) -> list[range]:
-    """The blocks of each stage, in order; every stage gets at least one.
-
-    The dearest stage, which sets the pace of a pipeline, is as cheap as it can be; of all such
-    divisions it is one with the least sum of squares.
-
-    Args:
-        costs: of every block.
-        num_stages: how many stages.
-
-    Raises:
-        ValueError: there are fewer blocks than stages.
-    """
-    if len(costs) < num_stages:
-        raise ValueError(f"{len(costs)} blocks for {num_stages} stages")
-    sums = [0, *accumulate(costs)]
-
-    @cache
-    def dearest(blocks: int, stages: int) -> int:
-        """The least possible cost of the dearest of so many stages with the first blocks."""
-        if stages == 1:
-            return sums[blocks]
-        return min(
-            max(dearest(cut, stages - 1), sums[blocks] - sums[cut])
-            for cut in range(stages - 1, blocks)
-        )
-
-    limit = dearest(len(costs), num_stages)
-
-    @cache
-    def squares(blocks: int, stages: int) -> tuple[float, int]:
-        """The least sum of squares within `limit`, and the first block of the last stage."""
-        best = (float("inf"), 0)
-        for cut in range(stages - 1, blocks) if stages > 1 else [0]:
-            cost = sums[blocks] - sums[cut]
-            if cost <= limit:
-                before = squares(cut, stages - 1)[0] if stages > 1 else 0.0
-                best = min(best, (before + float(cost) ** 2, cut))
-        return best
-
-    spans, end = [], len(costs)
-    for stages in range(num_stages, 0, -1):
-        begin = squares(end, stages)[1]
-        spans.append(range(begin, end))
-        end = begin
-    return spans[::-1]
+def _costs(
+    spans: Sequence[range], costs: Sequence[int], speeds: Sequence[float]
+) -> tuple[float, ...]:
+    return tuple(
+        sum(costs[block] for block in span) / speeds[number % len(speeds)]
+        for number, span in enumerate(spans)
+    )

@@ -1,0 +1,328 @@
+"""Tokens per second of ranks that are not equally fast: with equal hands, dealt by measured speed.
+
+    python benchmarks/mixed_machines.py ../shared/data/wikipedia_lengths_512.json
+
+Gloo ranks of one thread train BERT with the engine's own loop on samples of drawn lengths. Each is
+held to a share of a core by a quota of the kernel (a cgroup of its own, which needs root), the same
+shares in all that is compared. The parts of a run, one after the other:
+
+- equal: the deal takes all ranks for equally fast;
+- dealt: by measured speeds, as `workers.speeds: measured` has it; the hands that are read while the
+  speeds are not known yet are not counted;
+- freed: the slow ranks get the share of the fastest one, then theirs again: how the hands follow.
+
+`alone` trains every rank by itself on the same samples; what all do together at these speeds, as if
+they never waited and sent nothing, is the ideal. `cpu_elsewhere` is what other processes took of
+the machine's cores meanwhile.
+
+Writes benchmarks/results/mixed_machines.json and mixed_machines.png.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import RESULTS, parser_of, picture, write_result
+from processes import on_ranks
+
+from elastrata.bench.lengths import read_histogram
+from elastrata.core.control_signal import Action
+from elastrata.core.events import Event, Paced, Slowed
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.record import StepRecord
+from elastrata.core.step_message import Effort
+from elastrata.recipe.file import load_recipe
+from elastrata.trainer.engine import divided_model, training_loop
+from elastrata.trainer.pacing import Pacing, RankPlace
+from elastrata_pipelines.balance import drawn_batches
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.deal import deal
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.speeds import Speeds
+
+SHARES = ((0.8, 0.4), (0.6, 0.48, 0.3), (0.6, 0.48, 0.3, 0.15))
+"""Of a core, by rank."""
+SAMPLES_EACH, BUDGET, SEQ_LEN = 16, 8192, 512
+AHEAD = 20
+"""Steps that are read by the time other speeds are asked for, as readers of a cluster may be."""
+EQUAL_STEPS, DEALT_STEPS, FREED_STEPS, WARM_UP = 14, 52, 44, 3
+ALONE_STEPS = 6
+CORES, PERIOD = 2, 10_000
+"""Microseconds over which the kernel counts a quota."""
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+VOCABULARY = Vocabulary(
+    size=8192, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
+)
+
+
+class Quota:
+    """The share of a core that this process may take."""
+
+    def __init__(self) -> None:
+        self._folder = CGROUPS / f"mixed-machines-{os.getpid()}"
+
+    def __enter__(self) -> Quota:
+        self._folder.mkdir()
+        (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD))
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        return self
+
+    def limit(self, share: float) -> None:
+        """From now on."""
+        (self._folder / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD)))
+
+    def __exit__(self, *error: object) -> None:
+        (CGROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        self._folder.rmdir()
+
+
+class Batches:
+    """Global batches of drawn lengths, dealt to ranks as they are asked for."""
+
+    def __init__(self, histogram: Sequence[int], batch_size: int, recipe: Any) -> None:
+        self._histogram, self._batch_size = histogram, batch_size
+        self._work = recipe.workload.work(VOCABULARY)
+
+    def steps(
+        self, rank: int, ranks: int, count: int, speeds: Callable[[int], Speeds]
+    ) -> Iterator[RankStep]:
+        drawn = drawn_batches(self._histogram, batch_size=self._batch_size, steps=count)
+        for number, lengths in enumerate(drawn):
+            dealt_by = speeds(number + 1)
+            dealt = deal(
+                lengths,
+                num_ranks=ranks,
+                work=self._work,
+                tokens_per_micro_batch=BUDGET,
+                speeds=dealt_by,
+            )
+            hand = dealt.hands[rank]
+            yield RankStep(
+                step=number + 1,
+                rows=self._rows(number, lengths, hand.rows),
+                cuts=hand.cuts,
+                imbalance=dealt.imbalance,
+                work=int(self._work(lengths[hand.rows]).sum()),
+                speeds=dealt_by,
+            )
+
+    def _rows(self, number: int, lengths: np.ndarray, which: np.ndarray) -> Rows:
+        draw = np.random.default_rng(number)
+        tokens = draw.integers(104, VOCABULARY.size, int(lengths.sum()), dtype=np.uint16)
+        ends = np.cumsum(lengths)
+        parts = [tokens[ends[row] - lengths[row] : ends[row]] for row in which]
+        return Rows(
+            sample_ids=(which + number * self._batch_size).astype(np.uint64),
+            epochs=np.zeros(len(which), dtype=np.int64),
+            lengths=lengths[which],
+            tokens=np.concatenate([tokens[:0], *parts]),
+        )
+
+
+class Hands:
+    """The speeds of steps to come, asked for by a rank's own look at all ranks: all ranks see the
+    same numbers, and come to the same."""
+
+    def __init__(self, ranks: int, first: int) -> None:
+        self._by_step: dict[int, Speeds] = {}
+        self._first, self._step = first, 0
+        self.told: list[Event] = []
+        places = [RankPlace("", f"rank-{n}", "CPU") for n in range(ranks)]
+        self._pacing = Pacing(places, list(range(ranks)), deals=True, tell=self._tell)
+
+    def __call__(self, step: int) -> Speeds:
+        known = [first for first in self._by_step if first <= step]
+        return self._by_step[max(known)] if known else ()
+
+    def measured(self, rank_step: RankStep, efforts: Sequence[Effort]) -> None:
+        self._step = rank_step.step
+        if rank_step.step >= self._first:
+            self._pacing(rank_step, efforts)
+
+    def _tell(self, event: Event) -> None:
+        self.told.append(event)
+        if isinstance(event, Paced):
+            self._by_step[event.step + AHEAD] = event.speeds
+
+
+def on_rank(
+    rank: int,
+    ranks: int,
+    histogram: Sequence[int],
+    shares: Sequence[Sequence[float]],
+    first: int = EQUAL_STEPS,
+) -> dict[str, Any]:
+    """A run's steps, as this rank saw them.
+
+    Args:
+        rank: this one.
+        ranks: how many.
+        histogram: of lengths.
+        shares: of a core, by step and rank.
+        first: the step since which speeds are measured.
+    """
+    recipe = load_recipe("bert/tiny", ["data.path=/none", "schedule.warmup_steps=0", "steps=1000"])
+    device, steps = torch.device("cpu"), len(shares)
+    divided = divided_model(recipe, VOCABULARY, SEQ_LEN, device, ranks)
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    loop = training_loop(recipe, divided.clip, VOCABULARY, device, ranks, blocks=blocks)
+    batch_size = SAMPLES_EACH * len(shares[0])
+    hands = Hands(ranks, first)
+    stream = Batches(histogram, batch_size, recipe).steps(rank, ranks, steps, hands)
+    found: list[StepRecord] = []
+    with Quota() as quota:
+        quota.limit(shares[0][rank])
+        run = loop.run(
+            divided.forward_backward,
+            optimizer,
+            stream,
+            Start(),
+            lambda: Action.GO_ON,
+            measured=hands.measured,
+        )
+        for record, _ in run:
+            found.append(record)
+            if record.step < steps:
+                quota.limit(shares[record.step][rank])
+    told = [event for event in hands.told if isinstance(event, Paced | Slowed)]
+    return {"records": found, "told": told}
+
+
+def alone(rank: int, share: float, ranks: int, histogram: Sequence[int]) -> float:
+    """Tokens per second of one rank, held to a share, that gets whole batches."""
+    # The other shares are nobody's: they say how large a batch is.
+    found = on_rank(0, 1, histogram, [[share] + [0.0] * (ranks - 1)] * ALONE_STEPS)
+    return tokens_per_second(found["records"][2:])
+
+
+def tokens_per_second(records: Sequence[StepRecord]) -> float:
+    return sum(r.batch_tokens for r in records) / sum(r.seconds for r in records)
+
+
+def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]:
+    ranks, freed = len(shares), [max(shares)] * len(shares)
+    with elsewhere() as cpu:
+        each = [on_ranks(1, alone, share, ranks, histogram)[0] for share in shares]
+        held = [list(shares)] * (EQUAL_STEPS + DEALT_STEPS)
+        there_and_back = [freed] * FREED_STEPS + [list(shares)] * FREED_STEPS
+        found = on_ranks(
+            ranks, on_rank, ranks, histogram, held + (there_and_back if ranks == 2 else [])
+        )
+        whole = [[min(1.0, CORES / ranks)] * ranks] * len(held)
+        same = on_ranks(ranks, on_rank, ranks, histogram, whole, len(held) + 1)
+    records, told = found[0]["records"], found[0]["told"]
+    first = next(r.step for r in records if r.speeds)
+    equal = records[WARM_UP:EQUAL_STEPS]
+    dealt = records[first + WARM_UP : EQUAL_STEPS + DEALT_STEPS]
+    by_equal, by_speed = tokens_per_second(equal), tokens_per_second(dealt)
+    ideal = sum(each)
+    return {
+        "shares_of_a_core": list(shares),
+        "tokens_per_second": {
+            "equal_hands": round(by_equal),
+            "dealt_by_speed": round(by_speed),
+            "each_alone": [round(one) for one in each],
+            "ideal": round(ideal),
+        },
+        "dealt_over_equal": round(by_speed / by_equal, 3),
+        "dealt_over_ideal": round(by_speed / ideal, 3),
+        "time_imbalance": {
+            "equal_hands": median_imbalance(equal),
+            "dealt_by_speed": median_imbalance(dealt),
+        },
+        "first_dealt_step": first,
+        "told": [event_of(event) for event in told],
+        "largest_difference_of_losses": max(
+            abs(one.loss - other.loss) / other.loss
+            for one, other in zip(records, same[0]["records"], strict=False)
+        ),
+        "digests_are_equal": all(
+            one.digest == other.digest
+            for one, other in zip(records, same[0]["records"], strict=False)
+        ),
+        "cpu_elsewhere": round(cpu[0], 2),
+        "speeds_by_step": {r.step: list(r.speeds) for r in records if r.speeds},
+        "time_imbalances": [round(r.time_imbalance or 0.0, 3) for r in records],
+    }
+
+
+def median_imbalance(records: Sequence[StepRecord]) -> float:
+    return round(statistics.median(r.time_imbalance or 0.0 for r in records), 4)
+
+
+def event_of(event: Paced | Slowed) -> dict[str, Any]:
+    if isinstance(event, Paced):
+        return {"step": event.step, "speeds": list(event.speeds)}
+    return {"step": event.step, "text": event.text}
+
+
+@contextmanager
+def elsewhere() -> Iterator[list[float]]:
+    """Cores that processes beside this one and its children took while the block ran."""
+
+    def busy() -> float:
+        user, nice, system, _, _, *interrupts = (
+            int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
+        )
+        return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+    def own() -> float:
+        return sum(os.times()[:4])
+
+    taken: list[float] = []
+    began, all_before, own_before = time.perf_counter(), busy(), own()
+    yield taken
+    seconds = time.perf_counter() - began
+    taken.append((busy() - all_before - (own() - own_before)) / seconds)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """The hands of two ranks over time."""
+    figure = picture(7, 3)
+    axes = figure.subplots()
+    steps = len(found["time_imbalances"])
+    shares = [[1 / len(found["shares_of_a_core"])] * len(found["shares_of_a_core"])]
+    for step in range(1, steps + 1):
+        speeds = found["speeds_by_step"].get(step)
+        shares.append([s / sum(speeds) for s in speeds] if speeds else shares[-1])
+    for rank, hands in enumerate(zip(*shares[1:], strict=True)):
+        axes.step(range(1, steps + 1), hands, where="mid", label=f"rank {rank}'s share of the work")
+    times = [value - 1 for value in found["time_imbalances"]]
+    axes.plot(range(1, steps + 1), times, color="gray", lw=0.8, label="time imbalance - 1")
+    for step, text in (
+        (EQUAL_STEPS, "speeds are measured"),
+        (EQUAL_STEPS + DEALT_STEPS, "freed"),
+        (EQUAL_STEPS + DEALT_STEPS + FREED_STEPS, "throttled again"),
+    ):
+        axes.axvline(step, color="black", lw=0.6, ls=":")
+        axes.annotate(text, (step, 0.97), xycoords=("data", "axes fraction"), rotation=90, va="top")
+    axes.set(xlabel="step", ylim=(0, 0.9))
+    axes.legend(loc="upper right", fontsize="small")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("lengths", type=Path, help="a histogram of lengths, as JSON")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[len(s) for s in SHARES])
+    arguments = parser.parse_args()
+    histogram = read_histogram(arguments.lengths)
+    measured = [measure(s, histogram) for s in SHARES if len(s) in arguments.ranks]
+    if len(measured[0]["shares_of_a_core"]) == 2:
+        draw(measured[0], RESULTS / "mixed_machines.png")
+    write_result("mixed_machines", {"measured": measured}, ("elastrata", "torch", "numpy"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Speeds by node: the factors that a recipe gives, for the nodes that a group's workers are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastrata.cluster.nodes import ACCELERATOR, NODE_GROUP, nodes
+from elastrata.recipe.recipe import Recipe
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.speeds import FixedSpeeds, SpeedSource, of_groups, quantized
+
+Node = Mapping[str, Any]
+
+
+def names_of(node: Node) -> tuple[str, ...]:
+    """The names by which a recipe may mean a node: its own ones first, then those of its kind."""
+    own = (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
+    group = (node.get("Labels") or {}).get(NODE_GROUP)
+    return (*own, *([group] if group else []), *devices_of(node))
+
+
+def devices_of(node: Node) -> list[str]:
+    """The names of a node's devices: of its GPUs as Ray has them, such as A100; else CPU."""
+    names = [r.removeprefix(ACCELERATOR) for r in node["Resources"] if r.startswith(ACCELERATOR)]
+    return sorted(names) or ["CPU"]
+
+
+def speed_problems(recipe: Recipe, gpus: float) -> list[str]:
+    """A line for each name in `workers.speeds` that no node of the cluster has.
+
+    Args:
+        recipe: with the key.
+        gpus: that each worker claims.
+
+    Raises:
+        UserError: the speeds cannot be measured.
+    """
+    speeds = recipe.workers.speeds
+    if gpus and recipe.compile and speeds == "measured":
+        raise UserError(
+            "workers.speeds: measured: expected compile: false on GPUs, as times are taken at the "
+            "bounds of a block; or equal, or factors"
+        )
+    return [] if isinstance(speeds, str) else unknown_names(speeds)
+
+
+def unknown_names(factors: Mapping[str, float]) -> list[str]:
+    """A line for each name that no node of the cluster has."""
+    alive = [node for node in nodes() if node["Alive"]]
+    known = {name for node in alive for name in names_of(node)}
+    devices = sorted({name for node in alive for name in devices_of(node)})
+    return [
+        f"workers.speeds.{name}: {factor:g}: no node or device of that name in the cluster, whose "
+        f"devices are {', '.join(devices)}{nearest(name, known)}"
+        for name, factor in factors.items()
+        if name not in known
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedFactors:
+    """The speeds of any group of workers, from factors. A value."""
+
+    factors: Mapping[str, float]
+    """By the name of a node or a device; of all others 1."""
+    copies: int
+    """So many neighbouring ranks have the same rows."""
+    repeats: int
+    """The ranks that have all rows between them come so many times over."""
+
+    def __call__(self, node_ids: Sequence[str]) -> SpeedSource:
+        """The speeds of a group, whose ranks are on these nodes."""
+        paces = list(self._paces(node_ids))
+        groups = of_groups(paces, copies=self.copies, repeats=self.repeats)
+        return FixedSpeeds(quantized(groups))
+
+    def _paces(self, node_ids: Sequence[str]) -> Iterable[float]:
+        by_id = {node["NodeID"]: names_of(node) for node in nodes()}
+        for node in node_ids:
+            names = [name for name in by_id.get(node, (node,)) if name in self.factors]
+            yield self.factors[names[0]] if names else 1.0
