@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastrata.api import generate, inspect, prepare, status, sweep, train
+    from elastrata.api import fork, generate, inspect, prepare, status, sweep, train
     from elastrata.core.workload import Workload
     from elastrata.launch.result import TrainResult
     from elastrata.recipe.file import load_recipe
@@ -31,6 +31,7 @@ __all__ = [
     "TrainResult",
     "UserError",
     "Workload",
+    "fork",
     "generate",
     "inspect",
     "load_recipe",
@@ -49,6 +50,7 @@ _HOMES = {
     "TrainResult": "elastrata.launch.result",
     "UserError": "elastrata_pipelines.errors",
     "Workload": "elastrata.core.workload",
+    "fork": "elastrata.api",
     "generate": "elastrata.api",
     "inspect": "elastrata.api",
     "load_recipe": "elastrata.recipe.file",

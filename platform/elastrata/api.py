@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elastrata.cluster.ray_session import ray_session
@@ -72,6 +72,44 @@ def train(
         recipe.steps_in_all, open_console(as_json=False), phase_lines(recipe)
     ) as progress:
         return run(recipe, progress)
+
+
+def fork(
+    run: str,
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    address: str | None = None,
+    show: Callable[[Event], None] | None = None,
+) -> TrainResult:
+    """Begins a new run in the state that another one had, and trains it to its end. The parent
+    stays as it is.
+
+    Args:
+        run: `RUN@STEP`, the parent by its folder, URL or name, and the step of one of its
+            checkpoints; or `RUN`: its newest one.
+        name: of the new run, which lies beside its parent unless `storage` is changed.
+        overrides: `dotted.path=value`, the value in YAML: how its recipe differs from the parent's.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: as for `train`; default: also shows, before it begins, all that changes.
+
+    Raises:
+        UserError: there is no such checkpoint, or no fork of it can be so; one line for each
+            reason, and nothing was begun.
+        TrainingError: training did not come to its end; says why.
+    """
+    from elastrata.launch.fork import plan_fork
+    from elastrata.run.fork import begin_fork
+    from elastrata.terminal.console import open_console
+    from elastrata.terminal.fork_changes import show_changes
+    from elastrata.trainer.preflight import check_storage
+
+    plan = plan_fork(run, name, overrides)
+    check_storage(Storage(plan.fork.recipe.storage))
+    if show is None:
+        show_changes(open_console(as_json=False), plan)
+    begin_fork(plan.fork)
+    return train(plan.fork.recipe, address=address, show=show)
 
 
 def prepare(

@@ -9,8 +9,15 @@ from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.layout_rules import fixed_tokens
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.balance import Balance, drawn_batches, measure_balance, ordered_batches
+from elastrata_pipelines.balance import (
+    Balance,
+    drawn_batches,
+    measure_balance,
+    mixed_batches,
+    ordered_batches,
+)
 from elastrata_pipelines.deal import Ints
+from elastrata_pipelines.mixed_order import MixedOrder
 from elastrata_pipelines.storage import Storage
 
 _STEPS = 20
@@ -56,5 +63,8 @@ def batches_of_lengths(recipe: Recipe, wanted: str | None) -> BatchesOfLengths:
         check_fits(recipe, spec, chosen.name, histogram)
         return lambda size: drawn_batches(histogram, batch_size=size, steps=_STEPS)
     data = training_data(recipe).train
-    lengths = data.manifest.read_lengths(Storage(data.url))
-    return lambda size: ordered_batches(lengths, data.order, batch_size=size, steps=_STEPS)
+    lengths = [manifest.read_lengths(Storage(url)) for url, manifest in data.data_sets]
+    order = data.order
+    if isinstance(order, MixedOrder):
+        return lambda size: mixed_batches(lengths, order, batch_size=size, steps=_STEPS)
+    return lambda size: ordered_batches(lengths[0], order, batch_size=size, steps=_STEPS)

@@ -18,7 +18,7 @@ from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
-from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
+from elastrata_pipelines.virtual_ranks import deal_to_virtual
 
 _LARGEST_UINT16 = 2**16
 
@@ -118,7 +118,7 @@ class RandomSteps:
                 rows=self._rows(lengths[hand.rows], done * self.batch_size, rng),
                 cuts=hand.cuts,
                 imbalance=dealt.imbalance,
-                rounds=num_rounds(self.virtual_ranks, 1),
+                rounds=dealt.rounds,
             )
 
     def _rows(self, lengths: Ints, first: int, rng: np.random.Generator) -> Rows:

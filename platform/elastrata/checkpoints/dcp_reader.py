@@ -21,7 +21,7 @@ from typing_extensions import override
 from elastrata.checkpoints.commit import METADATA, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_files import StorageFiles
-from elastrata.checkpoints.lean import RAW, raw_bytes
+from elastrata.checkpoints.dcp_writer import RAW, raw_bytes
 from elastrata_pipelines.errors import UserError
 
 

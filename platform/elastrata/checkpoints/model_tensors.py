@@ -14,8 +14,6 @@ from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_reader import read_metadata
 from elastrata.checkpoints.training_state import MODEL, read_alone
 
-_PREFIX = f"{MODEL}."
-
 
 class ModelTensors(Mapping[str, Tensor]):
     """The plain tensors of a commit's model, by name. Each is read when it is asked for, into main
@@ -24,25 +22,27 @@ class ModelTensors(Mapping[str, Tensor]):
     Args:
         storage: the run's folder of checkpoints.
         commit: one of its commits.
+        part: of the state: the model, or another that has tensors of the model's names.
 
     Raises:
         UserError: the commit's metadata is missing or altered.
     """
 
-    def __init__(self, storage: CommitStorage, commit: Commit) -> None:
-        self._storage, self._commit = storage, commit
+    def __init__(self, storage: CommitStorage, commit: Commit, part: str = MODEL) -> None:
+        self._storage, self._commit, self._part = storage, commit, part
         self._metadata = read_metadata(storage, commit)
+        prefix = f"{part}."
         self._entries = {
-            name.removeprefix(_PREFIX): entry
+            name.removeprefix(prefix): entry
             for name, entry in self._metadata.state_dict_metadata.items()
-            if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
     @override
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_alone(self._storage, self._commit, self._metadata, {MODEL: {name: tensor}})
+        read_alone(self._storage, self._commit, self._metadata, {self._part: {name: tensor}})
         return tensor
 
     @override

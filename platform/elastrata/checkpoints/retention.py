@@ -1,11 +1,43 @@
-"""Retention: which commits are kept, and the removal of the others and of what never became one."""
+"""Retention: when commits are made and which of them are kept, and the removal of the others and of
+what never became one."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated
+
+from pydantic import Field
 
 from elastrata.checkpoints.commit import MARKER, Commit, commits, folders
 from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.config import Config
+
+
+class CheckpointConfig(Config):
+    """When a checkpoint is taken and which ones are kept."""
+
+    every: Annotated[int, Field(gt=0, le=10**9)] = 500
+    """Steps from one checkpoint to the next."""
+    keep_last: Annotated[int, Field(gt=0, le=10**6)] = 2
+    """The newest checkpoints that stay; with more than one, a damaged one can be done without."""
+    keep_best: bool = True
+    """Keeps the checkpoint with the smallest evaluation loss too, however old it is. Checkpoints of
+    steps that were evaluated compete: make `every` a multiple of `evaluation.every`."""
+    hot_steps: Annotated[int, Field(ge=0, le=10**9)] = 20
+    """Most steps that a lost worker costs: a copy of the state goes into the memory of other
+    processes twice in so many steps; on GPUs more often, where that costs little. Those that take
+    seconds longer are not waited for, and cost more. 0: no such copies."""
+    hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
+    """Most memory that those copies may take on a node. A state that needs more has none."""
+    grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
+    """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
+
+    @property
+    def hot_every(self) -> int:
+        """Most steps from one copy in memory to the next. One that is begun waits until the one
+        before is complete, up to five seconds, so two intervals are the most that can be lost where
+        the copies arrive."""
+        return max(1, self.hot_steps // 2)
 
 
 def prune(storage: CommitStorage, *, keep_last: int, keep_best: bool) -> list[Commit]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastrata.cli.audit_samples import list_samples
 from elastrata.cli.options import Json, RunName
 from elastrata.terminal.console import open_console, print_json_line
 
@@ -30,9 +31,26 @@ def audit(
         typer.Option(min=0.0, help="Largest relative difference of two losses that is none."),
     ] = 1e-4,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="The step that --samples is about.")
+    ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="List the samples of --step K, and nothing else.")
+    ] = False,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[SOURCE=]PATH",
+            help="With --samples: the text that was prepared, to name their documents.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a run saw every sample once in each epoch, and the same ones as another run."""
+    """Prove that a run saw every sample once in each epoch, and the same ones as another run; or
+    list the samples of one step."""
+    if samples or step is not None or text:
+        list_samples(run, step, text or [], is_asked=samples, other=other, json=json)
+        return
     from elastrata.run.audit import audit as audit_run
     from elastrata.run.comparison import compare
     from elastrata.run.names import named_run

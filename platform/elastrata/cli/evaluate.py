@@ -34,6 +34,9 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option(help="Of a run: newest, best (smallest evaluation loss), or a step.")
     ] = "newest",
+    weights: Annotated[
+        str, typer.Option(help="Of a run: trained, average, or mean:K.")
+    ] = "trained",
     json: Json = False,
 ) -> None:
     """Give a run's or an exported model tasks of the Language Model Evaluation Harness."""
@@ -50,15 +53,16 @@ def evaluate(
     place = place_of_model(model)
     chosen = Tasks(names, include)
     options = TaskOptions(shots=shots, limit=limit, batch_size=batch_size)
-    with model_folder(place, checkpoint=checkpoint) as folder:
+    name = "harness" if weights == "trained" else f"harness/{weights.replace(':', '-')}"
+    with model_folder(place, checkpoint=checkpoint, weights=weights) as folder:
         results = chosen.evaluate(folder.path, options)
-        recorded = folder.run is not None and _record(place, folder.run, results)
+        recorded = folder.run is not None and _record(place, folder.run, name, results)
     console = open_console(as_json=json)
     width = max((len(name) for name in results.metrics), default=0)
-    for name, value in results.metrics.items():
-        console.print(f"{name:<{width}}  {value:.4f}", markup=False)
+    for metric, value in results.metrics.items():
+        console.print(f"{metric:<{width}}  {value:.4f}", markup=False)
     if recorded:
-        console.print("in the run's MLflow record, as harness/TASK/METRIC", markup=False)
+        console.print(f"in the run's MLflow record, as {name}/TASK/METRIC", markup=False)
     if json:
         print_json_line(
             {
@@ -72,9 +76,9 @@ def evaluate(
         )
 
 
-def _record(place: str, model: ExportedModel, results: TaskResults) -> bool:
-    """Adds results to the record of the run in that place; whether there is one."""
-    from elastrata.tracking.evaluations import record_evaluation
+def _record(place: str, model: ExportedModel, name: str, results: TaskResults) -> bool:
+    """Adds results to the record of the run in that place, under a name; whether there is one."""
+    from elastrata.tracking.after_run import record_evaluation
     from elastrata_pipelines.storage import Storage
 
     return record_evaluation(
@@ -82,5 +86,5 @@ def _record(place: str, model: ExportedModel, results: TaskResults) -> bool:
         Storage(Storage(place).uri().rpartition("/")[0]),
         run_id=model.mlflow_run_id,
         step=model.step,
-        metrics={f"harness/{name}": value for name, value in results.metrics.items()},
+        metrics={f"{name}/{metric}": value for metric, value in results.metrics.items()},
     )

@@ -55,7 +55,7 @@ def export(
     from elastrata.run.export import check_free, export_model
     from elastrata.run.hub import HubRepository
     from elastrata.run.names import named_run
-    from elastrata.tracking.registry import check_model_name
+    from elastrata.tracking.after_run import check_model_name
 
     form = weight_form(dtype, shard_size)
     if register is not None:
@@ -82,7 +82,7 @@ def export(
 
 def _register(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:
     from elastrata.run.export import loadable
-    from elastrata.tracking.registry import register_export
+    from elastrata.tracking.after_run import register_export
     from elastrata_pipelines.storage import Storage
 
     root, _, run_name = Storage(run).uri().rpartition("/")

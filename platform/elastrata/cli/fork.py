@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from elastrata.cli.options import Address, Json, Overrides
 from elastrata.terminal.console import open_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from elastrata.launch.fork import ForkPlan
 
 
 def fork(
@@ -32,25 +27,12 @@ def fork(
     from elastrata.cli.train import train_and_tell
     from elastrata.launch.fork import plan_fork
     from elastrata.run.fork import begin_fork
+    from elastrata.terminal.fork_changes import show_changes
     from elastrata.trainer.preflight import check_storage
     from elastrata_pipelines.storage import Storage
 
     plan = plan_fork(run, name, overrides or [])
     check_storage(Storage(plan.fork.recipe.storage))
-    _show(open_console(as_json=json), plan)
+    show_changes(open_console(as_json=json), plan)
     begin_fork(plan.fork)
     train_and_tell(plan.fork.recipe, address, json)
-
-
-def _show(console: Console, plan: ForkPlan) -> None:
-    from rich.table import Table
-
-    fork = plan.fork
-    console.print(f"fork of {fork.parent.uri()}, step {fork.commit.step}", markup=False)
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for heading in ("what changes", "from", "to"):
-        table.add_column(heading, overflow="fold")
-    for change in plan.changes:
-        table.add_row(change.what, change.before, change.after)
-    if plan.changes:
-        console.print(table)

@@ -181,6 +181,9 @@ def _subject(
         raise UserError(f"--recipe: {recipe}: unexpected: {data} is a recipe itself")
     run = in_steps(load_recipe(data, overrides))
     part = part_of(run, phase)
+    if part.data.sources:
+        places = ", ".join(part.data.places.values())
+        raise UserError(f"{data}: data.sources: mixed as they are read; inspect one of {places}")
     most = None if part.micro_batch_tokens == "auto" else part.micro_batch_tokens
     return _Subject(
         url=part.data.path,

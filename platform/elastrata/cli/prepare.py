@@ -80,10 +80,7 @@ def prepare(
     """Turn text into shards that training reads, from a recipe or from --text PATH... --out DIR."""
     given = _given(tokenizer, vocab_size, seq_len, packing, held_out)
     if text:
-        source: dict[str, Any] = {"paths": [*text, *(arguments or [])]}
-        if text_field is not None:
-            source["text_field"] = text_field
-        plans = _from_options(source, out, given)
+        plans = _from_options(_source([*text, *(arguments or [])], text_field), out, given)
     elif text_field is not None:
         raise UserError(
             f"--text-field: {text_field}: unexpected without --text: text_field of each of the "
@@ -91,11 +88,19 @@ def prepare(
         )
     else:
         plans = _from_recipe(arguments or [], out, given)
+    results = _prepared(plans, open_console(as_json=json), address, overwrite=overwrite)
+    if json:
+        print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
+
+
+def _prepared(
+    plans: dict[str, PrepareConfig], console: Console, address: str | None, *, overwrite: bool
+) -> list[dict[str, Any]]:
+    """Prepares data sets, one after the other; the JSON of each."""
     from elastrata.cluster.ray_session import ray_session
     from elastrata.terminal.stage_progress import StageProgress
     from elastrata_pipelines.preparation import prepare as prepare_data
 
-    console = open_console(as_json=json)
     results = []
     for target, config in plans.items():
         started = time.monotonic()
@@ -110,8 +115,7 @@ def prepare(
             )
         results.append(_result(manifest, target, time.monotonic() - started))
         _summarize(console, results[-1])
-    if json:
-        print_json_line(results[0] if len(results) == 1 else {"data_sets": results})
+    return results
 
 
 @contextmanager
@@ -152,6 +156,11 @@ def _given(
     if held_out is not None:
         said["held_out"] = held_out or None
     return said
+
+
+def _source(paths: list[str], text_field: str | None) -> dict[str, Any]:
+    """A source of text, as `data.prepare.sources` has it."""
+    return {"paths": paths, **({} if text_field is None else {"text_field": text_field})}
 
 
 def _from_options(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName
-from elastrata.cli.rehearse_report import show_rehearsal
 from elastrata.terminal.console import open_console, print_json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_GIB = 2**30
+_MB = 1e6
+Figures = Mapping[str, Any]
 
 
 def rehearse(
@@ -42,3 +49,125 @@ def rehearse(
     show_rehearsal(console, figures)
     if json:
         print_json_line(figures)
+
+
+def show_rehearsal(console: Console, figures: Figures) -> None:
+    """All of it, for people.
+
+    Args:
+        console: where to.
+        figures: as `elastrata rehearse --json` has them.
+    """
+    console.print(
+        f"{figures['recipe']} on {figures['devices']}x{figures['device']}, {figures['layout']}: "
+        f"{figures['batch_size']:,} samples of {figures['seq_len']:,} tokens a step, micro-batches "
+        f"of at most {figures['micro_batch_tokens']:,} tokens, activation checkpointing "
+        f"{figures['activation_checkpointing']}",
+        markup=False,
+    )
+    for rank in figures["ranks"]:
+        _show_rank(console, rank, figures["memory_bytes"])
+    if figures["graphs"]:
+        _show_graphs(console, figures["graphs"])
+
+
+def _show_rank(console: Console, rank: Figures, memory_bytes: float) -> None:
+    counted = rank["flops"] / rank["formula_flops"] if rank["formula_flops"] else 0.0
+    console.print(
+        f"\nrank {rank['rank']}: {rank['parameters'] / 1e9:.4g} billion parameters in its stages, "
+        f"{rank['micro_batches']} micro-batches of at most {rank['micro_batch_tokens']:,} tokens; "
+        f"{rank['flops'] / 1e12:.4g} TFLOPs counted, {counted:.3f} times the formula's\n",
+        markup=False,
+    )
+    _show_memory(console, rank, memory_bytes)
+    _table(
+        console,
+        "messages of a step",
+        ("axis", "ranks", "kind", "dtype", "device", "count", "MB"),
+        [
+            (m["axis"], m["ranks"], m["kind"], m["dtype"], m["device"], m["count"], _mb(m["bytes"]))
+            for m in rank["messages"]
+        ],
+    )
+    for title, place in (("a step", rank), ("a save", rank["saving"])):
+        _table(
+            console,
+            f"copies of {title}",
+            ("direction", "line", "in", "host memory", "count", "MB"),
+            [_copy_cells(copy) for copy in place["copies"]],
+        )
+        _table(
+            console,
+            f"waits of the host for the device in {title}",
+            ("reason", "line", "in", "count"),
+            [(w["reason"], w["line"], w["function"], w["count"]) for w in place["waits"]],
+        )
+    _table(
+        console,
+        "process groups that were made",
+        ("backend", "ranks", "count"),
+        [(group["backend"], group["ranks"], group["count"]) for group in rank["groups"]],
+    )
+
+
+def _show_memory(console: Console, rank: Figures, memory_bytes: float) -> None:
+    peak, plan, build = rank["peak_bytes"], rank["planned_bytes"], rank["build"]
+    beside = "" if plan is None else f"; the plan has {_gib(plan)} ({plan / peak - 1:+.1%})"
+    console.print(
+        f"memory, GiB of {_gib(memory_bytes)}: {_gib(peak)} at the peak of a step{beside}; "
+        f"{_gib(build['peak_bytes'])} while the model is built, {_gib(build['bytes'])} after it",
+        markup=False,
+    )
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in rank["memory"].items())
+    console.print(f"  by kind: {kinds}", markup=False)
+    if plan is not None:
+        terms = ", ".join(f"{term} {_gib(size)}" for term, size in rank["planned"].items())
+        console.print(f"  planned: {terms}", markup=False)
+
+
+def _show_graphs(console: Console, graphs: Figures) -> None:
+    console.print(
+        f"\ntorch.compile over {graphs['steps']} steps of varying lengths: {graphs['graphs']} "
+        f"graphs, {graphs['breaks']} breaks, {graphs['recompilations']} recompilations after the "
+        "first step",
+        markup=False,
+    )
+    for reason in graphs["reasons"]:
+        console.print(f"  break: {reason}", markup=False)
+
+
+def _copy_cells(copy: Figures) -> tuple[object, ...]:
+    pages = "pinned" if copy["pinned"] else "pageable"
+    waits = ", waits" if copy["waits"] else ""
+    line, function = copy["line"], copy["function"]
+    return copy["direction"], line, function, pages + waits, copy["count"], _mb(copy["bytes"])
+
+
+def _table(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """Numbers, in the last columns, are set to the right; no rows: nothing."""
+    if not rows:
+        return
+    cells = [tuple(map(_text, row)) for row in [headings, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_number = [heading in ("count", "MB", "ranks") for heading in headings]
+    console.print(f"\n{title}")
+    for row in cells:
+        set_out = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        console.print(f"  {'  '.join(set_out)}".rstrip(), markup=False)
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.2f}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / _MB:,.2f}"

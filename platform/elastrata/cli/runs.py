@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from elastrata.run.names import ListedRun
+    from elastrata.run.slow_ranks import TimeBalance
     from elastrata.run.status import Status
 
 
@@ -117,6 +118,7 @@ def _show_state(console: Console, standing: Status) -> None:
         **({"target": str(standing.target)} if standing.target else {}),
         "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
         "workers": sizes or "none yet",
+        **({"times": _balance(standing.time_balance)} if standing.time_balance else {}),
         "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
         f"({standing.share_lost:.1%})",
         "chain": Text(
@@ -125,8 +127,14 @@ def _show_state(console: Console, standing: Status) -> None:
     }
     for name, value in rows.items():
         console.print(Text.assemble(f"{name:<12}", value))
+    for slow in standing.slow_ranks:
+        console.print(Text.assemble(("slow        ", "bold yellow"), str(slow)))
     for line in standing.problems:
         console.print(Text.assemble(("altered     ", "bold red"), line))
+
+
+def _balance(times: TimeBalance) -> str:
+    return f"rank {times.slowest_rank} takes longest, {times.imbalance:.3f} of the mean"
 
 
 def _show_faults(console: Console, standing: Status) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from elastrata.planner.cluster import Cluster
     from elastrata.recipe.recipe import Recipe
+    from elastrata.simulation.recovery import RecoverySeconds
+    from elastrata.simulation.run import Conditions
     from elastrata.simulation.simulate import IntervalSweep, Pace, Prices, Simulation
     from elastrata.simulation.trace import Event
 
@@ -61,14 +63,11 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
-    from elastrata.core.workload import model_spec
     from elastrata.planner.cluster import read_cluster
-    from elastrata.recipe.data_spec import data_spec
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.length import as_if_full, in_steps
+    from elastrata.recipe.length import in_steps
     from elastrata.simulation import simulate as simulation
     from elastrata.simulation.recovery import RecoverySeconds, read_recovery
-    from elastrata.simulation.simulate import step_seconds as paced
     from elastrata.simulation.trace import Rates, drawn_events, read_trace
 
     console = open_console(as_json=json)
@@ -76,18 +75,7 @@ def simulate(
     where = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
     given = read_trace(trace) if trace else None
-    spec = data_spec(loaded)
-    loaded = as_if_full(loaded, spec.seq_len)
-    model = model_spec(loaded.workload, spec.vocabulary, spec.seq_len)
-    pace, group = _pace(loaded, where, step_seconds)
-    at = simulation.conditions(
-        loaded,
-        paced(loaded, pace, group=group),
-        seconds_by_fault,
-        parameters=model.parameters,
-        workers=where.devices,
-        group=group,
-    )
+    at = _conditions(loaded, where, step_seconds, seconds_by_fault)
     rates = Rates(
         lost_per_hour=lost_per_hour,
         with_notice=with_notice,
@@ -100,7 +88,7 @@ def simulate(
 
     simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
     tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
-    show_simulation(console, simulated, loaded.steps_in_all)
+    show_simulation(console, simulated, at.steps)
     if tried is not None:
         show_sweep(console, tried)
     elif intervals:
@@ -112,6 +100,28 @@ def simulate(
         console.print(f"\nplot {plot}", markup=False)
     if json:
         print_json_line({"recipe": recipe, **simulation_result(simulated, tried)})
+
+
+def _conditions(
+    recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
+) -> Conditions:
+    """The conditions of a run that has a worker for every device."""
+    from elastrata.core.workload import model_spec
+    from elastrata.recipe.data_spec import data_spec
+    from elastrata.recipe.length import as_if_full
+    from elastrata.simulation.simulate import conditions, step_seconds
+
+    spec = data_spec(recipe)
+    recipe = as_if_full(recipe, spec.seq_len)
+    pace, group = _pace(recipe, cluster, seconds)
+    return conditions(
+        recipe,
+        step_seconds(recipe, pace, group=group),
+        seconds_by_fault,
+        parameters=model_spec(recipe.workload, spec.vocabulary, spec.seq_len).parameters,
+        workers=cluster.devices,
+        group=group,
+    )
 
 
 def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace, int]:

@@ -189,8 +189,9 @@ def local_paths(recipe: Recipe) -> Iterator[str]:
         "storage": recipe.storage,
         "evaluation.path": recipe.evaluation.path,
         **{
-            f"phases.{number}.data.path" if recipe.phases else "data.path": part.data.path
+            f"phases.{number}.data.{key}" if recipe.phases else f"data.{key}": place
             for number, part in enumerate(recipe.parts)
+            for key, place in part.data.places.items()
         },
     }
     for key, path in named.items():

@@ -10,6 +10,7 @@ from elastrata.core.events import Evaluated
 from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.shares import without_limits
 from elastrata.run.chosen import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.run.weights import read_weights
@@ -47,7 +48,7 @@ def evaluate_run(
     state = None if weights is None else read_weights(run, commit, weights)
     if state is not None:
         recipe = recipe.model_copy(update={"average": None})
-    data = training_data(recipe)
+    data = training_data(without_limits(recipe))
     with lone_group(device := current_device()):
         trainer = Trainer(recipe, data.phases, device, world_size=1, per_node=1)
         trainer.restore(checkpoints, commit)
@@ -66,9 +67,10 @@ def evaluate_run(
 
 def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:
     """The recipe undivided, with the full paths of its data."""
+    left = iter([data_set.url for data_set in identity.data])
     parts = tuple(
-        part.model_copy(update={"data": part.data.model_copy(update={"path": data_set.url})})
-        for part, data_set in zip(recipe.parts, identity.data, strict=True)
+        part.model_copy(update={"data": part.data.moved([next(left) for _ in part.data.places])})
+        for part in recipe.parts
     )
     undivided = {"parallel": ParallelConfig()}
     if recipe.phases:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from elastrata.run.export import ExportedModel, export_model
 from elastrata.run.folder import RUN_FILE, read_recipe
+from elastrata.run.weights import TRAINED
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.packing import Frame, Texts, cut
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
@@ -51,12 +52,15 @@ class ModelFolder:
 
 
 @contextmanager
-def model_folder(place: str, *, checkpoint: str = "newest") -> Iterator[ModelFolder]:
+def model_folder(
+    place: str, *, checkpoint: str = "newest", weights: str = TRAINED
+) -> Iterator[ModelFolder]:
     """The folder of a language model: an exported one, or, while the block lasts, a run's export.
 
     Args:
         place: folder or URL of a run, or an exported folder.
         checkpoint: of a run: `newest`, `best` (smallest evaluation loss), or a step.
+        weights: of its checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
 
     Raises:
         UserError: there is no such model or checkpoint, or it predicts no next tokens.
@@ -66,7 +70,8 @@ def model_folder(place: str, *, checkpoint: str = "newest") -> Iterator[ModelFol
         if workload.exported_as.task != TASK:
             raise UserError(f"{place}: workload {workload.name}: {_EXPECTED}")
         with TemporaryDirectory() as scratch:
-            model = export_model(place, Path(scratch) / "model", checkpoint=checkpoint)
+            out = Path(scratch) / "model"
+            model = export_model(place, out, checkpoint=checkpoint, weights=weights)
             _check(model.path, place)
             yield ModelFolder(path=model.path, run=model)
         return
@@ -77,6 +82,8 @@ def model_folder(place: str, *, checkpoint: str = "newest") -> Iterator[ModelFol
         )
     if checkpoint != "newest":
         raise UserError(f"--checkpoint: {checkpoint}: {place} is an exported model and has but one")
+    if weights != TRAINED:
+        raise UserError(f"--weights: {weights}: {place} is an exported model and has but its own")
     _check(Path(place), place)
     yield ModelFolder(path=Path(place), run=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData
-from elastrata_pipelines.batch_size_warmup import samples_in
+from elastrata_pipelines.phase import positions_after
 
 MOST_EPOCHS = 40
 """A data set that is gone through more often than that is learned by heart."""
@@ -12,7 +12,7 @@ MOST_EPOCHS = 40
 
 def doubts(recipe: Recipe, data: TrainingData) -> list[str]:
     """A line for each thing that can be trained, and that nobody would want to."""
-    manifests = {phase.batches.url: phase.batches.manifest for phase in data.phases}
+    manifests = dict(data.trained_on)
     lines = [
         f"data.path: {url}: {line}"
         for url, manifest in manifests.items()
@@ -24,14 +24,10 @@ def doubts(recipe: Recipe, data: TrainingData) -> list[str]:
 
 def repetition(recipe: Recipe, data: TrainingData) -> str | None:
     """A line about the data set that the run goes through most often, where that is too often."""
-    samples, sizes = dict[str, int](), dict[str, int]()
-    for phase in data.phases:
-        url, taken = (
-            phase.batches.url,
-            samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup),
-        )
-        samples[url] = samples.get(url, 0) + taken
-        sizes[url] = phase.batches.manifest.samples
+    sizes = {url: manifest.samples for url, manifest in data.trained_on}
+    phases = [phase.size for phase in data.phases]
+    urls = [[url for url, _ in phase.batches.data_sets] for phase in data.phases]
+    samples = positions_after(recipe.steps_in_all, phases, urls)
     url = max(samples, key=lambda url: samples[url] / sizes[url])
     epochs = samples[url] / sizes[url]
     if epochs <= MOST_EPOCHS:

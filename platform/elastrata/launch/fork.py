@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastrata.checkpoints.commit import Commit, commits, problems
 from elastrata.checkpoints.training_state import model_sizes
@@ -13,17 +13,17 @@ from elastrata.core.schedule import DecayConfig
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.shares import without_limits
 from elastrata.run.evidence import is_begun
-from elastrata.run.folder import RUN_FILE, RunIdentity, flatten, read_identity
+from elastrata.run.folder import RUN_FILE, RunIdentity, flatten, read_identity, resumed_recipe
 from elastrata.run.fork import Fork
 from elastrata.run.history import read_lineage
+from elastrata.run.inherited import taken_after
 from elastrata.run.names import named_run
-from elastrata.run.resumed import resumed_recipe
 from elastrata.run.summary import read_summary
 from elastrata.trainer.preflight import TrainingData, mask_problems, training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.phase import positions_after
 from elastrata_pipelines.storage import Storage
 
 _ELSEWHERE = ("name", "storage", "begin_with")
@@ -74,7 +74,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
         raise UserError(*wrong)
     is_decay_given = any(one.partition("=")[0].endswith(_DECAY) for one in overrides)
     recipe = recipe if is_decay_given else _decaying_from(commit.step, before, recipe)
-    data = training_data(recipe)
+    data = training_data(without_limits(recipe))
     wrong = [*mask_problems(recipe), *_model_problems(parent, commit, recipe, data)]
     if wrong:
         raise UserError(*wrong)
@@ -87,6 +87,7 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
         positions=_positions(parent, identity, commit, recipe, data),
         fresh_optimizer=before.optimizer.name != recipe.optimizer.name,
     )
+    fork = replace(fork, mixtures=training_data(recipe, fork.origin).mixtures)
     return ForkPlan(fork=fork, changes=tuple(_changes(before, recipe, fork)))
 
 
@@ -219,16 +220,12 @@ def _positions(
     parent: Storage, identity: RunIdentity, commit: Commit, recipe: Recipe, data: TrainingData
 ) -> dict[str, int]:
     """The samples that were taken of each data set that both have in the same order."""
-    phases, origin = read_summary(parent).phases, identity.origin
-    known = [one.fingerprint for one in identity.data]
-    place = origin.placed({key: key for key in known}) if origin else None
-    taken = positions_after(commit.step, [phase.size for phase in phases], known, place)
-    old = {
-        key: (phase.seed, phase.window_stripes) for key, phase in zip(known, phases, strict=True)
-    }
+    phases, taken = taken_after(commit.step, read_summary(parent).phases, identity, parent)
+    old = {key: (phase.seed, phase.window_stripes) for key, phase in phases.items()}
     new = {
-        one.fingerprint: (recipe.seed, part.data.window_stripes)
-        for one, part in zip(data.data_sets, recipe.parts, strict=True)
+        manifest.fingerprint: (recipe.seed, part.data.window_stripes)
+        for part, phase in zip(recipe.parts, data.phases, strict=True)
+        for _, manifest in phase.batches.data_sets
     }
     return {key: count for key, count in taken.items() if new.get(key) == old[key]}
 

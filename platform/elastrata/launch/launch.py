@@ -15,6 +15,7 @@ from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
 from elastrata.cluster.control_channel import open_channel
 from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.node_speeds import speed_problems
 from elastrata.cluster.nodes import launches_nodes
 from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
@@ -31,6 +32,7 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history
+from elastrata.run.chosen import find_commit, go_back
 from elastrata.run.evidence import check_continuation, is_begun
 from elastrata.run.facts import recipe_params, start_tags
 from elastrata.run.folder import (
@@ -42,10 +44,9 @@ from elastrata.run.folder import (
     read_identity,
     write_identity,
 )
-from elastrata.run.going_back import find_commit, go_back
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
-from elastrata.run.parent import Parent
+from elastrata.run.parent import ForkOrigin, Parent
 from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
 from elastrata.tracking.tracker import Tracker, open_tracker
@@ -93,12 +94,12 @@ def train(
     if problems := mask_problems(recipe):
         raise UserError(*problems)
     recipe = in_steps(recipe)
-    data = training_data(recipe)
+    root = Storage(recipe.storage)
+    run = root.sub(name)
+    data = training_data(recipe, _fork_origin(run))
     for line in doubts(recipe, data):
         show(Warned(text=line))
-    root = Storage(recipe.storage)
     check_storage(root)
-    run = root.sub(name)
     interrupt = interrupt or Interrupt()
     stopwatch.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
@@ -108,7 +109,6 @@ def train(
         show = _noting(ownership, show)
         identity = read_identity(run)
         if identity:
-            data = data.after(identity.origin)
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
         finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
@@ -117,7 +117,9 @@ def train(
             stopwatch.passed("ray")
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
-            if problems := cluster_problems(recipe, gpus, resources):
+            problems = cluster_problems(recipe, gpus, resources)
+            problems += speed_problems(recipe, gpus)
+            if problems:
                 if not launches_nodes():
                     raise UserError(*problems)
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
@@ -130,6 +132,16 @@ def train(
             with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
                 status = driver.to_end(finished)
     return _result(run, recipe.target, tracker.run_id, status)
+
+
+def _fork_origin(run: Storage) -> ForkOrigin | None:
+    """The place that a fork goes on from; None of what is none. What else is wrong with its folder
+    is told later."""
+    try:
+        identity = read_identity(run)
+    except (UserError, OSError):
+        return None
+    return identity.origin if identity else None
 
 
 def look_over(
@@ -257,6 +269,7 @@ def _open_record(
         mlflow_run_id=tracker.run_id,
         parent=parent,
         origin=origin,
+        mixtures=data.mixtures,
     )
     write_identity(run, now, recipe)
     if identity:

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from elastrata.core.workload import Workload, workload_class
-from elastrata.recipe.begin_with import BeginWith
-from elastrata.recipe.given_model import given_workload
+from elastrata.recipe.begin_with import BeginWith, given_workload
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe

@@ -31,6 +31,7 @@ def _pipeline(recipe: Recipe) -> Iterator[Problem]:
     for key, value, usual in (
         ("virtual_stages", parallel.virtual_stages, 1),
         ("micro_batches", parallel.micro_batches, None),
+        ("stage_speeds", parallel.stage_speeds, None),
     ):
         if value != usual:
             yield (
@@ -91,6 +92,13 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.parallel
     for line in stage_problems(recipe.workload, parallel.pipeline * parallel.virtual_stages):
         yield ("parallel", "pipeline"), line
+    speeds = parallel.stage_speeds
+    if speeds is not None and len(speeds) != parallel.pipeline:
+        yield (
+            ("parallel", "stage_speeds"),
+            f"parallel.stage_speeds: {list(speeds)}: expected {parallel.pipeline} numbers, one for "
+            "each of parallel.pipeline",
+        )
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual_stages > 1:
         yield (
             ("parallel", "virtual_stages"),

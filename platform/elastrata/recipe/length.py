@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
+from elastrata.recipe.shares import mean_tokens
 from elastrata_pipelines.batch_size_warmup import steps_for
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
@@ -56,20 +59,27 @@ def full_part(part: Part, seq_len: int) -> Part:
     return part.model_copy(update={"steps": steps, "tokens": None})
 
 
-def samples_of(part: PhaseKeys, manifest: Manifest) -> int:
-    """Samples of a phase whose length is given in epochs or tokens of that data set."""
+def samples_of(part: PhaseKeys, manifests: Sequence[Manifest]) -> int:
+    """Samples of a phase whose length is given in epochs or tokens of its data.
+
+    Args:
+        part: the phase.
+        manifests: of its data sets.
+    """
     if part.epochs is not None:
-        return max(1, round(part.epochs * manifest.samples))
+        return max(1, round(part.epochs * manifests[0].samples))
     assert part.tokens is not None, part
-    return max(1, -(-part.tokens * manifest.samples // manifest.tokens))
+    if part.data.sources:
+        return max(1, math.ceil(part.tokens / mean_tokens(part.data, manifests)))
+    return max(1, -(-part.tokens * manifests[0].samples // manifests[0].tokens))
 
 
 def _counted(part: Part) -> Part:
-    storage = Storage(part.data.path)
-    if part.steps is not None or not storage.exists(MANIFEST):
+    data_sets = [Storage(place) for place in part.data.places.values()]
+    if part.steps is not None or not all(data_set.exists(MANIFEST) for data_set in data_sets):
         return part
     steps = steps_for(
-        samples_of(part, Manifest.read(storage)),
+        samples_of(part, list(map(Manifest.read, data_sets))),
         full=part.batch_size,
         warmup=part.batch_size_warmup,
     )

@@ -12,21 +12,9 @@ from elastrata.core.optimizer import OptimizerConfig
 from elastrata.core.schedule import ScheduleConfig
 from elastrata.core.sparsity.config import SparsityConfig
 from elastrata.recipe.alternatives import merged
+from elastrata.recipe.data import DataConfig
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation import PrepareConfig
-
-
-class DataConfig(Config):
-    """The data set to train on."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """Folder or URL of a prepared data set; `elastrata prepare` writes it."""
-    prepare: PrepareConfig | None = None
-    """How `elastrata prepare` makes it. Training does not need this part."""
-    window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
-    """Stripes shuffled together: more makes batches more random and reading costlier."""
-
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys that say how long a phase is: one of them."""
@@ -39,12 +27,12 @@ class PhaseKeys(Config):
     either: ClassVar = tuple((key,) for key in LENGTHS)
 
     data: DataConfig
-    """The data set that it trains on."""
+    """The data that it trains on."""
     steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """Optimizer steps; or give `epochs`, or `tokens`."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Length in passes over the data set, in place of `steps`, which are counted when the run
-    begins."""
+    begins. Not of a mixture, whose sources have their own."""
     tokens: Annotated[int, Field(gt=0, lt=2**62)] | None = None
     """Length in tokens, likewise: as many steps as have them by the mean length of a sample."""
     batch_size: Annotated[int, Field(gt=0, le=2**24)]
@@ -70,8 +58,9 @@ class PhaseKeys(Config):
             UserError: they depend on a data set that is not prepared yet.
         """
         if self.steps is None:
+            places = ", ".join(self.data.places.values())
             raise UserError(
-                f"{self.length}: how many steps that is depends on {self.data.path}, which is not "
+                f"{self.length}: how many steps that is depends on {places}, which is not "
                 "prepared yet; make it with `elastrata prepare`, or give steps"
             )
         return self.steps

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from elastrata.checkpoints.checkpoint import CheckpointConfig
+from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.config import Config
 from elastrata.core.average import AverageConfig
 from elastrata.core.clip import ClipConfig
@@ -43,6 +43,9 @@ def _read_workload(value: Any) -> Any:
             raise ValueError(str(error)) from error
         return known.model_validate(value)
     return value
+
+
+Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 
 
 class WorkersConfig(Config):
@@ -73,6 +76,16 @@ class WorkersConfig(Config):
     memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Most memory that `auto` counts on for a worker. Default: all that its GPU has; without one,
     an equal share of what its machine has to spare."""
+
+    speeds: Literal["equal", "measured"] | dict[str, Speed] = "equal"
+    """How fast workers are beside one another: the faster ones get more of every batch, which holds
+    the same samples. equal: all alike. measured: as they prove to be, again and again. A mapping
+    from nodes (host, address or id), node groups or devices (A100, CPU) to factors: 0.5 is half as
+    fast as those that are not named."""
+
+    exclude_slower_than: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leaves a node out, from the next resize or fault on, where a worker on it is slower than this
+    share of the others of its kind, as long as `min` workers have room elsewhere. Default: none."""
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:

@@ -10,6 +10,7 @@ from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.problems import sparsity_problems
 from elastrata.recipe.layout_rules import Problem, automatic_problems, layout_problems, over_group
+from elastrata.recipe.mixture_rules import mixture_problems
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import nearest
@@ -40,6 +41,7 @@ def _parts(recipe: Recipe) -> Iterator[Problem]:
             *_steps(part),
             *_batch_size_warmup(part, recipe),
             *_sizes(part, recipe),
+            *mixture_problems(part),
         ):
             yield (*place, *path), prefix + line
 
@@ -62,13 +64,14 @@ def _phases(recipe: Recipe) -> Iterator[Problem]:
                     f"phases.{number}.optimizer.{key}: {value}: expected {expected}, as in the "
                     "first phase: the optimizer's state goes on; only lr may change",
                 )
-        window = windows.setdefault(part.data.path, part.data.window_stripes)
-        if part.data.window_stripes != window:
-            yield (
-                ("phases", str(number), "data", "window_stripes"),
-                f"phases.{number}.data.window_stripes: {part.data.window_stripes}: expected "
-                f"{window}, as in an earlier phase, whose order this one goes on with",
-            )
+        for place in part.data.places.values():
+            window = windows.setdefault(place, part.data.window_stripes)
+            if part.data.window_stripes != window:
+                yield (
+                    ("phases", str(number), "data", "window_stripes"),
+                    f"phases.{number}.data.window_stripes: {part.data.window_stripes}: expected "
+                    f"{window}, as in an earlier phase, whose order this one goes on with",
+                )
 
 
 def _steps(part: PhaseKeys) -> Iterator[Problem]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -38,7 +40,13 @@ from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.memory import track
 from elastrata.rehearsal.samples import full, rank_steps, shortened
 from elastrata.rehearsal.session import rehearsal
-from elastrata.trainer.engine import DividedModel, divided_model, phase_masks, training_loop
+from elastrata.trainer.engine import (
+    DividedModel,
+    divided_model,
+    phase_masks,
+    training_loop,
+    weight_average,
+)
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 
@@ -132,13 +140,17 @@ def _steps(
         masks=masks,
     )
     with track(divided.model) as peak:
+        average = weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
-        next(run)
-        ledger.take()
-        next(run)
+        for _ in range(2):
+            ledger.take()
+            record, _ = next(run)
+            if average:
+                average.stepped(record.step)
         entries = ledger.take()
         run.close()
-    state = training_state(divided.model, optimizer) | (masks.state() if masks else {})
+    kept = [part.state() for part in (masks, average) if part]
+    state = reduce(or_, kept, training_state(divided.model, optimizer))
     return {
         "peak_bytes": peak.bytes,
         "memory": peak.by_kind,

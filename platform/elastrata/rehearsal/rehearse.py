@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from elastrata.core.workload import model_spec
@@ -17,7 +20,6 @@ from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.rehearsal.cuda import FakeDevice
 from elastrata.rehearsal.figures import GraphFigures, RankFigures
-from elastrata.rehearsal.forks import side_by_side
 from elastrata.rehearsal.graphs import rehearse_graphs
 from elastrata.rehearsal.process import Request
 from elastrata.rehearsal.rank import Task, rehearse_rank
@@ -127,3 +129,38 @@ def ranks(recipe: Recipe, world_size: int) -> list[int]:
     """The first rank; with a pipeline, that of its last stage, too."""
     stages = recipe.parallel.pipeline
     return [0] if stages == 1 else [0, world_size // stages * (stages - 1)]
+
+
+def side_by_side(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results, in order.
+
+    Raises:
+        RuntimeError: one of them raised, or its process died.
+    """
+    context = multiprocessing.get_context("fork")
+    begun = []
+    for call in calls:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(theirs, call))
+        process.start()
+        theirs.close()
+        begun.append((process, ours))
+    return [_result(process, answers) for process, answers in begun]
+
+
+def _answer(answers: Connection, call: Callable[[], Any]) -> None:
+    try:
+        answers.send((True, call()))
+    except BaseException:
+        answers.send((False, traceback.format_exc()))
+
+
+def _result(process: Any, answers: Connection) -> Any:
+    try:
+        done, value = answers.recv()
+    except EOFError:
+        done, value = False, "its process died"
+    process.join()
+    if not done:
+        raise RuntimeError(value)
+    return value

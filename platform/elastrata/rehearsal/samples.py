@@ -14,7 +14,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
-from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
+from elastrata_pipelines.virtual_ranks import deal_to_virtual
 
 _LARGEST_UINT16 = 2**16
 
@@ -52,7 +52,7 @@ def rank_steps(
             rows=_rows(batch[hand.rows], hand.rows, spec, rng),
             cuts=hand.cuts,
             imbalance=dealt.imbalance,
-            rounds=num_rounds(virtual, rank.dp_size) if virtual else 1,
+            rounds=dealt.rounds,
         )
 
 

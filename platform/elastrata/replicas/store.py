@@ -3,7 +3,7 @@ within seconds, or an OSError."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -15,6 +15,8 @@ CHUNK_BYTES = 16 * 2**20
 """Files travel in chunks of this size, so that no step of the way needs memory for a whole one."""
 PART = ".part"
 """Ends the name of a file that is not finished."""
+_STATES = 2
+"""The newest copy stays until the next one is complete."""
 
 Chunk = NDArray[np.uint8]
 
@@ -127,3 +129,20 @@ def answered(answer: Any, seconds: float) -> Any:
         raise kind(str(error.cause)) from None
     except ray.exceptions.RayError as error:
         raise OSError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from None
+
+
+def most_per_node(parts: Sequence[tuple[str, int]]) -> int:
+    """The most bytes that any store is to hold.
+
+    Args:
+        parts: of every writer its node and the bytes of its part. Every node that writes takes the
+            parts of its own writers, and of those of the node before it in the ring; where one
+            writes alone, another node may take them.
+    """
+    own: dict[str, int] = {}
+    for node, size in parts:
+        own[node] = own.get(node, 0) + size
+    ring = sorted(own)
+    if len(ring) == 1:
+        return _STATES * own[ring[0]]
+    return _STATES * max(own[node] + own[ring[place - 1]] for place, node in enumerate(ring))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from elastrata.run.comparison import digest_of
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
-from elastrata.run.inherited import Inherited, Span, by_data_set, inherited, span
+from elastrata.run.inherited import Inherited, Span, Taken, inherited, taken_by
 from elastrata.run.parent import Parent
 from elastrata.run.summary import PhaseSummary, read_summary
 from elastrata_pipelines.errors import UserError
@@ -100,31 +100,27 @@ def audit(run: Storage) -> Audit:
     begin = (origin.step, origin.samples) if origin else (0, 0)
     problems = [*found.problems, *recipe_problems(run, identity), *before.problems]
     problems += [*sequence_problems(entries, begin[0]), *position_problems(steps, begin)]
-    phases, states = read_summary(run).phases, list[DataCheck]()
-    if len(phases) != len(identity.data):
-        raise UserError(
-            f"{run.uri(RUN_FILE)}: data: {len(identity.data)} data sets, but the run's recipe has "
-            f"{len(phases)} phases"
-        )
-    num_checked, epochs = 0, list[float]()
-    for data_set, placed in by_data_set(steps, phases, identity).items():
-        try:
-            expected = _expectation(data_set, phases[identity.data.index(data_set)])
-        except _UnusableError as error:
-            states.append(error.check)
-            continue
-        checked = [step for step in placed if _is_within_reach(step, expected)]
+    phases = read_summary(run).phases
+    taken = taken_by(steps, phases, identity, run.uri(RUN_FILE))
+    expected, states = _expectations(taken)
+    known = [
+        (step, parts)
+        for step, parts in zip(steps, taken, strict=True)
+        if parts and all(_is_within_reach(part, expected.get(part.data_set)) for part in parts)
+    ]
+    problems += digest_problems(known, expected)
+    epochs = list[float]()
+    for data_set, samples in expected.items():
         earlier = before.spans.get(data_set.fingerprint, ())
-        problems += sample_problems(checked, expected, earlier)
-        num_checked += len(checked)
-        taken = sum(count for _, count in [*earlier, *map(span, checked)])
-        epochs.append(taken / expected.order.num_samples)
+        spans = [part.span for _, parts in known for part in parts if part.data_set == data_set]
+        problems += samples.partition_problems([*earlier, *spans])
+        epochs.append(sum(count for _, count in [*earlier, *spans]) / samples.order.num_samples)
     return Audit(
         run=run.uri(),
         steps=tuple(steps),
         attempts=tuple(attempts(entries)),
         data=states[0] if states else DataCheck(state="checked", text=""),
-        digests_checked=num_checked,
+        digests_checked=len(known),
         epochs=tuple(epochs),
         chain=found.history.chain.state,
         parent=identity.parent,
@@ -172,30 +168,32 @@ def position_problems(steps: Sequence[Entry], begin: Span = (0, 0)) -> list[str]
     return problems
 
 
-def sample_problems(
-    steps: Sequence[Entry], expected: Expectation, earlier: Sequence[Span] = ()
+def digest_problems(
+    steps: Iterable[tuple[Entry, Sequence[Taken]]], expected: Mapping[DataSet, Expectation]
 ) -> list[str]:
-    """One line for every step that saw other samples than it must, and for every epoch in which
-    a sample was seen twice, or not at all.
+    """One line for every step that saw other samples than it must.
 
     Args:
-        steps: with their `samples` counted from the first of the data set.
-        expected: of that data set.
-        earlier: spans of it that other runs took before.
+        steps: with what each took of which data sets.
+        expected: of each data set.
     """
     problems = []
-    for step in steps:
-        digest = expected.digest_of(*span(step))
+    for step, parts in steps:
+        sums = (expected[part.data_set].part_of_digest(*part.span, part.source) for part in parts)
+        digest = f"{sum(sums) % 2**64:016x}"
         if digest != step["digest"]:
             problems.append(
                 f"step {step['step']}: digest {step['digest']}, but the data set gives {digest}"
             )
-    return problems + expected.partition_problems([*earlier, *map(span, steps)])
+    return problems
 
 
-def _is_within_reach(step: Entry, expected: Expectation) -> bool:
-    """Whether there can be such a step; one that there cannot has been reported already."""
-    first, count = span(step)
+def _is_within_reach(part: Taken, expected: Expectation | None) -> bool:
+    """Whether there can be such a part of a step; one that there cannot has been reported
+    already."""
+    first, count = part.span
+    if expected is None:
+        return False
     return 0 <= first < _FURTHEST and 0 < count <= expected.order.num_samples
 
 
@@ -205,6 +203,20 @@ class _UnusableError(Exception):
     def __init__(self, check: DataCheck) -> None:
         super().__init__(check.text)
         self.check = check
+
+
+def _expectations(
+    taken: Iterable[Sequence[Taken]],
+) -> tuple[dict[DataSet, Expectation], list[DataCheck]]:
+    """What each data set that can be asked has at every position; and why others cannot."""
+    phases = {part.data_set: part.phase for parts in taken for part in parts}
+    expected, states = dict[DataSet, Expectation](), list[DataCheck]()
+    for data_set, phase in phases.items():
+        try:
+            expected[data_set] = _expectation(data_set, phase)
+        except _UnusableError as error:
+            states.append(error.check)
+    return expected, states
 
 
 def _expectation(data_set: DataSet, phase: PhaseSummary) -> Expectation:

@@ -1,13 +1,22 @@
-"""The choice of one of a run's checkpoints: the newest, the best, or that of a step."""
+"""The checkpoint of a run that a user has chosen: to make something of, or to go back to."""
 
 from __future__ import annotations
 
-from elastrata.checkpoints.commit import Commit, commits, markers
+from collections.abc import Callable
+from pathlib import Path
+
+from elastrata.checkpoints.commit import Commit, commits, markers, problems
 from elastrata.checkpoints.retention import best_commit
+from elastrata.run import history
+from elastrata.run.chain import foreign_parts
 from elastrata.run.evidence import contradictions
-from elastrata.run.history import read_lineage
+from elastrata.run.history import HistoryWriter, read_lineage
+from elastrata.run.parts import Part, PartName, part_names, read_part
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
+
+SET_ASIDE = "set_aside"
+"""The folder of the history for parts that do not belong to it."""
 
 
 def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
@@ -57,3 +66,78 @@ def _nearest(wanted: str, by_step: dict[str, Commit]) -> str:
         return nearest(wanted, [*by_step, "newest", "best"])
     step = min(map(int, by_step), key=lambda step: abs(step - int(wanted)))
     return f" (did you mean '{step}'?)"
+
+
+def find_commit(run: Storage, wanted: str) -> Commit:
+    """The checkpoint of a run that a user means.
+
+    Args:
+        run: its folder.
+        wanted: the name of the checkpoint's folder, or its step.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    checkpoints = run.sub("checkpoints")
+    saved = commits(checkpoints)
+    named = {commit.folder: commit for commit in saved}
+    named |= {str(commit.step): commit for commit in reversed(saved)}
+    if not named:
+        raise UserError(f"--from: {wanted}: {checkpoints.uri()} has no checkpoint")
+    if wanted not in named:
+        steps = ", ".join(map(str, sorted({commit.step for commit in saved})))
+        raise UserError(
+            f"--from: {wanted}: no such checkpoint{nearest(wanted, named)}; expected one of the "
+            f"steps {steps}, or the name of a folder in {checkpoints.uri()}"
+        )
+    if damaged := problems(checkpoints, named[wanted]):
+        raise UserError(f"--from: {checkpoints.uri(named[wanted].folder)}: {damaged[0]}")
+    return named[wanted]
+
+
+def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
+    """Makes the run go on from a checkpoint, and its history say so. Parts that cannot be read or
+    are not in the chain are set aside, in a folder of their own.
+
+    Args:
+        run: its folder; this process owns it.
+        commit: from `find_commit`.
+        warn: called with a line for each part that is set aside.
+
+    Raises:
+        UserError: storage does not take it.
+    """
+    storage = run.sub("history")
+    for name, why in _unfit(storage).items():
+        _set_aside(storage, str(name))
+        warn(f"{storage.uri(str(name))}: {why}; now in {storage.uri(SET_ASIDE)}")
+    saved = max(other.place[0] for other in commits(run.sub("checkpoints")))
+    number = max(history.next_attempt(storage), saved + 1)
+    writer = HistoryWriter(storage, number, warn, writer="d")
+    writer.add("returned", {"step": commit.step, "commit": commit.folder})
+    writer.flush()
+    if writer.unwritten()[1]:
+        raise UserError(f"{storage.uri()}: cannot be written")
+
+
+def _unfit(storage: Storage) -> dict[PartName, str]:
+    """The parts that cannot stay, with the reason."""
+    found: dict[PartName, str] = {}
+    parts: list[Part] = []
+    for name in part_names(storage):
+        try:
+            parts.append(read_part(storage, name))
+            history.entries_of(storage, parts[-1:])
+        except UserError as error:
+            found[name] = error.problems[0].removeprefix(f"{storage.uri(str(name))}: ")
+    return {**foreign_parts(parts), **found}
+
+
+def _set_aside(storage: Storage, name: str) -> None:
+    if not storage.is_local:
+        storage.write(storage.read(name), SET_ASIDE, name)
+        storage.delete(name)
+        return
+    target = Path(storage.path(SET_ASIDE, name))
+    target.parent.mkdir(exist_ok=True)
+    Path(storage.path(name)).rename(target)

@@ -49,6 +49,8 @@ class _Step(_Entry):
     flops: NotRequired[_Number]
     flops_of_zeros: NotRequired[_Number]
     skipped: NotRequired[bool | int]
+    slowest_rank: NotRequired[_Count | None]
+    time_imbalance: NotRequired[_Seconds | None]
 
 
 class _Evaluated(_Entry):
@@ -101,6 +103,17 @@ class _RanOut(_Entry):
     group: str
     choice: dict[str, int | str | bool]
     text: str
+
+
+class _Slowed(_Entry):
+    kind: Literal["slowed"]
+    step: _Count
+    rank: _Count
+    host: str
+    device: str
+    factor: _Seconds
+    since: _Count
+    is_over: bool
 
 
 class _Fault(_Entry):
@@ -164,6 +177,7 @@ _KNOWN: TypeAdapter[Any] = TypeAdapter(
         | _Substituted
         | _Fault
         | _RanOut
+        | _Slowed
         | _Launched
         | _Suggested
         | _Reported

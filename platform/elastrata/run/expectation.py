@@ -15,6 +15,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import FileEntry, Manifest, open_shard
 from elastrata_pipelines.hashing import U64, digest
 from elastrata_pipelines.order import Order
+from elastrata_pipelines.rows import mixed_ids
 from elastrata_pipelines.storage import Storage
 
 
@@ -28,7 +29,19 @@ class Expectation:
 
     def digest_of(self, first: int, count: int) -> str:
         """The digest of the samples at positions first .. first + count - 1, as records have it."""
-        return f"{digest(self.sample_ids[self._places(first, count)]):016x}"
+        return f"{self.part_of_digest(first, count):016x}"
+
+    def part_of_digest(self, first: int, count: int, source: int | None = None) -> int:
+        """The digest of the samples at positions first .. first + count - 1; digests of parts of a
+        step add up to its own.
+
+        Args:
+            first: position.
+            count: of samples.
+            source: their number in the step's mixture; None: it is none.
+        """
+        ids = self.sample_ids[self._places(first, count)]
+        return digest(ids if source is None else mixed_ids(source, ids))
 
     def partition_problems(self, batches: Sequence[tuple[int, int]]) -> list[str]:
         """One line for every epoch whose samples do not each occur once.

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from elastrata.checkpoints.commit import MARKER, Commit, problems
-from elastrata.checkpoints.model_tensors import ModelTensors
 from elastrata.checkpoints.training_state import load
 from elastrata.core.average import AVERAGE
 from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
@@ -141,10 +140,8 @@ def loadable(model: ExportedModel, scratch: Path) -> LoadableModel:
 
 
 def _state(run: Storage, commit: Commit, recipe: Recipe, weights: str) -> Mapping[str, Tensor]:
-    """The weights that are to be written; as they were trained they are read one by one."""
-    if weights == TRAINED:
-        return ModelTensors(run.sub("checkpoints"), commit)
-    if any(part.sparsity for part in recipe.parts):
+    """The weights that are to be written, read one by one."""
+    if weights != TRAINED and any(part.sparsity for part in recipe.parts):
         raise UserError(
             f"--weights: {weights}: expected {TRAINED}: a mean of sparse weights is zero only "
             "where all of them are"

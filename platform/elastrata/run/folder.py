@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
-from elastrata.run.fork_origin import ForkOrigin
-from elastrata.run.parent import Parent
+from elastrata.run.mixtures import Mixtures
+from elastrata.run.parent import ForkOrigin, Parent
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -58,12 +59,14 @@ class RunIdentity(Record):
 
     name: Text
     data: tuple[DataSet, ...]
-    """That of every phase."""
+    """That of every phase; of one with sources, theirs in order."""
     mlflow_run_id: Annotated[str, Field(max_length=10_000)] | None = None
     parent: Parent | None = None
     """The weights that it began with; None: drawn ones."""
     origin: ForkOrigin | None = None
     """The place in another run that it goes on from; None: it is no fork."""
+    mixtures: Mixtures | None = None
+    """How every phase mixes its sources; None: no phase has any."""
     recipe_sha256: str | None = None
     """The checksum of the recipe's file; None: written by an earlier version."""
     digest: str | None = None
@@ -78,6 +81,8 @@ class RunIdentity(Record):
             left_out["parent"] = True
         if self.origin is None:  # as earlier versions have it
             left_out["origin"] = True
+        if self.mixtures is None:  # likewise
+            left_out["mixtures"] = True
         content = self.model_dump(mode="json", exclude=left_out)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -208,7 +213,8 @@ def _is_endless(recipe: Recipe) -> bool:
     """Whether no step depends on how many come after it."""
     part = recipe.parts[0]
     constant = part.schedule.shape == "constant" and part.schedule.warmup_ratio is None
-    return not recipe.phases and constant and part.sparsity is None
+    steady = part.data.final_weights is None
+    return not recipe.phases and constant and steady and part.sparsity is None
 
 
 def _how_to_go_on(key: str, before: Recipe) -> str:
@@ -224,6 +230,7 @@ def _how_to_go_on(key: str, before: Recipe) -> str:
 def _may_change(key: str) -> bool:
     """Whether a run may be continued with another value under this path, in a phase or outside."""
     bare = re.sub(r"^phases\.\d+\.", "", key)
+    bare = re.sub(r"^data\.sources\.\d+\.path$", "data.path", bare)
     return any(bare == part or bare.startswith(f"{part}.") for part in MAY_CHANGE)
 
 
@@ -238,3 +245,54 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a run was started or last continued with, for going on in the same folder,
+    from whatever folder the command runs in.
+
+    Args:
+        run: its folder.
+        overrides: `dotted.path=value`, the value in YAML.
+
+    Raises:
+        UserError: there is no such run, its recipe is damaged, or a mistake in the overrides.
+    """
+    from elastrata.recipe.file import load_recipe
+
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
+    try:
+        text = run.read(RECIPE_FILE)
+    except FileNotFoundError:
+        raise UserError(f"{run.uri(RECIPE_FILE)}: missing") from None
+    places: dict[str, Any] = {"name": identity.name, "storage": run.uri().rpartition("/")[0]}
+    places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
+    written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+    with NamedTemporaryFile(suffix=".yaml") as copy:
+        copy.write(text)
+        copy.flush()
+        try:
+            return load_recipe(copy.name, [*written, *overrides])
+        except UserError as error:
+            named = (line.replace(copy.name, run.uri(RECIPE_FILE)) for line in error.problems)
+            raise UserError(*named) from None
+
+
+def _data_keys(run: Storage, identity: RunIdentity) -> Iterator[tuple[str, DataSet]]:
+    """Every data set with the key of the recipe that says where it is."""
+    recipe, left = read_values(run, RECIPE_FILE), iter(identity.data)
+    phases = recipe.get("phases") or [recipe]
+    for number, part in enumerate(phases):
+        prefix = f"phases.{number}." if recipe.get("phases") else ""
+        sources = number_of_sources(part)
+        keys = [f"sources.{source}.path" for source in range(sources)] or ["path"]
+        yield from ((f"{prefix}data.{key}", one) for key, one in zip(keys, left, strict=False))
+
+
+def number_of_sources(part: Mapping[str, Any]) -> int:
+    """Sources of a phase, as its recipe has it; 0 where it has one data set."""
+    data = part.get("data")
+    sources = data.get("sources") if isinstance(data, Mapping) else None
+    return len(sources) if isinstance(sources, list) else 0

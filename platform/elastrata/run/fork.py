@@ -22,10 +22,11 @@ from elastrata.checkpoints.commit import (
 )
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import DataSet, RunIdentity, write_identity
-from elastrata.run.fork_origin import ForkOrigin
 from elastrata.run.history import HistoryWriter
 from elastrata.run.inherited import FORKED
+from elastrata.run.mixtures import Mixtures
 from elastrata.run.ownership import owner_is_alive
+from elastrata.run.parent import ForkOrigin
 from elastrata.run.succession import head, restore_history, without_history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -50,6 +51,8 @@ class Fork:
     """As `ForkOrigin` has them."""
     fresh_optimizer: bool
     """Whether the optimizer's state stays behind."""
+    mixtures: Mixtures | None = None
+    """As `RunIdentity` has them."""
 
     @property
     def origin(self) -> ForkOrigin:
@@ -85,7 +88,9 @@ def begin_fork(fork: Fork) -> None:
         writer.flush()
         write_identity(
             fork.run,
-            RunIdentity(name=_name(fork.run), data=fork.data, origin=origin),
+            RunIdentity(
+                name=_name(fork.run), data=fork.data, origin=origin, mixtures=fork.mixtures
+            ),
             fork.recipe,
         )
     except OSError as error:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from elastrata.run import history
-from elastrata.run.folder import DataSet, RunIdentity, read_identity
-from elastrata.run.fork_origin import ForkOrigin
+from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity
+from elastrata.run.mixtures import mixtures_of
+from elastrata.run.parent import ForkOrigin
 from elastrata.run.parts import Link, PartName, part_names, read_part
 from elastrata.run.summary import PhaseSummary, read_summary
-from elastrata_pipelines.phase import placements
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.mixture import Mixture
+from elastrata_pipelines.phase import placements, positions_after
 from elastrata_pipelines.storage import Storage
 
 Entry = Mapping[str, Any]
 Span = tuple[int, int]
 """First position in a data set and number of samples of a step."""
+_FURTHEST = 2**62
+"""No position is beyond: arithmetic on positions is done in 64 bits."""
 FORKED = "forked"
 """The entry of a fork's history that names its parent, and the parent's history by then."""
 
@@ -70,20 +75,114 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
     )
 
 
-def by_data_set(
-    steps: Sequence[Entry], phases: Sequence[PhaseSummary], identity: RunIdentity
-) -> dict[DataSet, list[Entry]]:
-    """The steps of the phases on each data set, their samples counted from the first of it."""
-    data, origin = identity.data, identity.origin
-    placed: dict[DataSet, list[Entry]] = {data_set: [] for data_set in data}
-    known = origin.placed({one: one.fingerprint for one in data}) if origin else None
-    places = list(placements([phase.size for phase in phases], data, known))
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Samples that a step took of a data set, in the order of that one."""
+
+    data_set: DataSet
+    source: int | None
+    """Its number in the step's mixture; None: the step has this data set alone."""
+    span: Span
+    phase: PhaseSummary
+    """That of the step."""
+
+
+def taken_by(
+    steps: Sequence[Entry], phases: Sequence[PhaseSummary], identity: RunIdentity, where: str
+) -> list[list[Taken]]:
+    """What each step took of each data set.
+
+    Args:
+        steps: of a run.
+        phases: of its recipe.
+        identity: its own.
+        where: what to call it.
+
+    Raises:
+        UserError: its data sets or mixtures are not those of so many phases.
+    """
+    data, mixtures = _by_phase(phases, identity, where)
+    sizes = [
+        replace(phase.size, mixture=mixture)
+        for phase, mixture in zip(phases, mixtures, strict=True)
+    ]
+    known = identity.origin
+    origin = known.placed({one: one.fingerprint for one in identity.data}) if known else None
+    places = list(placements(sizes, data, origin))
+    taken = []
     for step in steps:
         reached = [n for n, place in enumerate(places) if place.first_step < step["step"]]
         number = reached[-1] if reached else 0
-        shift = places[number].first_sample - places[number].first_position
-        placed[data[number]].append({**step, "samples": step["samples"] - shift})
-    return placed
+        first, count = span(step)
+        first += places[number].first_position - places[number].first_sample
+        spans = _spans_of(mixtures[number], places[number].firsts, (first, count))
+        taken.append(
+            [
+                Taken(data_set=data_set, source=source, span=one, phase=phases[number])
+                for data_set, (source, one) in zip(data[number], spans, strict=True)
+                if source is None or one[1]
+            ]
+        )
+    return taken
+
+
+def taken_after(
+    step: int, phases: Sequence[PhaseSummary], identity: RunIdentity, run: Storage
+) -> tuple[dict[str, PhaseSummary], dict[str, int]]:
+    """By the fingerprint of each data set of a run, the last phase that has it, and the samples
+    taken of it after so many steps.
+
+    Raises:
+        UserError: as `taken_by`.
+    """
+    data, mixtures = _by_phase(phases, identity, run.uri(RUN_FILE))
+    keys = [[one.fingerprint for one in sets] for sets in data]
+    sizes = [
+        replace(phase.size, mixture=mixture)
+        for phase, mixture in zip(phases, mixtures, strict=True)
+    ]
+    origin = identity.origin
+    place = origin.placed({key: key for one in keys for key in one}) if origin else None
+    last = {key: phase for one, phase in zip(keys, phases, strict=True) for key in one}
+    return last, positions_after(step, sizes, keys, place)
+
+
+def _by_phase(
+    phases: Sequence[PhaseSummary], identity: RunIdentity, where: str
+) -> tuple[list[list[DataSet]], Sequence[Mixture | None]]:
+    """The data sets and the mixture of each phase."""
+    expected = sum(phase.num_data_sets for phase in phases)
+    if len(identity.data) != expected:
+        raise UserError(
+            f"{where}: data: {len(identity.data)} data sets, but the run's recipe has "
+            f"{expected} in {len(phases)} phases"
+        )
+    left = iter(identity.data)
+    data = [[next(left) for _ in range(phase.num_data_sets)] for phase in phases]
+    try:
+        mixtures = mixtures_of(identity.mixtures, len(phases))
+    except ValueError as error:
+        raise UserError(f"{where}: mixtures: {error}") from None
+    for number, (mixture, sets) in enumerate(zip(mixtures, data, strict=True)):
+        if (mixture.num_sources if mixture else 1) != len(sets):
+            raise UserError(f"{where}: mixtures.{number}: expected shares of {len(sets)} sources")
+    return data, mixtures
+
+
+def _spans_of(
+    mixture: Mixture | None, firsts: Sequence[int], taken: Span
+) -> list[tuple[int | None, Span]]:
+    """The samples of each source in a span of a phase."""
+    if mixture is None:
+        return [(None, taken)]
+    first, count = taken
+    if not 0 <= first < first + count < _FURTHEST:  # has been reported already
+        return [(number, (0, 0)) for number in range(mixture.num_sources)]
+    before, after = mixture.counts(first), mixture.counts(first + count)
+    return [
+        (number, (begin + one, end - one))
+        for number, (begin, one, end) in enumerate(zip(firsts, before, after, strict=True))
+    ]
 
 
 def span(step: Entry) -> Span:
@@ -100,9 +199,11 @@ def _spans(
 ) -> dict[str, list[Span]]:
     """The spans of a parent, after those of its own."""
     spans = {key: list(found) for key, found in before.spans.items() if key in origin.positions}
-    for data_set, placed in by_data_set(steps, read_summary(parent).phases, identity).items():
-        if data_set.fingerprint in origin.positions:
-            spans.setdefault(data_set.fingerprint, []).extend(map(span, placed))
+    phases, where = read_summary(parent).phases, parent.uri(RUN_FILE)
+    for taken in taken_by(steps, phases, identity, where):
+        for one in taken:
+            if one.data_set.fingerprint in origin.positions:
+                spans.setdefault(one.data_set.fingerprint, []).append(one.span)
     return spans
 
 

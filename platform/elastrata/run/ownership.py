@@ -19,9 +19,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from elastrata.run.process import Process, lives
-from elastrata.run.process import here as _here
-from elastrata.run.process import stat as _stat
+from elastrata.run.process import Process, this_process
 from elastrata_pipelines.checked_json import UnreadableError, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -89,6 +87,11 @@ class Owner(BaseModel):
         if self.boot_id is None or self.pid_namespace is None or self.process_start is None:
             return None
         return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start)
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether the process exists; None where this one cannot see that."""
+        return self.process.lives() if self.process else None
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -225,8 +228,7 @@ def owner_is_alive(run: Storage) -> bool | None:
     owner = read_owner(run)
     if owner is None or owner.released:
         return False
-    seen = _is_running(owner)
-    if seen is not None:
+    if (seen := owner.lives) is not None:
         return seen
     return abs(time.time() - owner.time) <= FRESH_BEATS * owner.beat_seconds or None
 
@@ -237,7 +239,7 @@ def _refuse_beside(run: Storage, owner: Owner, warn: Callable[[str], None]) -> N
     Raises:
         UserError: it lives.
     """
-    lives = _is_running(owner)
+    lives = owner.lives
     if lives is None:
         seconds = WATCHED_BEATS * owner.beat_seconds
         warn(f"{run.uri()}: driven by {owner}; watching for {seconds:g} s whether that one lives")
@@ -287,24 +289,15 @@ def _told(run: Storage, what: str) -> Iterator[None]:
 
 
 def _this_process(beat_seconds: float) -> Owner:
-    now, stat = time.time(), _stat(os.getpid())
-    boot_id, pid_namespace = _here()
+    now, process = time.time(), this_process()
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        boot_id=boot_id,
-        pid_namespace=pid_namespace,
+        boot_id=process.boot_id if process else None,
+        pid_namespace=process.pid_namespace if process else None,
         pid=os.getpid(),
-        process_start=stat[1] if stat else None,
+        process_start=process.start if process else None,
         since=now,
         beat_seconds=beat_seconds,
         time=now,
     )
-
-
-def _is_running(owner: Owner) -> bool | None:
-    """Whether the owner's process exists; None where this process cannot see that."""
-    here = _here()
-    if None in here or (owner.boot_id, owner.pid_namespace) != here:
-        return None
-    return lives(owner.pid, owner.process_start)

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from elastrata.run import history
+from elastrata.tracking.mixture_plots import share_curves, source_losses
 from elastrata.tracking.plots import flops_curves, length_strata, loss_curve, sparsity_curves
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
@@ -15,11 +16,13 @@ from elastrata_pipelines.storage import Storage
 FOLDER = "plots"
 LOSS_CURVE, LENGTH_STRATA = "loss-curve.png", "length-strata.png"
 SPARSITY, FLOPS = "sparsity.png", "flops.png"
+SHARES, SOURCE_LOSSES = "source-shares.png", "source-losses.png"
 
 
 def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tracker) -> None:
-    """Draws the loss curve and the length strata, and of a run with weights at zero their share and
-    the FLOPs; writes them to `plots/` of the run and to MLflow.
+    """Draws the loss curve and the length strata, of a run with weights at zero their share and the
+    FLOPs, and of one with sources their shares and losses; writes them to `plots/` of the run and
+    to MLflow.
 
     Args:
         run: the run's folder; its history holds a step at least.
@@ -33,6 +36,9 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
         if any(step.get("flops_of_zeros") for step in steps):
             sparsity_curves(steps, Path(scratch) / SPARSITY)
             flops_curves(steps, Path(scratch) / FLOPS)
+        if any(step.get("batch_tokens_by_source") for step in steps):
+            share_curves(steps, Path(scratch) / SHARES)
+            source_losses(steps, Path(scratch) / SOURCE_LOSSES)
         length_strata(length_histogram, Path(scratch) / LENGTH_STRATA)
         for path in sorted(Path(scratch).iterdir()):
             data = path.read_bytes()

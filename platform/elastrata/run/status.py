@@ -14,6 +14,7 @@ from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
 from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
+from elastrata.run.slow_ranks import SlowRank, TimeBalance, slow_ranks, time_balance
 from elastrata.run.state import (
     Driver,
     State,
@@ -86,6 +87,10 @@ class Status:
     world_sizes: tuple[WorldSize, ...]
     faults: tuple[Fault, ...]
     recoveries: tuple[Recovery, ...]
+    slow_ranks: tuple[SlowRank, ...]
+    """Of the newest group, those that are slower than the others of their kind."""
+    time_balance: TimeBalance | None
+    """Of the newest steps; None where ranks were not measured, or there is one."""
     seconds_in_all: float
     """From the first start to the last sign of life, less the time when the run had ended."""
     seconds_lost: float
@@ -180,6 +185,8 @@ def summary(
         world_sizes=_world_sizes(entries),
         faults=_faults(entries),
         recoveries=tuple(recovered),
+        slow_ranks=slow_ranks(entries),
+        time_balance=time_balance(steps),
         seconds_in_all=seconds,
         seconds_lost=lost,
         share_lost=lost / seconds if seconds else 0.0,

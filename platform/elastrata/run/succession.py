@@ -12,6 +12,7 @@ from elastrata.checkpoints.commit import Commit, folders
 from elastrata.run import history
 from elastrata.run.history import HistoryWriter, restore_part
 from elastrata.run.parts import Link, PartName
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 _PART, _LINES, _HEAD = "history_part", "history_lines", "history_head"
@@ -33,8 +34,16 @@ def take_over(run: Storage, commit: Commit | None) -> int:
     storage = run.sub("history")
     if commit:
         restore_history(storage, commit)
-    saved = max((folder.attempt for folder in folders(run.sub("checkpoints"))), default=0)
-    return max(history.next_attempt(storage), saved + 1)
+    return max(history.next_attempt(storage), _last_saved(run.sub("checkpoints")) + 1)
+
+
+def _last_saved(checkpoints: Storage) -> int:
+    """The last attempt that has saved; 0 for none, or where the folder is none any more: then the
+    run goes on from memory, and its history knows the attempts."""
+    try:
+        return max((folder.attempt for folder in folders(checkpoints)), default=0)
+    except UserError:
+        return 0
 
 
 def unwritten(writer: HistoryWriter) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastrata.core.target import TargetConfig
-from elastrata.run.folder import RECIPE_FILE, read_values
+from elastrata.run.folder import RECIPE_FILE, number_of_sources, read_values
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.phase import PhaseSize
@@ -26,6 +26,8 @@ class PhaseSummary:
     size: PhaseSize
     seed: int
     window_stripes: int
+    num_data_sets: int = 1
+    """Its sources, where it has any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
         ),
         seed=_number({"seed": seed}, "seed", -_MOST),
         window_stripes=_number(part["data"], "window_stripes", 1),
+        num_data_sets=number_of_sources(part) or 1,
     )
 
 

@@ -4,12 +4,13 @@ over several checkpoints."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, commits, problems
-from elastrata.checkpoints.training_state import MODEL, load_full_model_state, part_is_saved
+from elastrata.checkpoints.model_tensors import ModelTensors
 from elastrata.core.average import AVERAGE
 from elastrata.run.history import read_lineage
 from elastrata_pipelines.errors import UserError, nearest
@@ -20,8 +21,8 @@ _KINDS = (TRAINED, AVERAGE, "mean:5")
 _MEAN = re.compile(r"mean:([1-9]\d{0,3})")
 
 
-def read_weights(run: Storage, commit: Commit, wanted: str) -> dict[str, Tensor]:
-    """The whole model of a checkpoint as plain tensors in main memory.
+def read_weights(run: Storage, commit: Commit, wanted: str) -> Mapping[str, Tensor]:
+    """The model of a checkpoint as plain tensors, each read, or averaged, when it is asked for.
 
     Args:
         run: the run's folder.
@@ -34,11 +35,12 @@ def read_weights(run: Storage, commit: Commit, wanted: str) -> dict[str, Tensor]
     """
     checkpoints = run.sub("checkpoints")
     if wanted == TRAINED:
-        return load_full_model_state(checkpoints, commit)
+        return ModelTensors(checkpoints, commit)
     if wanted == AVERAGE:
         return _average(checkpoints, commit)
     if mean := _MEAN.fullmatch(wanted):
-        return _mean(checkpoints, last_commits(run, commit, int(mean[1])))
+        saved = last_commits(run, commit, int(mean[1]))
+        return _Mean([ModelTensors(checkpoints, one) for one in saved])
     raise UserError(
         f"--weights: {wanted}: expected trained, average, or the mean of some checkpoints, such as "
         f"mean:5{nearest(wanted, _KINDS)}"
@@ -70,23 +72,57 @@ def last_commits(run: Storage, commit: Commit, count: int) -> list[Commit]:
     return found[:count]
 
 
-def _average(checkpoints: Storage, commit: Commit) -> dict[str, Tensor]:
-    if not part_is_saved(checkpoints, commit, AVERAGE):
+def _average(checkpoints: Storage, commit: Commit) -> Mapping[str, Tensor]:
+    averages = ModelTensors(checkpoints, commit, AVERAGE)
+    if not averages:
         raise UserError(
             f"--weights: {AVERAGE}: checkpoint {checkpoints.uri(commit.folder)} has none: expected "
             "a run whose recipe has the section average"
         )
-    averages = load_full_model_state(checkpoints, commit, AVERAGE)
-    return {**load_full_model_state(checkpoints, commit, MODEL), **averages}
+    return _Averaged(averages, ModelTensors(checkpoints, commit))
 
 
-def _mean(checkpoints: Storage, saved: Sequence[Commit]) -> dict[str, Tensor]:
-    """The mean of all floating-point tensors, added up in fp64; the rest as in the first."""
-    newest = load_full_model_state(checkpoints, saved[0])
-    sums = {name: value.double() for name, value in newest.items() if value.is_floating_point()}
-    for commit in saved[1:]:
-        other = load_full_model_state(checkpoints, commit)
-        for name, total in sums.items():
-            total += other[name]
-    means = {name: (total / len(saved)).to(newest[name].dtype) for name, total in sums.items()}
-    return {**newest, **means}
+class _Averaged(Mapping[str, Tensor]):
+    """The averages of a model's tensors; of those that have none, the tensors themselves."""
+
+    def __init__(self, averages: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+        self._averages, self._model = averages, model
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        return (self._averages if name in self._averages else self._model)[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._model)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._model)
+
+
+class _Mean(Mapping[str, Tensor]):
+    """The mean of each floating-point tensor of some models, added up in fp64; the rest as in the
+    first."""
+
+    def __init__(self, models: Sequence[Mapping[str, Tensor]]) -> None:
+        self._models = models
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        first, *others = self._models
+        newest = first[name]
+        if not newest.is_floating_point():
+            return newest
+        total = newest.double()
+        for model in others:
+            total += model[name]
+        return (total / len(self._models)).to(newest.dtype)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models[0])
+
+    @override
+    def __len__(self) -> int:
+        return len(self._models[0])

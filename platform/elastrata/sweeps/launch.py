@@ -136,7 +136,7 @@ def _missing_data(recipe: Recipe) -> dict[str, PrepareConfig]:
     Raises:
         UserError: one is not there, and the recipe does not say how to make it.
     """
-    missing = {part.data.path for part in recipe.parts}
+    missing = {place for part in recipe.parts for place in part.data.places.values()}
     missing = {path for path in missing if Manifest.find(Storage(path)) is None}
     if not missing:
         return {}
@@ -157,10 +157,6 @@ def _trial_tokens(recipe: Recipe) -> int:
         )
     return sum(
         samples_in(phase.steps, full=phase.batch_size, warmup=phase.warmup)
-        * _mean_length(phase.batches.manifest)
+        * max(1, int(phase.batches.tokens_per_sample))
         for phase in data.phases
     )
-
-
-def _mean_length(manifest: Manifest) -> int:
-    return max(1, manifest.tokens // manifest.samples)

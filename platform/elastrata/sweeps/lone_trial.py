@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from threading import Condition
 
 import torch
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.core.control_signal import Action
+from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.device import current_device
-from elastrata.core.events import Evaluated, Started
+from elastrata.core.events import Committed, Evaluated, Event, Started
 from elastrata.core.mesh import data_rank
 from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
@@ -23,7 +24,6 @@ from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import RunIdentity, read_identity, write_identity
 from elastrata.run.succession import take_over
-from elastrata.sweeps.lone_channel import LoneChannel
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.standings import Report
 from elastrata.trainer.attempt import attempt
@@ -42,6 +42,39 @@ from elastrata_pipelines.storage import Storage
 _GROUP_TOKENS = 2**20
 """Tokens read and dealt at once: few, as a trial may end soon."""
 _SECONDS_TO_SAVE = 600.0
+
+
+class LoneChannel:
+    """A channel that remembers which checkpoints are complete."""
+
+    def __init__(self) -> None:
+        self._folders: dict[int, str] = {}
+        self._changed = Condition()
+
+    def send(self, event: Event) -> None:
+        """Takes an event."""
+        if isinstance(event, Committed):
+            with self._changed:
+                self._folders[event.step] = event.uri.rpartition("/")[2]
+                self._changed.notify_all()
+
+    def look(self) -> ControlSignal | None:
+        """Nobody asks for anything."""
+        return None
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def committed(self, step: int, seconds: float) -> str:
+        """The folder of the commit of that step; waits for it.
+
+        Raises:
+            TimeoutError: it is not complete within so many seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: step in self._folders, seconds):
+                raise TimeoutError(f"the checkpoint of step {step} was not saved")
+            return self._folders[step]
 
 
 class LoneTrial:
@@ -71,7 +104,7 @@ class LoneTrial:
         self.recipe, self.run = recipe, run
         identity = read_identity(run)
         fork_origin = identity.origin if identity else None
-        data = training_data(recipe).after(fork_origin)
+        data = training_data(recipe, fork_origin)
         _check_held_out(data)
         self._phases = data.phases
         parent = find_parent(run, recipe, data, _nothing)
@@ -89,12 +122,23 @@ class LoneTrial:
             self._trainer.begin(parent)
         self.start = start_after(self._commit)
         self._held_out = HeldOut(
-            data.phases, data.held_out, recipe.evaluation, data_rank(0, 1, 1), self.start.step
+            data.phases,
+            data.held_out,
+            recipe.evaluation,
+            data_rank(0, 1, 1),
+            self.start.step,
+            has_parent=parent is not None,
         )
         self._channel = LoneChannel()
         self._record: StepRecord | None = None
         name = run.url.rpartition("/")[2]
-        own = RunIdentity(name=name, data=data.data_sets, parent=parent, origin=fork_origin)
+        own = RunIdentity(
+            name=name,
+            data=data.data_sets,
+            parent=parent,
+            origin=fork_origin,
+            mixtures=data.mixtures,
+        )
         write_identity(run, own, recipe)
         number = take_over(run, self._commit if origin is None else None)
         self._past = Past.of(run, _refuse, self.start.step) if origin is None else Past([], [])

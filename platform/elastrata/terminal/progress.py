@@ -20,7 +20,9 @@ from elastrata.core.events import (
     Event,
     Halted,
     Lost,
+    Paced,
     RanOut,
+    Slowed,
     Started,
     Substituted,
     Warned,
@@ -28,11 +30,14 @@ from elastrata.core.events import (
 from elastrata.core.record import StepRecord
 from elastrata.terminal.live_view import ShownLive
 from elastrata.terminal.stage_progress import counted, quantity
+from elastrata_pipelines.speeds import FULL_SPEED
 
 if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
 
 _LINE_SECONDS = 5.0
+_MOST_SPEEDS = 8
+"""Speeds that are shown."""
 _VIEW_SECONDS = 0.25
 _ETA_STEPS = 50
 _WARN_STEPS = 5
@@ -142,6 +147,7 @@ class Progress(ShownLive):
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:7.4f}",
+            *(f"{name} {loss:.3f}" for name, loss in _top_three(record)),
             f"lr {record.lr:.2e}",
             f"grad {record.gradient_norm:6.3f}",
             f"{quantity(record.tokens_per_second)} tokens/s",
@@ -157,11 +163,16 @@ class Progress(ShownLive):
         return "  ".join([*parts, f"ETA {_duration(self._left)}"])
 
 
+def _top_three(record: StepRecord) -> list[tuple[str, float]]:
+    """The losses of the sources that the step had most tokens of."""
+    return list(record.losses_by_source.items())[:3]
+
+
 def phase_lines(recipe: Recipe) -> dict[int, str]:
     """By the first step of each phase a line about it."""
     first = accumulate((phase.num_steps for phase in recipe.phases), initial=1)
     return {
-        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.path}"
+        step: f"phase {number} of {len(recipe.phases)}: {phase.name or phase.data.title}"
         for number, (step, phase) in enumerate(zip(first, recipe.phases, strict=False), start=1)
     }
 
@@ -197,6 +208,12 @@ def _line(event: Event, step: int) -> str | None:
             return f"{event.text}; smaller ones from now on"
         case Warned():
             return f"warning: {event.text}"
+        case Slowed():
+            return f"note: {event.text}" if event.is_over else f"warning: {event.text}"
+        case Paced():
+            speeds = ", ".join(f"{speed / FULL_SPEED:.2f}" for speed in event.speeds[:_MOST_SPEEDS])
+            more = ", ..." if len(event.speeds) > _MOST_SPEEDS else ""
+            return f"after step {event.step}: dealt by other speeds soon: {speeds}{more}"
         case _:
             return None
 

@@ -32,7 +32,7 @@ _INCHES, _DOTS_PER_INCH = (8.0, 4.5), 160
 
 def loss_curve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws `loss_figure` into a PNG file."""
-    _save(loss_figure(records), path)
+    save(loss_figure(records), path)
 
 
 def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
@@ -41,13 +41,13 @@ def loss_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     Args:
         records: a value per step with `step` and `loss` (training) or `eval_loss` (held-out).
     """
-    figure, axes = _canvas("Loss", "optimizer step", "loss (nats)")
+    figure, axes = canvas("Loss", "optimizer step", "loss (nats)")
     steps = np.array([record["step"] for record in records if "loss" in record])
     losses = np.array([record["loss"] for record in records if "loss" in record], dtype=float)
     axes.plot(steps, losses, color=_RAW, linewidth=1, label="training, each step")
     if len(steps) >= 20:
         window = max(5, len(steps) // 50)
-        axes.plot(steps, _smoothed(losses, window), color=_SMOOTH, linewidth=2,
+        axes.plot(steps, smoothed(losses, window), color=_SMOOTH, linewidth=2,
                   label=f"training, mean of {window} steps")  # fmt: skip
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     if held_out:
@@ -69,7 +69,7 @@ def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
         steps: records with `step` and, where it changed, `layer_sparsity`.
         path: PNG file to write.
     """
-    figure, axes = _canvas("Weights at zero", "optimizer step", "share of a layer's weights (%)")
+    figure, axes = canvas("Weights at zero", "optimizer step", "share of a layer's weights (%)")
     shares: list[tuple[float, float, float]] = []
     for record in steps:
         is_sparse = record.get("flops_of_zeros", 0) > 0
@@ -84,7 +84,7 @@ def sparsity_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.step(places, mean, where="mid", color=_SMOOTH, linewidth=2, label="mean over the layers")
     axes.set_ylim(-2, 102)
     axes.legend(frameon=False, labelcolor=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -98,7 +98,7 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     total = sum(float(record["flops"]) for record in steps)
     power = 3 * int(math.log10(max(1.0, total)) // 3)
     unit = f"FLOPs so far ($10^{{{power}}}$)"
-    figure, axes = _canvas("FLOPs, forward and backward", "optimizer step", unit)
+    figure, axes = canvas("FLOPs, forward and backward", "optimizer step", unit)
     dense = np.cumsum([float(record["flops"]) / 10**power for record in steps])
     zeros = np.cumsum([record.get("flops_of_zeros", 0) / 10**power for record in steps])
     axes.plot(places, dense, color=QUIET, linewidth=2, label="dense")
@@ -107,7 +107,7 @@ def flops_curves(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
                   (places[-1], (dense - zeros)[-1]), xytext=(0, -60), ha="right",
                   textcoords="offset points", color=_SMOOTH, fontweight="bold")  # fmt: skip
     axes.legend(frameon=False, labelcolor=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def length_strata(histogram: Sequence[int], path: Path) -> None:
@@ -121,7 +121,7 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
     tokens = counts * np.arange(len(counts))
     num_samples, num_tokens = int(counts.sum()), int(tokens.sum())
     title = f"Lengths of {num_samples:,} samples, {num_tokens:,} tokens"
-    figure, axes = _canvas(title, "tokens in a sample", "samples")
+    figure, axes = canvas(title, "tokens in a sample", "samples")
     middle = np.cumsum(tokens) - tokens / 2
     strata = np.minimum(_STRATA - 1, middle * _STRATA // max(1, num_tokens)).astype(int)
     _draw_bars(axes, counts, strata)
@@ -132,7 +132,7 @@ def length_strata(histogram: Sequence[int], path: Path) -> None:
     axes.text(0.0, -0.2, f"Colours: {_STRATA} length strata of equally many tokens.",
               transform=axes.transAxes, color=QUIET, fontsize=9)  # fmt: skip
     axes.set_xlim(0, len(counts))
-    _save(figure, path)
+    save(figure, path)
 
 
 def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
@@ -148,7 +148,7 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
     from matplotlib import colormaps
 
     title = "Work of the slowest worker, above the mean"
-    figure, axes = _canvas(title, "workers", "above the mean (%)")
+    figure, axes = canvas(title, "workers", "above the mean (%)")
     colors = colormaps["viridis"](np.linspace(0.05, 0.9, max(1, len(curves) - 1)))
     for number, (name, curve) in enumerate(curves.items()):
         sizes = sorted(size for size in curve if size > 1)
@@ -158,7 +158,7 @@ def imbalance_curves(curves: Mapping[str, Mapping[int, float]], path: Path) -> N
                   color=colors[number - 1] if number else _HELD_OUT)  # fmt: skip
     _logarithmic(axes, sorted({size for curve in curves.values() for size in curve} - {1}))
     axes.legend(frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
+    save(figure, path)
 
 
 def layout_cloud(
@@ -177,7 +177,7 @@ def layout_cloud(
     """
     from matplotlib import colormaps
 
-    figure, axes = _canvas("Layouts that fit", "GiB on the fullest device", "tokens/s")
+    figure, axes = canvas("Layouts that fit", "GiB on the fullest device", "tokens/s")
     clouds = []
     stages = sorted({stage for _, _, stage in layouts})
     for number, stage in enumerate(stages):
@@ -198,7 +198,7 @@ def layout_cloud(
                 bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     figure.legend(handles=handles, frameon=False, labelcolor=INK, loc="outside lower left",
                   fontsize=9)  # fmt: skip
-    _save(figure, path)
+    save(figure, path)
 
 
 def workers_over_time(sizes: Sequence[tuple[float, int]], seconds: float, path: Path) -> None:
@@ -209,14 +209,14 @@ def workers_over_time(sizes: Sequence[tuple[float, int]], seconds: float, path: 
         seconds: when the run ended.
         path: PNG file to write.
     """
-    figure, axes = _canvas("Workers", "hours", "workers that compute")
+    figure, axes = canvas("Workers", "hours", "workers that compute")
     hours = [since / 3600 for since, _ in sizes] + [seconds / 3600]
     counts = [size for _, size in sizes]
     axes.step(hours, [*counts, counts[-1]] if counts else [0], where="post", color=_SMOOTH,
               linewidth=1)  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.margins(x=0.02)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _logarithmic(axes: Axes, sizes: Sequence[int]) -> None:
@@ -257,7 +257,7 @@ def _draw_bars(axes: Axes, counts: Ints, strata: Ints) -> None:
                       color=INK)  # fmt: skip
 
 
-def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """An empty plot in the house style, without a display and without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -281,13 +281,14 @@ def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
+def smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
     """The mean of the last `window` values at every place; of fewer at the start."""
     sums = np.cumsum(values)
     sums[window:] = sums[window:] - sums[:-window]
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture into a PNG file, whose folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -124,6 +124,23 @@ def quiet_client(uri: str) -> Any:
 
 
 @contextmanager
+def opened(uri: str) -> Iterator[Any]:
+    """A client of a store, for the time of its block.
+
+    Raises:
+        UserError: the store cannot be reached or written.
+    """
+    check_reachable(uri)
+    client = quiet_client(uri)
+    try:
+        yield client
+    except UserError:
+        raise
+    except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
+        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {_reason(error)}") from error
+
+
+@contextmanager
 def alone(uri: str) -> Iterator[None]:
     """Lets one process at a time make a SQLite store: several at once leave a broken one."""
     path = sqlite_path(uri)
@@ -149,10 +166,13 @@ def check_store(uri: str) -> None:
     except UserError:
         raise
     except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
-        reason = str(error).strip().splitlines()[0][:300]
         raise UserError(
-            f"tracking.uri: {shown(uri)}: no MLflow answers there ({reason})"
+            f"tracking.uri: {shown(uri)}: no MLflow answers there ({_reason(error)})"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]
 
 
 def experiment_of(client: Any, name: str, uri: str) -> str:
@@ -161,9 +181,10 @@ def experiment_of(client: Any, name: str, uri: str) -> str:
     Raises:
         UserError: it is deleted.
     """
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
+    with alone(uri):
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            return str(client.create_experiment(name, artifact_location=artifact_location(uri)))
     if found.lifecycle_stage != "active":
         raise UserError(
             f"tracking.experiment: '{name}': deleted in {shown(uri)}; restore it or name another"

@@ -21,22 +21,19 @@ from elastrata.tracking.entities import DataInput, log_inputs
 from elastrata.tracking.models import LoadableModel, Models
 from elastrata.tracking.outbox import Outbox
 from elastrata.tracking.store import (
-    alone,
-    check_reachable,
     experiment_of,
     find_run,
-    quiet_client,
+    opened,
     shown,
     tracking_uri,
 )
-from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 _log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-_METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's own limits
+METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's own limits
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
 PARENT = "mlflow.parentRunId"
@@ -204,7 +201,7 @@ class Tracker:
                 if name != "step" and step > last.get(name, -1):
                     last[name] = step
                     metrics.append(Metric(name, float(value), milliseconds, step))
-        for chunk in _chunks(metrics, _METRICS_PER_CALL):
+        for chunk in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=chunk)
             self._last_steps |= {metric.key: metric.step for metric in chunk}
 
@@ -238,11 +235,8 @@ def open_tracker(
         UserError: the store cannot be reached or written, or the experiment is deleted.
     """
     uri = tracking_uri(config.uri, storage)
-    check_reachable(uri)
-    client = quiet_client(uri)
-    try:
-        with alone(uri):
-            experiment_id = experiment_of(client, config.experiment, uri)
+    with opened(uri) as client:
+        experiment_id = experiment_of(client, config.experiment, uri)
         run = find_run(client, run_id)
         if run is None:
             run = client.create_run(experiment_id, run_name=run_name, tags=_first_tags(run_id))
@@ -251,11 +245,6 @@ def open_tracker(
         _log_params(client, run, params)
         _set_tags(client, run.info.run_id, tags)
         log_inputs(client, run.info.run_id, inputs)
-    except UserError:
-        raise
-    except Exception as error:  # MLflow lets through what SQLAlchemy, requests and drivers raise
-        reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {reason}") from error
     return Tracker(
         client,
         uri=uri,
