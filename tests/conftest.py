@@ -40,8 +40,10 @@ RAYS = ("faults", "clusters")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files go first, so that processes side by side end at about the same time."""
-    items.sort(key=lambda item: not item.path.name.startswith(LONG))
+    """Long files go first, so that processes side by side end at about the same time; then those
+    that share a Ray, before any that ends it and begins one of its own."""
+    shared = {item.path for item in items if "ray_local" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: (not item.path.name.startswith(LONG), item.path not in shared))
     if part := os.environ.get("ELASTRATA_SLOW_PART"):
         number, parts = map(int, part.split("/"))
         part_of_all = part_of_the_slow(items, number, parts)

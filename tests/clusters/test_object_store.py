@@ -20,9 +20,9 @@ from elastrata.checkpoints.commit import (
     newest_verified,
 )
 from elastrata_pipelines import retry
-from elastrata_pipelines.batches import Stripes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
 from support.command import run
 from support.faulty_s3 import FaultyS3, faulty_s3
 from support.synthetic import tiny_recipe, write_data_set

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata_pipelines.batches import Stripes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stripes import Stripes
 from support.command import run, run_json, wait_until
 from support.synthetic import tiny_recipe, write_data_set
 

@@ -34,6 +34,7 @@ from support.hostile_recipes import (
 
 CASES = 50
 CHUNKS = 20 * int(os.environ.get(ROUNDS_VARIABLE, "1"))
+QUICK = CHUNKS if ROUNDS_VARIABLE in os.environ else CHUNKS // 2
 SECONDS_EACH = 20
 MOST_CHARACTERS = 4_000
 MOST_LINES = 200
@@ -50,7 +51,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(n, marks=() if n < QUICK else pytest.mark.slow) for n in range(CHUNKS)],
+)
 def test_a_hostile_recipe_is_refused_in_lines_or_sound(folder: Path, chunk: int) -> None:
     outcomes = [_outcome(folder, case) for case in hostile_recipes(chunk, CASES)]
     assert 0 < sum(outcomes) < CASES, "all are sound, or none: nothing is tried"

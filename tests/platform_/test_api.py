@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_the_commands_are_functions(trained: tuple[TrainResult, str]) -> None:
     assert (seen.samples, seen.workers, seen.batch_size) == (150, 3, 48)
     with pytest.raises(elastrata.UserError, match="expected a model that predicts the next token"):
         elastrata.generate(result.run_dir, "A text")
+
+
+def test_a_fork_shows_what_changes_and_trains(trained: tuple[TrainResult, str]) -> None:
+    parent = Path(trained[0].run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out := io.StringIO())
+        result = elastrata.fork(f"{parent}@6", "second", ["steps=8", "schedule.shape=constant"])
+    assert Path(result.run_dir) == parent.with_name("second")
+    assert list(result.history.index) == [7, 8]
+    assert re.search(r"^ *steps +6 +8 *$", out.getvalue(), re.MULTILINE), out.getvalue()
+    with pytest.raises(elastrata.UserError, match="no checkpoint of step 60; the nearest is 6"):
+        elastrata.fork(f"{parent}@60", "third")
+    assert not parent.with_name("third").exists()
 
 
 def test_the_record_says_how_many_steps_the_epochs_were(trained: tuple[TrainResult, str]) -> None:

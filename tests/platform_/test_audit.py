@@ -10,30 +10,31 @@ from typing import Any
 
 import pytest
 
-import elastrata
 from elastrata import Recipe
 from elastrata.cli.main import run
-from elastrata.run.audit import position_problems, sample_problems, sequence_problems
+from elastrata.run.audit import position_problems, sequence_problems
 from elastrata.run.comparison import compare, digest_of, relative_difference
 from elastrata.run.expectation import Expectation, expectation
 from elastrata.run.history import read
+from elastrata.run.inherited import span
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.histories import BATCH, Entry, started, stepped, write_part, write_run
+from support.lone_run import train_alone
 from support.synthetic import tiny_recipe, write_data_set
 
 STEPS, SAMPLES = 60, 400
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Path:
-    """The folder of a run of 60 steps of 21 samples: three times through its data set and more."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 60 steps of 21 samples: three times through its data set and more.
+    That of a group of workers is audited in `test_api.py`."""
     folder = tmp_path_factory.mktemp("audit")
-    write_data_set(folder / "data", samples=SAMPLES)
+    write_data_set(folder / "data", samples=SAMPLES, held_out=20)
     recipe = tiny_recipe(folder / "data", folder / "runs", steps=STEPS, name="one")
-    elastrata.train(Recipe.model_validate(recipe))
-    return folder / "runs" / "one"
+    return train_alone(Recipe.model_validate(recipe), folder / "runs" / "one")
 
 
 @pytest.fixture
@@ -244,6 +245,10 @@ def _as_expected(expected: Expectation, spans: list[tuple[int, int]]) -> list[En
         )
         for number, (first, count) in enumerate(spans, start=1)
     ]
+
+
+def sample_problems(steps: list[Entry], expected: Expectation) -> list[str]:
+    return expected.partition_problems([span(step) for step in steps])
 
 
 def test_batches_of_any_size_make_whole_epochs(expected: Expectation) -> None:

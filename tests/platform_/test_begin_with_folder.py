@@ -23,9 +23,9 @@ from support.synthetic import VOCABULARY, tiny_recipe, write_data_set
 from support.their_models import WORKLOADS, save_theirs, their_loss
 
 KINDS = list(WORKLOADS)
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[Any] = [
     (2, {}),
-    (3, {}),
+    pytest.param(3, {}, marks=pytest.mark.slow),
     (2, {"tensor": 2}),
     (2, {"pipeline": 2}),
 ]

@@ -12,7 +12,9 @@ import torch
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.model_tensors import ModelTensors
+from elastrata.checkpoints.training_state import MODEL, OPTIMIZER, load_full_model_state
+from elastrata.cli.main import run as run_here
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
@@ -22,7 +24,7 @@ from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-from support.begin_ranks import Begun, first_losses
+from support.begin_ranks import Begun, first_losses, optimizer_states
 from support.lone_run import lone_run
 from support.ranks import run_fresh_ranks, run_ranks
 from support.synthetic import tiny_recipe
@@ -109,6 +111,34 @@ def test_the_state_of_the_optimizer_comes_along_where_it_is_asked_for(
     assert "optimizer" not in _begun(folder, f"{parent}@2").trainer.state()
 
 
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (2, {"pipeline": 2}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_and_so_it_does_in_any_layout(
+    folder: Path, parent: Path, world_size: int, parallel: dict[str, Any]
+) -> None:
+    count = {"min": world_size, "max": world_size, "cpus": 0.4, "threads": 1, "spares": False}
+    begin = {"weights": f"{parent}@2", "optimizer": True}
+    recipe = _recipe(folder, begin, parallel=parallel, workers=count)
+    run = run_fresh_ranks if parallel else run_ranks
+    found = run(world_size, optimizer_states, recipe, str(folder / "runs" / "child"))
+    storage = Storage(str(parent)).sub("checkpoints")
+    (commit,) = (c for c in commits(storage) if c.step == 2)
+    for number, part in enumerate((MODEL, OPTIMIZER)):
+        expected = dict(ModelTensors(storage, commit, part))
+        assert {name for states in found for name in states[number]} == expected.keys()
+        for states in found:
+            for name, value in states[number].items():
+                assert torch.equal(value, expected[name]), name
+
+
 def test_a_begun_run_trains_and_says_of_its_parent(folder: Path, parent: Path) -> None:
     child = lone_run(folder, "child-of-2", workload=GPT, begin_with=f"{parent}@2")
     identity = read_identity(Storage(str(child)))
@@ -116,7 +146,9 @@ def test_a_begun_run_trains_and_says_of_its_parent(folder: Path, parent: Path) -
     assert identity.parent is not None
     marker = Storage(str(parent)).sub("checkpoints", identity.parent.commit or "")
     assert identity.parent.sha256 == marker.sha256("commit.json")
-    assert _evaluations(child)[4] < _evaluations(parent)[2]
+    before, after = _evaluations(child)[0], _evaluations(child)[4]
+    assert before == pytest.approx(_evaluations(parent)[2], rel=1e-6)
+    assert after < before
 
 
 def _refused(folder: Path, begin_with: Any, **changes: Any) -> tuple[str, ...]:
@@ -201,6 +233,40 @@ def test_a_run_with_a_checkpoint_needs_its_parent_no_more(folder: Path) -> None:
     recipe = Recipe.model_validate(_recipe(folder, str(source)))
     found = find_parent(Storage(str(child)), recipe, training_data(recipe), pytest.fail)
     assert found == before.parent
+
+
+def test_a_run_in_a_bucket_is_begun_with(folder: Path, parent: Path, bucket: str) -> None:
+    _upload(parent, f"{bucket}/runs/parent")
+    here, there = _begun(folder, f"{parent}@2"), _begun(folder, f"{bucket}/runs/parent@2")
+    expected, found = here.weights(), there.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert here.parent is not None
+    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/runs/parent"})
+    (line,) = _refused(folder, f"{bucket}/runs/parent@3")
+    assert line.startswith("begin_with.weights: 3: expected newest, best or one of the steps 2")
+
+
+def test_a_model_in_a_bucket_is_begun_with(
+    folder: Path, parent: Path, bucket: str, tmp_path: Path
+) -> None:
+    command = ["export", str(parent), "--out", str(tmp_path / "model"), "--shard-size", "20KB"]
+    assert run_here(command) == 0
+    _upload(tmp_path / "model", f"{bucket}/model")
+    here, there = _begun(folder, str(tmp_path / "model")), _begun(folder, f"{bucket}/model")
+    expected, found = here.weights(), there.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert here.parent is not None
+    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/model"})
+    _, second, *_ = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    Storage(bucket).write(b"", "model", second)
+    (line,) = _refused(folder, f"{bucket}/model")
+    assert line.startswith(f"begin_with.weights: {bucket}/model/{second}: truncated")
+
+
+def _upload(folder: Path, url: str) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            Storage(url).write(path.read_bytes(), *path.relative_to(folder).parts)
 
 
 def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -> None:

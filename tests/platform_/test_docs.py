@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli.main import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
-from elastrata.planner.cluster import cluster_schema, read_cluster
+from elastrata.planner.cluster import read_cluster
+from elastrata.planner.cluster_config import cluster_schema
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys
@@ -167,17 +169,23 @@ def _yaml_blocks() -> Iterator[Any]:
                 yield pytest.param(value, id=f"{path.name}-{number}")
 
 
+@cache
+def _validator(schema: Callable[[], dict[str, Any]]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema())
+
+
 @pytest.mark.parametrize("value", _yaml_blocks())
 def test_every_yaml_in_the_docs_is_what_the_schema_says(value: dict[str, Any]) -> None:
     if "space" in value:
-        jsonschema.validate(value, sweep_schema())
-    elif "device" in value:
-        jsonschema.validate(value, cluster_schema())
+        _validator(sweep_schema).validate(value)
+    elif {"device", "devices"} & value.keys():
+        _validator(cluster_schema).validate(value)
     else:  # a whole recipe, or a part of one, such as a variant says
         whole = value if {"workload", "extends"} & value.keys() else {"extends": "x", **value}
-        jsonschema.validate(whole, recipe_schema())
+        _validator(recipe_schema).validate(whole)
 
 
 @pytest.mark.parametrize("name", sorted(available_recipes()))
 def test_every_recipe_that_ships_is_what_the_schema_says(name: str) -> None:
-    jsonschema.validate(parse_yaml(available_recipes()[name].read_text(), name), recipe_schema())
+    values = parse_yaml(available_recipes()[name].read_text(), name)
+    _validator(recipe_schema).validate(values)

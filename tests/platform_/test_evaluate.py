@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from elastrata.cli.main import run as run_here
 from elastrata.inference import harness
 from elastrata.run.folder import read_identity, read_recipe, write_identity
-from elastrata.tracking.evaluations import record_evaluation
+from elastrata.tracking.after_run import record_evaluation
 from elastrata.tracking.store import quiet_client, tracking_uri
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
+from support.empty_store import put_empty_store
 from support.lone_run import STEPS
 from support.small_gpt import run_with_tokenizer
 
@@ -26,6 +27,7 @@ QUESTIONS = [
     {"question": "Some say the world will end in", "choices": ["fire", "ice"], "answer": number % 2}
     for number in range(8)
 ]
+MEAN = "mean:2"
 harness_only = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="the harness is not installed: pip install lm_eval"
 )
@@ -34,12 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_with_tokenizer(tmp_path_factory.mktemp("evaluated"))
+    return run_with_tokenizer(tmp_path_factory.mktemp("evaluated"), saves=True)
 
 
 @pytest.fixture(scope="module")
 def recorded(trained: Path) -> str:
     """The run's id in an MLflow store of its own."""
+    put_empty_store(trained.parent)
     run = Storage(str(trained))
     client = quiet_client(tracking_uri(None, Storage(str(trained.parent))))
     run_id = client.create_run(client.create_experiment("elastrata")).info.run_id
@@ -114,6 +117,14 @@ def test_a_task_of_ones_own_is_told_and_recorded(
     assert run_here(["evaluate", str(export), *options, "--limit", "2"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["step"], again["recorded"], again["samples"]) == (None, False, {"fire_or_ice": 2})
+
+    assert run_here(["export", str(trained), "--out", str(tmp_path / "m"), "--weights", MEAN]) == 0
+    capsys.readouterr()
+    assert run_here(["evaluate", str(trained), *options, "--weights", MEAN]) == 0
+    mean = json.loads(capsys.readouterr().out)["metrics"]["fire_or_ice/acc"]
+    assert mean == _accuracy(tmp_path / "m")
+    (metric,) = client.get_metric_history(recorded, "harness/mean-2/fire_or_ice/acc")
+    assert (metric.value, metric.step) == (mean, STEPS)
 
 
 @pytest.mark.slow

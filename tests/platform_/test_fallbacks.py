@@ -19,6 +19,7 @@ from elastrata.run import history
 from elastrata.run.folder import RunIdentity, check_same_run, write_identity
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
+from support.empty_store import put_empty_store
 from support.synthetic import tiny_recipe
 
 ALL = DeviceCapabilities(device="a GPU", capability=(9, 0), has_bf16=True, missing_compiler=None)
@@ -68,6 +69,7 @@ def test_the_compiler_is_looked_for_where_torch_does(
 def test_every_group_says_it_the_user_hears_it_once(tmp_path: Path) -> None:
     """Also after the driver was started again, which knows it from the history."""
     shown: list[Event] = []
+    put_empty_store(tmp_path)
     storage = Storage(str(tmp_path))
     tracker = open_tracker(
         TrackingConfig(), storage, run_name="run", run_id=None, params={}, tags={}

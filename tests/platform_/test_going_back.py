@@ -20,9 +20,9 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.attempts import recoveries
 from elastrata.run.audit import audit, sequence_problems
+from elastrata.run.chosen import SET_ASIDE, find_commit, go_back
 from elastrata.run.evidence import check_continuation, evidence
 from elastrata.run.folder import RunIdentity, write_identity
-from elastrata.run.going_back import SET_ASIDE, find_commit, go_back
 from elastrata.run.history import HistoryWriter
 from elastrata.run.status import status
 from elastrata.run.succession import unwritten

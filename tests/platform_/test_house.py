@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_the_public_list() -> None:
         "TrainResult",
         "UserError",
         "Workload",
+        "fork",
         "generate",
         "inspect",
         "load_recipe",
@@ -118,6 +120,11 @@ def test_every_library_that_is_named_has_a_tested_version() -> None:
     assert {name.lower() for name in names} <= {name.lower() for name in shipped.tested_versions()}
 
 
+@cache
+def _imports_by_module() -> dict[str, list[str]]:
+    return {name: list(_imports(tree)) for name, tree in _modules()}
+
+
 def _modules() -> Iterator[tuple[str, ast.Module]]:
     for package, folder in SOURCES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -142,8 +149,8 @@ def _below(name: str, ancestor: str) -> bool:
 def test_one_library_one_door(library: str) -> None:
     intruders = {
         module
-        for module, tree in _modules()
-        if any(_below(imported, library) for imported in _imports(tree))
+        for module, imported in _imports_by_module().items()
+        if any(_below(name, library) for name in imported)
         and not any(_below(module, door) for door in DOORS[library])
     }
     assert intruders == set()

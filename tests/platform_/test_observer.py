@@ -14,12 +14,14 @@ from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
+from support.empty_store import put_empty_store
 from support.histories import record
 
 
 @pytest.fixture
 def observed(tmp_path: Path) -> Any:
     """An observer of a run that a driver before has led to step 20, and the run's history."""
+    put_empty_store(tmp_path)
     storage = Storage(str(tmp_path))
     tracker = open_tracker(
         TrackingConfig(), storage, run_name="run", run_id=None, params={}, tags={}

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.run import ownership
+from elastrata.run import ownership, process
 from elastrata.run.ownership import (
     DRIVER_FILE,
     NewestStep,
@@ -358,7 +358,7 @@ def test_on_s3(bucket: str) -> None:
 def main(url: str, beat_seconds: str, boot_id: str = "") -> None:
     """A driver that does what its standard input says."""
     if boot_id:
-        ownership._here = lambda: (boot_id, None)
+        process.here = lambda: (boot_id, "pid:[1]")
     tell = partial(print, flush=True)
     tell("ready")
     assert input() == "begin"

@@ -42,8 +42,8 @@ def test_names_of_layouts_do_not_lie_over_one_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda *a: (figures.append(a[0]), save(*a)))
+    save = plots.save
+    monkeypatch.setattr(plots, "save", lambda *a: (figures.append(a[0]), save(*a)))
     names = [f"tp1 pp{number} zero_bubble 1x4 mb1 keep" for number in range(3)]
     close = [(76.0 + number / 9, 20_000.0, name) for number, name in enumerate(names)]
     clouds = [(float(gib), 9e3 + gib, 1) for gib in range(30, 78)]

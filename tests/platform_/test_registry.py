@@ -21,6 +21,7 @@ from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.gpt import Gpt
 from support.documented import documented_keys
+from support.empty_store import put_empty_store
 from support.lone_run import STEPS, lone_run
 
 TEXT = ["Some say the world will end in fire, some say in ice. " * 9]
@@ -60,7 +61,7 @@ def _export(folder: Path, workload: Bert | Gpt) -> LoadableModel:
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"sqlite:///{put_empty_store(tmp_path)}"
     client = quiet_client(uri)
     client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
     return uri

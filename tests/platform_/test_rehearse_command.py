@@ -7,11 +7,13 @@ import json
 import pytest
 
 from elastrata.cli.main import run
+from support import rehearsed
 from support.documented import documented_keys
+from support.fake_cuda import apart
 
 
 def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["workload.num_layers=2", "batch_size=32", "parallel.pipeline=2"]
+    settings = ["workload.num_layers=2", "batch_size=8", "parallel.pipeline=2"]
     assert run(["rehearse", "gpt/125m", *settings, "--cluster", "8xH100", "--json"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
@@ -22,15 +24,20 @@ def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]
     assert "allgather" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["gpt/125m", "parallel.tensor=5"], "parallel.tensor: 5"),
-        pytest.param(["gpt/125m", "--cluster", "8xCPU"], "of GPUs", marks=pytest.mark.slow),
-    ],
-)
-def test_mistakes_get_a_line(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["rehearse", *arguments]) == 2
+MISTAKES = [
+    (["parallel.tensor=5"], "8xH100", "parallel.tensor: 5"),
+    ([], "8xCPU", "--cluster: 8xCPU: a rehearsal is of GPUs"),
+]
+
+
+def test_mistakes_get_a_line() -> None:
+    for overrides, cluster, line in MISTAKES:
+        told = apart(rehearsed.mistakes, "gpt/125m", overrides, cluster)
+        assert line in "\n".join(told)
+
+
+@pytest.mark.slow  # a process that imports all for a line
+def test_the_command_tells_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, cluster, line = MISTAKES[0]
+    assert run(["rehearse", "gpt/125m", *overrides, "--cluster", cluster]) == 2
     assert line in capsys.readouterr().err

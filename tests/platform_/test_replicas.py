@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver, load
+from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
+from elastrata.checkpoints.training_state import load
 from elastrata.replicas.registry import ring_from
 from elastrata.replicas.storage import Replicas, close_replicas, newest_replica, open_replicas
 from elastrata.replicas.store import CHUNK_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.run.resumed import resumed_recipe
+from elastrata.run.folder import resumed_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys

@@ -62,7 +62,13 @@ def _recipe(data: Path, **changes: Any) -> dict[str, Any]:
 
 def _methods(data: Path) -> list[dict[str, Any]]:
     return [
-        _recipe(data, **EXACT, sparsity=method, **(BERT if name == "static" else GPT))
+        _recipe(
+            data,
+            **EXACT,
+            sparsity=method,
+            steps=STEPS if name == "rigl" else 3,  # masks of others stay
+            **(BERT if name == "static" else GPT),
+        )
         for name, method in METHODS.items()
     ]
 

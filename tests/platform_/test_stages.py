@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.core.pipeline.bubble import bubble, one_stage_order
-from elastrata.core.pipeline.stages import stage_spans
+from elastrata.core.pipeline.spans import stage_spans
 
 
 def _largest(costs: list[int], cuts: tuple[int, ...]) -> int:
@@ -28,9 +29,33 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.Data
     assert max(sum(costs[block] for block in span) for span in spans) == best
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=2, max_size=8),
+    st.lists(st.floats(0.1, 4), min_size=1, max_size=4),
+    st.data(),
+)
+def test_the_slowest_stage_is_as_fast_as_can_be(
+    costs: list[int], speeds: list[float], data: st.DataObject
+) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    spans = stage_spans(costs, num_stages, speeds)
+    assert [block for span in spans for block in span] == list(range(len(costs)))
+    found = _slowest(costs, [span.start for span in spans[1:]], speeds)
+    ways = combinations(range(1, len(costs)), num_stages - 1)
+    assert found == pytest.approx(min(_slowest(costs, cuts, speeds) for cuts in ways))
+
+
+def _slowest(costs: list[int], cuts: Sequence[int], speeds: list[float]) -> float:
+    ends = [0, *cuts, len(costs)]
+    return max(
+        sum(costs[a:b]) / speeds[stage % len(speeds)] for stage, (a, b) in enumerate(pairwise(ends))
+    )
+
+
 def test_equal_blocks_are_shared_out_evenly_and_a_head_counts() -> None:
     assert [len(span) for span in stage_spans([3] * 10, 4)] in ([3, 3, 2, 2], [2, 2, 3, 3])
     assert [len(span) for span in stage_spans([3] * 7 + [8], 2)] == [5, 3]
+    assert [len(span) for span in stage_spans([3] * 9, 2, (1.0, 0.5))] == [6, 3]
     with pytest.raises(ValueError, match="2 blocks for 3 stages"):
         stage_spans([1, 1], 3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastrata.checkpoints import staging
-from elastrata.checkpoints.checkpoint import CheckpointConfig
+from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import BUCKET_BYTES, Bucket, Stager, in_buckets
 from support import rehearsed_copies
 from support.fake_cuda import on_fake_cuda

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from support import rehearsed_steps
-from support.fake_cuda import on_fake_cuda
+from support.fake_cuda import apart, on_fake_cuda
 
 SMALL = [
     *("workload.hidden_size=32", "workload.num_layers=2", "workload.num_heads=4"),
-    *("batch_size=16", "micro_batch_tokens=512"),
+    *("batch_size=8", "micro_batch_tokens=512"),
 ]
 
 
@@ -61,3 +61,9 @@ def test_an_update_of_masks_asks_whether_all_is_finite_and_counts_zeros() -> Non
         ("item", "counts_over_shards"),
     ]
     assert not [copy for copy in copies if copy[1]], copies
+
+
+def test_the_peak_of_training_leaves_out_what_was_there_before() -> None:
+    before, steps = apart(rehearsed_steps.peaks_before_and_in_training)
+    assert before == 2**33
+    assert 0 < steps < 2**33

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.tensor_ranks import norms_of_weights, resume_all, save_all, train_a
 
 RELATIVE = 1e-5
 """As in `test_step.py`: fp32 sums in another order."""
-STEPS, SAVED_AT = 20, 10
+STEPS, SAVED_AT = 8, 4
 TENSOR = {"tensor": 2}
 SEQUENCE = {"tensor": 2, "sequence": True}
 SIZES = {"hidden_size": 36, "num_layers": 2, "num_heads": 2, "max_positions": 48, "dropout": 0.1}
@@ -66,9 +67,9 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def alone(recipes: dict[str, Any]) -> dict[str, list[Any]]:
+def alone(recipes: dict[str, Any]) -> Callable[[str], list[Any]]:
     """The records of one process."""
-    return dict(zip(recipes, run_ranks(1, train_all, list(recipes.values()))[0], strict=True))
+    return cache(lambda name: run_ranks(1, train_all, [recipes[name]])[0][0])
 
 
 def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
@@ -95,18 +96,18 @@ def test_losses_are_equal_however_the_model_is_divided(
     world_size: int,
     ways: list[dict[str, Any]],
     recipes: dict[str, Any],
-    alone: dict[str, Any],
+    alone: Callable[[str], list[Any]],
 ) -> None:
     cases = [(name, {**recipes[name], "parallel": way}) for name in names for way in ways]
     ranks = run_fresh_ranks(world_size, train_all, [recipe for _, recipe in cases])
     for runs in ranks:
         for (name, recipe), found in zip(cases, runs, strict=True):
-            _assert_equal(found, alone[name], f"{name}: {recipe['parallel']}")
+            _assert_equal(found, alone(name), f"{name}: {recipe['parallel']}")
 
 
 @pytest.mark.slow  # thirteen ranks; `test_pipeline_parallel.py` has a quick one
 def test_checkpoints_go_on_with_the_model_divided_and_back(
-    tmp_path: Path, recipes: dict[str, Any], alone: dict[str, Any]
+    tmp_path: Path, recipes: dict[str, Any], alone: Callable[[str], list[Any]]
 ) -> None:
     """Over four ranks, two of them share a part of a matrix, unevenly."""
     names = ["bert", "gpt2"]
@@ -125,7 +126,7 @@ def test_checkpoints_go_on_with_the_model_divided_and_back(
     evaluated = [loss for _, loss in ranks[0]]
     for runs in ranks:
         for name, (records, loss), wanted in zip(names, runs, evaluated, strict=True):
-            _assert_equal(records, alone[name][SAVED_AT:], name)
+            _assert_equal(records, alone(name)[SAVED_AT:], name)
             assert loss.terms == pytest.approx(wanted.terms, rel=RELATIVE)
 
 

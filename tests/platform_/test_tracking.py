@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,27 +20,18 @@ from mlflow import MlflowClient
 from elastrata.run.facts import hardware, recipe_params
 from elastrata.tracking.entities import DataInput
 from elastrata.tracking.models import LoadableModel
-from elastrata.tracking.store import quiet_client, shown, tracking_uri
+from elastrata.tracking.store import shown, tracking_uri
 from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until
-
-
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables, which take seconds to make, and nothing in them."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    quiet_client(f"sqlite:///{path}")
-    return path
+from support.empty_store import put_empty_store
 
 
 @pytest.fixture
-def runs(tmp_path: Path, empty_store: Path) -> Path:
+def runs(tmp_path: Path) -> Path:
     """A storage folder whose database is there already."""
-    (tmp_path / "runs").mkdir()
-    shutil.copy(empty_store, tmp_path / "runs")
-    return tmp_path / "runs"
+    return put_empty_store(tmp_path / "runs").parent
 
 
 def _open(
@@ -382,9 +372,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    shutil.copy(empty_store, folder / "mlflow.db")
+    put_empty_store(folder)
     server = Server(folder)
     yield server
     server.kill()

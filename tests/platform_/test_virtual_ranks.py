@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastrata.core.norms import reproducible_norm
 from elastrata_pipelines.deal import WorkModel, deal
-from elastrata_pipelines.virtual_ranks import deal_to_virtual, num_rounds
+from elastrata_pipelines.virtual_ranks import deal_to_virtual
 from support.bare_loop import train_on_ranks
 from support.ranks import run_ranks
 from support.synthetic import tiny_recipe, write_data_set
@@ -41,7 +41,8 @@ def test_what_a_virtual_rank_gets_does_not_depend_on_who_plays_it(
         work=WORK,
         tokens_per_micro_batch=budget,
     )
-    rounds = num_rounds(virtual_ranks, num_ranks)
+    rounds = -(-virtual_ranks // num_ranks)
+    assert dealt.rounds == rounds
     per_round = len(whole.hands[0].cuts) - 1
     assert {len(hand.cuts) - 1 for hand in dealt.hands} == {rounds * per_round}
     for virtual in range(rounds * num_ranks):

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastrata.checkpoints.checkpoint import load_full_model_state
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.model_tensors import ModelTensors
+from elastrata.checkpoints.training_state import load_full_model_state
 from elastrata.core.weight_files import (
     AS_TRAINED,
     INDEX,

@@ -58,18 +58,19 @@ def world_sizes(live: LiveRun) -> list[int]:
 
 
 def make_way(live: LiveRun, cluster: Served) -> None:
-    """Drains the first node, as its guard would, and waits until the run has left it. Ray's
-    autoscaler then starts another one in its place."""
+    """Drains the first node, as its guard would, and waits until the run has left it and goes on:
+    on the other nodes, or on one more where Ray's autoscaler has already replaced it."""
     where = ("--address", cluster.gcs_address, "--node", FIRST_NODE)
     drained = run("guard", "--now", "100", *where)
     assert drained.returncode == 0, drained.stderr
-    smaller = MOST_NODES - 1
 
     def has_left() -> bool:
-        sizes = world_sizes(live)
-        return smaller in sizes[sizes.index(MOST_NODES) :]
+        drains = [halt["time"] for halt in live.of_kind("halted") if halt["reason"] == "drain"]
+        started = live.of_kind("started")[-1]
+        return bool(drains) and started["time"] > drains[0]
 
-    wait_until(has_left, 300, f"{smaller} workers")
+    wait_until(has_left, 300, "a group of workers after the drain")
+    assert world_sizes(live)[-1] in (MOST_NODES - 1, MOST_NODES)
     live.wait_for_more(steps=3)
 
 

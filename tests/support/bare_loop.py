@@ -23,6 +23,7 @@ from elastrata.trainer.engine import divided_model, phase_masks, training_loop
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.speeds import EQUAL, SpeedSource
 
 
 def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[StepRecord]:
@@ -34,6 +35,15 @@ def train_recipe(
     rank: int, world_size: int, recipe: Recipe, extra: Mapping[str, Any] | None = None
 ) -> list[StepRecord]:
     return BareTraining(rank, world_size, recipe, extra).run(Start(), recipe.steps_in_all)
+
+
+def train_by_speeds(
+    rank: int, world_size: int, recipe: dict[str, Any], speeds: SpeedSource
+) -> list[StepRecord]:
+    """As `train_on_ranks` does, with hands by these speeds."""
+    training = BareTraining(rank, world_size, Recipe.model_validate(recipe))
+    training.speeds = speeds
+    return training.run(Start(), training.recipe.steps_in_all)
 
 
 def train_automatically(
@@ -71,6 +81,7 @@ class BareTraining:
         divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
         self.model, self._forward_backward = divided.model, divided.forward_backward
         self.chosen: list[Chosen] = []
+        self.speeds: SpeedSource = EQUAL
         self.chooser = automatic(
             recipe,
             data.phases,
@@ -92,6 +103,7 @@ class BareTraining:
             world_size,
             is_primary=self._data.is_primary,
             masks=self.masks,
+            blocks=blocks,
         )
 
     def run(self, start: Start, steps: int) -> list[StepRecord]:
@@ -135,6 +147,7 @@ class BareTraining:
         )
         mine = self._data.rank
         for group in groups:
-            payloads = self._batches.payloads(group, self._data.dp_size)
+            speeds = self.speeds(group.first_step)
+            payloads = self._batches.payloads(group, self._data.dp_size, speeds=speeds)
             for payload in islice(payloads, mine, mine + 1):
                 yield from decode(payload, self._batches.manifest.token_dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,7 @@ class Begun:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, those of this rank's stage. Collective."""
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-            for name, value in self.trainer.model.state_dict().items()
-        }
+        return _whole(self.trainer.model.state_dict())
 
 
 def first_losses(rank: int, world_size: int, cases: Sequence[tuple[Section, str]]) -> list[float]:
@@ -64,3 +61,18 @@ def first_losses(rank: int, world_size: int, cases: Sequence[tuple[Section, str]
         found.append(Begun(rank, world_size, recipe, Path(run)).loss())
         dist.barrier()
     return found
+
+
+def optimizer_states(
+    rank: int, world_size: int, recipe: Section, run: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights and the optimizer's state that a run begins with, those of this rank's stage."""
+    begun = Begun(rank, world_size, Recipe.model_validate(recipe), Path(run))
+    return begun.weights(), _whole(begun.trainer.state()["optimizer"])
+
+
+def _whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in tensors.items()
+    }

@@ -43,6 +43,7 @@ READING = {
     "elastrata audit RUN --json": Run(words={"RUN": "first"}),
     "elastrata COMMAND --help": Run(words={"COMMAND": "train"}),
     "elastrata audit RUN": Run(words={"RUN": "first"}),
+    "elastrata audit RUN --step K --samples": Run(words={"RUN": "first", "K": "1"}),
     "elastrata audit RUN OTHER": Run(words={"RUN": "first", "OTHER": "runs/first"}),
     "elastrata audit RUN RUN": Run(words={"RUN": "first"}),
     "elastrata doctor --cluster FILE": Run(words={"FILE": "gcp"}),
@@ -64,8 +65,8 @@ READING = {
     "elastrata inspect data/mine": Run(),
     "elastrata inspect data/mine --show 3": Run(),
     "elastrata plan RECIPE --cluster ...": Run(words={"RECIPE": "gpt/tiny", "...": "8xT4"}),
-    "elastrata plan RECIPE --cluster 128xA100-80GB|FILE": Run(
-        words={"RECIPE": "gpt/125m", "128xA100-80GB|FILE": "128xA100-80GB"}
+    "elastrata plan RECIPE --cluster 128xA100-80GB|8xA100+16xT4|FILE": Run(
+        words={"RECIPE": "gpt/125m", "128xA100-80GB|8xA100+16xT4|FILE": "128xA100-80GB"}
     ),
     "elastrata plan gpt/13b --cluster 64xA100-80GB": Run(),
     "elastrata plan gpt/13b --cluster cluster.yaml --explain --write mine.yaml "
@@ -220,6 +221,7 @@ NOT_RUN = {
             "python benchmarks/checkpoint.py",
             "python benchmarks/clipping.py WIKITEXT",
             "python benchmarks/cost_model.py",
+            "python benchmarks/horizons.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
             "python benchmarks/slow_network.py DATA_SET",
             "python benchmarks/trainers.py",

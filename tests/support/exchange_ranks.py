@@ -24,7 +24,7 @@ def exchanged(rank: int, world_size: int, nodes: list[int]) -> dict[str, list[Te
         received, half, ordered = torch.empty_like(sent), torch.empty(PART), torch.empty(PART)
         way(received, sent).wait()
         Reduction(torch.bfloat16, wait, exchange=way)(half, sent, world, dist.ReduceOp.SUM)
-        deterministic = DeterministicReduceScatter(1, way)
+        deterministic = DeterministicReduceScatter(way)
         deterministic(ordered, sent, world, dist.ReduceOp.SUM)
         found[name] = [received, half, ordered]
     return found

@@ -12,12 +12,21 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from typing import Any
 
 import pytest
+
+_MODULES = (
+    "elastrata.rehearsal.rehearse",
+    "elastrata_workloads.bert.parallel",
+    "elastrata_workloads.gpt.parallel",
+    "torch.distributed.pipelining",
+)
+"""Forks have made these imports, which take a core seconds."""
 
 
 def on_fake_cuda(
@@ -62,7 +71,8 @@ def _serve(tests: Connection) -> None:
     from elastrata.rehearsal.shim import load_shim
 
     load_shim()
-    import torch.distributed.pipelining  # noqa: F401
+    for module in _MODULES:
+        import_module(module)
 
     while True:
         try:

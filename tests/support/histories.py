@@ -56,11 +56,15 @@ def record(step: int) -> StepRecord:
         "terms": {},
         "metrics": {},
         "layer_sparsity": {},
+        "batch_tokens_by_source": {},
         "memory_by_stage": (),
         "mfu": None,
         "bubble": None,
         "micro_batch_tokens": None,
         "activation_checkpointing": None,
+        "speeds": (),
+        "slowest_rank": None,
+        "time_imbalance": None,
     }
     return StepRecord(**{**zeros, **plain, **nothing})
 

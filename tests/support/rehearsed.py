@@ -5,13 +5,26 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from elastrata.rehearsal.ledger import Ledger
+from elastrata.rehearsal.process import Request
+from elastrata_pipelines.errors import UserError
 
 CUDA = torch.device("cuda", 0)
+
+
+def mistakes(recipe: str, overrides: list[str], cluster: str) -> tuple[str, ...]:
+    """A line for each that a rehearsal refuses."""
+    from elastrata.rehearsal.rehearse import task
+
+    asked = Request(recipe=recipe, overrides=tuple(overrides), cluster=cluster)
+    with pytest.raises(UserError) as refused:
+        task(asked)
+    return refused.value.problems
 
 
 def waits_of_a_few_lines(ledger: Ledger) -> list[tuple[str, str, int]]:

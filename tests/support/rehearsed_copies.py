@@ -15,8 +15,8 @@ from elastrata.checkpoints.training_state import training_state
 from elastrata.core.control_signal import Action
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
+from elastrata.rehearsal.cuda import FakeStream
 from elastrata.rehearsal.ledger import Ledger
-from elastrata.rehearsal.streams import FakeStream
 from elastrata.trainer.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 

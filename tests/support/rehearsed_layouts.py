@@ -17,6 +17,7 @@ MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
 _SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")
 _TENSOR = ("parallel.tensor=2",)
 _PIPELINE = ("parallel.pipeline=2",)
+_STABLE = ("workload.qk_norm=true", "workload.z_loss=1e-4")
 
 LAYOUTS: Mapping[str, Sequence[str]] = {
     "fsdp": (),
@@ -50,6 +51,9 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "muon": ("optimizer.name=muon",),
     "lamb": ("optimizer.name=lamb",),
     "sparse": ("sparsity={method: rigl, level: 0.8}",),
+    "averaged": ("average={decay: 0.999}",),
+    "stable": _STABLE,
+    "stable-all-axes": (*_STABLE, *_TENSOR, *_PIPELINE, "parallel.sequence=true"),
 }
 """By name, what a recipe says. WORLD stands for the number of ranks."""
 

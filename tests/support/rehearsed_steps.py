@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastrata.bench.samples import bench_samples
+from elastrata.bench.step import measure_steps
 from elastrata.core.control_signal import Action
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.step import skips_on_device
@@ -35,6 +36,19 @@ def entries_of_a_step(
     for copy, amount in entries.copies.items():
         copies[copy.direction, copy.waits] += amount.count
     return waits, [(*key, count) for key, count in copies.items()], on_device
+
+
+def peaks_before_and_in_training() -> tuple[int, int]:
+    """The peaks of memory before steps are measured, and in them, in bytes."""
+    from elastrata.rehearsal.session import rehearsal
+
+    recipe = load_recipe("gpt/125m", ["compile=false", "workload.num_layers=2", "batch_size=4"])
+    samples = bench_samples(recipe, "full", steps=2)
+    with rehearsal(world_size=None) as ledger:
+        building = torch.empty(2**33, dtype=torch.uint8, device="cuda")
+        del building
+        before = ledger.peak_bytes
+        return before, measure_steps(recipe, samples, warm_up=1).peak_memory_bytes
 
 
 def _third_step(ledger: Ledger, name: str, overrides: list[str]) -> tuple[Entries, bool]:
