@@ -23,7 +23,7 @@ GPU_NEEDS ?= pydantic
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: quickstart test test-all slow lint check chaos fuzz gpu gpu-wheels clean
+.PHONY: quickstart test test-all slow slow-again lint check chaos fuzz gpu gpu-wheels clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -42,6 +42,10 @@ slow: $(READY)
 	@echo "== running the slow tests"
 	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
 		others=$$?; $(BIN)/python -m pytest -q -m slow $(ALONE) && exit $$others
+
+slow-again: $(READY)
+	@echo "== running the slow tests that failed, one at a time"
+	@$(BIN)/python -m pytest -q -m slow --last-failed --last-failed-no-failures=none
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"

@@ -30,12 +30,13 @@ from harness import parser_of, write_result
 from elastrata.bench.lengths import read_histogram
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.balance import drawn_batches
-from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group, Stripes
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.stream import CONCURRENT_READERS
+from elastrata_pipelines.stripes import Stripes
 
 RANKS = (1, 64, 1024)
 SAMPLES_EACH = 16
@@ -61,6 +62,8 @@ class MemoryStripes:
 
     def read(self, numbers: Sequence[int]) -> list[pa.Table]:
         return [self._tables[number] for number in numbers]
+
+    rows, parts = Stripes.rows, Stripes.parts
 
 
 def _stripe(first: int, lengths: Ints) -> pa.Table:

@@ -34,12 +34,13 @@ from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata_pipelines.storage import Storage
 
 MODELS = {"gpt": "gpt/quick", "bert": "bert/mini", "small": "gpt/quick"}
-SMALLER = {"small": ("workload.num_layers=2", "workload.hidden_size=128", "workload.num_heads=2")}
+_SMALL = ("num_layers=2", "hidden_size=128", "num_heads=2")
+SMALLER = {"small": (*(f"workload.{key}" for key in _SMALL), "batch_size=8")}
 """Changes to a recipe, for machines that have no hours."""
 TITLES = {"gpt": "gpt/quick", "bert": "bert/mini", "small": "gpt/quick, 2 layers of 128"}
 DECAY, WARM_UP = 0.2, 0.1
 """Shares: of each length, and of the shortest one."""
-SAMPLES = 512
+SAMPLES = 256
 """Of the validation text."""
 COLORS = {"cosine": "#1769aa", "wsd": "#d1495b"}
 
@@ -201,7 +202,8 @@ def draw(models: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axes.plot(x, y, "o-", color=COLORS[shape], alpha=0.6)
         for shape, label in (("cosine", "a cosine run each"), ("wsd", "one stem, a decay each")):
             axes.plot([], [], "o-", color=COLORS[shape], label=label)
-        axes.set_title(f"{TITLES[model]}, {len(figures['seeds'])} seeds")
+        count = len(figures["seeds"])
+        axes.set_title(f"{TITLES[model]}, {count} seed{'s' if count > 1 else ''}")
         axes.set_xlabel("tokens")
         axes.legend(frameon=False)
     panels[0].set_ylabel("held-out loss (nats)")
