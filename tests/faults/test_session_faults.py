@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from elastrata.cluster import ray_processes
 from elastrata.launch.doctor import Finding, examine
 from support.command import wait_until
+from support.forked_workers import own_programs
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
@@ -36,7 +38,15 @@ def _leftovers() -> Finding:
     return next(f for f in examine(storage=None, tracking=None) if f.name == "leftovers")
 
 
+@pytest.fixture
+def programs_are_rays() -> Iterator[None]:
+    """A stopped agent outlives its raylet."""
+    with own_programs():
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_are_rays")
 def test_its_head_and_then_its_driver_are_killed(
     recipe: Any, undisturbed: list[Any], tmp_path: Any
 ) -> None:

@@ -4,6 +4,8 @@ Six to ten workers and five of Ray's own processes serve the smallest run, and t
 take a core one to five seconds: most of a test. In a session that began within `forked_workers`,
 `forked_worker.py` is started in place of each; that asks a server here for a fork. Tests that look
 for workers among a raylet's children, or that kill them, have Ray's own workers: `own_workers`.
+A fork is killed with the program in whose place it runs, though it be stopped: a test of what
+outlives its parent has Ray's own programs, too: `own_programs`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from support.forks import fork, forks, take_environment
 _PROGRAM = str(Path(__file__).with_name("forked_worker.py"))
 _OWN_WORKERS = "ELASTRATA_TEST_OWN_WORKERS"
 """The variable by which workers are not forked."""
+_OWN_PROGRAMS = "ELASTRATA_TEST_OWN_PROGRAMS"
+"""The variable by which the others are not."""
 _PARENT_DEATH = 1
 """PR_SET_PDEATHSIG of prctl."""
 
@@ -47,10 +51,12 @@ def forked_workers() -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         if SOCKET not in os.environ:
             patch.setenv(SOCKET, _server())
-        _fork_programs(patch)
+        if _OWN_PROGRAMS not in os.environ:
+            _fork_programs(patch)
         if _OWN_WORKERS not in os.environ:
             _fork_workers(patch)
-        yield {name: os.environ[name] for name in (SOCKET, _OWN_WORKERS) if name in os.environ}
+        told = (SOCKET, _OWN_WORKERS, _OWN_PROGRAMS)
+        yield {name: os.environ[name] for name in told if name in os.environ}
 
 
 def _fork_workers(patch: pytest.MonkeyPatch) -> None:
@@ -87,6 +93,14 @@ def own_workers() -> Iterator[None]:
     """Sessions of Ray that begin within this block start their workers as Ray does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_OWN_WORKERS, "yes")
+        yield
+
+
+@contextmanager
+def own_programs() -> Iterator[None]:
+    """Sessions of Ray that begin within this block start everything else as Ray does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_OWN_PROGRAMS, "yes")
         yield
 
 
