@@ -35,6 +35,7 @@ def test_grows_and_makes_way_without_losing_a_step(recipe, undisturbed, cluster,
     live.end()
     assert_alike(live, undisturbed)
     assert [entry["world_size"] for entry in live.of_kind("started")] == [1, 3, 2]
+    assert [entry["stayed"] for entry in live.of_kind("started")] == [0, 1, 2]
     assert live.rolled_back() == []
     assert [entry["reason"] for entry in live.of_kind("halted")] == ["resize", "drain"]
 
@@ -50,6 +51,7 @@ def test_a_lost_node_costs_no_more_than_hot_steps(recipe, undisturbed, cluster, 
     assert_alike(live, undisturbed)
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
     assert [entry["world_size"] for entry in live.of_kind("started")] == [3, 1]
+    assert [entry["stayed"] for entry in live.of_kind("started")] == [0, 1]
     assert sum(live.rolled_back()) <= HOT_STEPS
 
 
@@ -68,6 +70,8 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
     assert sum(live.rolled_back()) <= HOT_STEPS
     assert live.of_kind("fault")
+    stay = int(number == signal.SIGKILL)  # of those that hang, nobody knows who is to blame
+    assert [entry["stayed"] for entry in live.of_kind("started")] == [0, stay]
 
 
 @SLOW

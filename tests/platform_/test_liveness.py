@@ -242,6 +242,15 @@ def test_spares_are_asked_for_one_at_a_time() -> None:
     assert orders.is_due((12,), (), now=8), "an actor has taken one"
 
 
+def test_one_that_was_taken_is_replaced_when_the_group_that_took_it_trains() -> None:
+    orders = Orders(2, after=5)
+    assert not orders.is_due((), (), now=0)
+    assert orders.is_due((), (), now=5)
+    assert orders.is_due((11,), (), now=6)
+    assert not orders.is_due((11, 12), (), now=7)
+    assert [now for now in range(8, 20) if orders.is_due((12,), (), now=now)] == [13]
+
+
 def test_a_spare_that_does_not_come_is_asked_for_again_after_a_minute() -> None:
     orders = Orders(3)
     asked = [now for now in range(200) if orders.is_due((), (), now=now)]

@@ -66,7 +66,8 @@ class Spares:
 
     Args:
         count: of spares on this node; each takes the memory of its imports.
-        after: seconds until the first is started, so that imports do not slow a start.
+        after: seconds until the first is started, and until one that was taken is replaced, so that
+            imports do not slow a start.
     """
 
     def __init__(self, count: int, *, after: float = 0.0) -> None:
@@ -80,12 +81,11 @@ class Spares:
         self._closed.set()
 
     def _watch(self) -> None:
-        orders, wait = Orders(self._count), self._after
-        while not self._closed.wait(wait):
+        orders = Orders(self._count, after=self._after)
+        while not self._closed.wait(_SECONDS_BETWEEN_LOOKS):
             if orders.is_due(_own(_is_idle), _own(_is_starting), time.monotonic()):
                 with contextlib.suppress(Exception):  # a spare is a convenience; asked for again
                     _start_one()
-            wait = _SECONDS_BETWEEN_LOOKS
 
 
 class Orders:
@@ -94,13 +94,18 @@ class Orders:
     A raylet starts few processes at a time and serves requests in their order: those for the actors
     that a run waits for would come after all that it has been asked for. So there is one at a time.
 
+    Those that are taken are taken for a group that starts: nothing is asked for until it trains.
+
     Args:
         count: of spares that are wanted.
+        after: seconds from the first look, or since one was taken, until any is asked for.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, after: float = 0.0) -> None:
+        self._count, self._after = count, after
         self._known: frozenset[int] = frozenset()
+        self._ready: frozenset[int] = frozenset()
+        self._taken: float | None = None
         self._asked: float | None = None
 
     def is_due(self, idle: Iterable[int], starting: Iterable[int], now: float) -> bool:
@@ -112,10 +117,12 @@ class Orders:
             now: by a clock that never goes back.
         """
         ready, known = frozenset(idle), self._known
-        self._known = ready.union(starting)
+        if self._taken is None or self._ready - ready:
+            self._taken = now
+        self._known, self._ready = ready.union(starting), ready
         if self._known - known:
             self._asked = None
-        if self._known - ready or len(ready) >= self._count:
+        if self._known - ready or len(ready) >= self._count or now - self._taken < self._after:
             return False
         if self._asked is not None and now - self._asked < _SECONDS_TO_START:
             return False

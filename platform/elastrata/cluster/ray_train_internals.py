@@ -5,10 +5,20 @@ Nothing else imports `ray.train.v2`; a new version of Ray is looked at here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.context import TrainRunContext, get_train_context
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller.state import SchedulingState
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,
     NoopDecision,
@@ -18,22 +28,45 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
     TrainAutoscalingCoordinatorClient,
 )
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    PlacementGroupHandle,
+)
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
+from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers
+from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 
 __all__ = [
     "CONTROLLER_MODULES",
     "ENV_VARS_TO_PROPAGATE",
+    "BackendSetupCallback",
     "ElasticScalingPolicy",
     "FailureConfig",
     "NoopDecision",
     "PlacementGroupCleanerCallback",
+    "PlacementGroupHandle",
+    "ReplicaGroup",
     "ResizeDecision",
     "RunConfig",
     "ScalingConfig",
     "ScalingDecision",
+    "SchedulingState",
     "TrainAutoscalingCoordinatorClient",
+    "TrainController",
     "TrainRunContext",
+    "Worker",
+    "WorkerGroup",
     "WorkerGroupCallback",
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupStartupTimeoutError",
+    "WorkerGroupStateBuilder",
+    "bundle_to_remote_args",
+    "invoke_context_managers",
+    "training_has_ended",
+    "with_controller",
 ]
 
 CONTROLLER_MODULES = (
@@ -44,3 +77,22 @@ CONTROLLER_MODULES = (
     "ray.train.v2._internal.data_integration.dataset_manager",
 )
 """Modules that the actors of a new group's controller import before they are of use."""
+
+
+@contextmanager
+def with_controller(kind: type[TrainController]) -> Iterator[None]:
+    """Trainers that run in this block have such a controller: Ray has no parameter for it."""
+    theirs = data_parallel_trainer.TrainController
+    data_parallel_trainer.TrainController = kind
+    try:
+        yield
+    finally:
+        data_parallel_trainer.TrainController = theirs
+
+
+def training_has_ended(seconds: float) -> bool:
+    """In a worker: whether its training thread ends within so many seconds, or never began."""
+    runner = get_train_context().execution_context.training_thread_runner
+    if thread := runner._thread:
+        thread.join(seconds)
+    return not runner.is_running()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -119,6 +119,10 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         self._reserved_count = 0
         self._tensor, self._peaks, self._fastest_first = tensor, peaks, fastest_first
         self._was_placed = False
+        self._proposed: SizeProposed | None = None
+        self.prepare: Callable[[int, Mapping[str, str] | None], bool] | None = None
+        """Starts so many more workers on such nodes; returns whether they need be awaited no more.
+        None: newcomers start when the others have halted."""
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -128,9 +132,19 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         self._send_resource_request()  # type: ignore[no-untyped-call]
         self._feed(ControllerStarted())
 
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Ids of the nodes that workers keep off, as of the newest decision."""
+        return self._avoided
+
+    @property
+    def places_by_rules(self) -> bool:
+        """Whether it matters which worker is on which node."""
+        return self._tensor > 1 or bool(self._peaks)
+
     @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        self._group = self._status = None
+        self._group = self._status = self._proposed = None
         return self._feed(NoGroup()) or NoopDecision()
 
     @override
@@ -189,10 +203,24 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
                 return self._demand()
 
     def _proposal(self) -> SizeProposed | None:
-        decision = super().make_decision_for_running_worker_group(self._group, self._status)
-        if not isinstance(decision, ResizeDecision):
+        """Another size, once the newcomers that it needs are there."""
+        if self._proposed is None:
+            decision = super().make_decision_for_running_worker_group(self._group, self._status)
+            if not isinstance(decision, ResizeDecision):
+                return None
+            have, wanted = self._group.num_workers, decision.num_workers
+            self._proposed = SizeProposed(have, wanted, self._free())
+        if self._newcomers_are_awaited(self._proposed):
             return None
-        return SizeProposed(self._group.num_workers, decision.num_workers, self._free())
+        proposed, self._proposed = self._proposed, None
+        return proposed
+
+    def _newcomers_are_awaited(self, size: SizeProposed) -> bool:
+        more = min(size.proposed - size.workers, size.free)
+        more -= more % self._multiple
+        if more <= 0 or self.prepare is None or self.places_by_rules:
+            return False
+        return not self.prepare(more, elsewhere(self._avoided))
 
     def _demand(self) -> DemandSeen | None:
         if not launches_nodes():
@@ -273,7 +301,7 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     ) -> dict[str, str] | None:
         """Where the workers may be placed: Ray would take nodes that it has not yet missed. A group
         that did not start where each worker had its node is placed by Ray the next time."""
-        if (self._tensor > 1 or self._peaks) and not self._was_placed:
+        if self.places_by_rules and not self._was_placed:
             placed = self._placed(num_workers)
             self._was_placed = placed is not None
             if placed:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from elastrata.checkpoints.commit import MARKER, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.cluster.culprits import is_victim
-from elastrata.cluster.event_sender import Sender
+from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.job import Job
+from elastrata.cluster.leaving import began, is_let_go, release
 from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.reaper import Reaper
@@ -53,14 +54,23 @@ SPARES_AFTER_SECONDS = 5.0
 _VICTIMS_SECONDS = 0.5
 """An error that another rank has caused waits so long, so that the controller hears of its cause
 first."""
+_come_to: set[str] = set()
+"""What this process does once, though it serve in several groups."""
+
+
+class LetGoError(Exception):
+    """The group has ended, and this process may serve in the next one."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
     """Ray Train's entry point: `config["job"]` is the `Job`."""
+    began()
     job: Job = config["job"]
     sender = Sender(job.channel, rank=ray.train.get_context().get_world_rank())
     try:
         _train(job, sender)
+    except LetGoError:
+        return
     except UserError as error:
         sender.send(Refused(problems=error.problems))
         raise
@@ -74,6 +84,7 @@ def train_worker(config: dict[str, Any]) -> None:
     except Exception as error:
         if is_victim(error):
             Event().wait(_VICTIMS_SECONDS)
+        release(error)
         raise
     finally:
         sender.close()
@@ -82,8 +93,8 @@ def train_worker(config: dict[str, Any]) -> None:
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, context, recipe = Stopwatch(), ray.train.get_context(), job.recipe
-    if context.get_local_rank() == 0:
-        _start_reaper(recipe.workers.hang_seconds, sender)
+    if context.get_local_rank() == 0 and _is_first("reaper"):
+        _start_reaper(recipe.workers.hang_seconds, job.channel)
     rank, world_size = context.get_world_rank(), context.get_world_size()
     per_node = context.get_local_world_size()
     data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
@@ -133,14 +144,15 @@ def _train(job: Job, sender: Sender) -> None:
         extra=trainer.extra,
         on_gpu=device.type == "cuda",
     )
-    members = _of_all_ranks((_place(device), os.getpid()), world_size)
+    members = _of_all_ranks((_place(device), os.getpid(), not _is_first("group")), world_size)
     started = Started(
         attempt=number,
         world_size=world_size,
         step=start.step,
         state=resumed.tier,
-        pids={rank: (place.node, pid) for rank, (place, pid) in enumerate(members)},
+        pids={rank: (place.node, pid) for rank, (place, pid, _) in enumerate(members)},
         seconds=stopwatch.seconds,
+        stayed=sum(has_served for _, _, has_served in members),
     )
     with manager:
         manager.started(started)
@@ -149,7 +161,7 @@ def _train(job: Job, sender: Sender) -> None:
             sender.send(Warned(text=line))
         for line in _all_substitutions(recipe, looked_for(recipe, device), world_size):
             sender.send(Substituted(text=line))
-        if recipe.workers.spares and context.get_local_rank() == 0:
+        if recipe.workers.spares and context.get_local_rank() == 0 and _is_first("spares"):
             Spares(per_node, after=SPARES_AFTER_SECONDS)
         was_over = commit is not None and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
@@ -162,7 +174,7 @@ def _train(job: Job, sender: Sender) -> None:
             start,
             steps=recipe.steps_in_all,
             target=recipe.target,
-            measured=_pacing([place for place, _ in members], recipe, sender),
+            measured=_pacing([place for place, *_ in members], recipe, sender),
         )
         for step in () if was_over else steps:
             for line in idle_ranks(step.record.speeds, step.record.batch_samples):
@@ -174,10 +186,17 @@ def _train(job: Job, sender: Sender) -> None:
     ray.train.report({})
 
 
-def _start_reaper(seconds: float, sender: Sender) -> None:
+def _start_reaper(seconds: float, channel: Any) -> None:
     """Watches this node's processes, while this one lives."""
     job: str = ray.get_runtime_context().get_job_id()
-    Reaper(os.getppid, job, seconds, lambda line: sender.send(Warned(text=line)))
+    Reaper(os.getppid, job, seconds, lambda line: tell(channel, Warned(text=line)))
+
+
+def _is_first(what: str) -> bool:
+    """Whether this process, in whatever group, has not come to that before; from now on it has."""
+    is_first = what not in _come_to
+    _come_to.add(what)
+    return is_first
 
 
 def _storage(job: Job, resumed: ResumePoint) -> CommitStorage:
@@ -217,15 +236,17 @@ def _saving(commit: Commit) -> Saving:
 
 
 def _rest(request: ControlSignal, seconds: float) -> NoReturn:
-    """After the state is safe: ends the run, or waits until Ray ends this process.
+    """After the state is safe: ends the run, or waits until the group ends.
 
     Raises:
         Stopped: the run is to end.
-        TimeoutError: nobody ended this process.
+        TimeoutError: nobody ended the group.
+        LetGoError: this process may serve in the next one.
     """
     if request.action == Action.STOP:
         raise Stopped(request.text)
-    Event().wait(seconds)
+    if is_let_go(seconds):
+        raise LetGoError
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
 
 

@@ -22,7 +22,6 @@ from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.measured_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
 from elastrata.cluster.node_speeds import FixedFactors
-from elastrata.cluster.ray_internals import has_dashboard
 from elastrata.cluster.ray_train_internals import (
     CONTROLLER_MODULES,
     ENV_VARS_TO_PROPAGATE,
@@ -30,11 +29,14 @@ from elastrata.cluster.ray_train_internals import (
     PlacementGroupCleanerCallback,
     RunConfig,
     ScalingConfig,
+    TrainController,
     WorkerGroupCallback,
+    with_controller,
 )
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.cluster.slow_nodes import SlowNodes
 from elastrata.cluster.source import Source
+from elastrata.cluster.staying_workers import StayingController
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.device import PEAKS
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
@@ -119,6 +121,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
             speeds=_speeds(workers.speeds, parallel, job.channel),
         ),
     )
+    trainer.controller = StayingController if workers.stay else TrainController
     trainer.policy = GracefulScalingPolicy(
         scaling,
         job.channel,
@@ -195,26 +198,21 @@ def _last_line(error: Exception) -> str:
 
 
 class _Trainer(ray.train.torch.TorchTrainer):
-    """Ray's trainer with a policy of our own, and without the cleaner of placement groups where
-    the cluster has no dashboard.
-
-    The cleaner asks the dashboard every second whether the controller lives. A cluster without one
-    makes it ask whatever dashboard listens on the default port: when another cluster on the machine
-    has one, that does not know the controller, and the cleaner takes the workers' resources away.
-    """
+    """Ray's trainer with a policy and a controller of our own, and without its cleaner of placement
+    groups: it knows one for each group, and takes that away where it asks another cluster's
+    dashboard for the controller. What a dead controller leaves, the driver frees."""
 
     policy: GracefulScalingPolicy
+    controller: type[TrainController]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         arguments["scaling_policy"] = self.policy
         imports = prestarted.runtime_env(_SOURCE_MODULES)["env_vars"]
-        with _propagated({**imports, **SHUTDOWN_SETTINGS}):
+        with _propagated({**imports, **SHUTDOWN_SETTINGS}), with_controller(self.controller):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        if has_dashboard():
-            return callbacks
         return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
 
 

@@ -32,6 +32,8 @@ class Started:
     """Node id and process id of every rank."""
     seconds: Mapping[str, float]
     """Seconds since the worker's function was called, by phase."""
+    stayed: int = 0
+    """Workers that were in a group before this one, and kept their processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

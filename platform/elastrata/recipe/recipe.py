@@ -68,6 +68,9 @@ class WorkersConfig(Config):
     spares: bool = True
     """Keeps an idle process with the imports done beside every worker, for the next group: seconds
     less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node."""
+    stay: bool = True
+    """Whether workers keep their processes, with all that is imported and compiled, when others are
+    lost, added or taken away; else all are started anew."""
     hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced; so
     is every process of the run that is stopped for so long, and a helper that does not answer."""

@@ -33,6 +33,7 @@ class _Started(_Entry):
     step: _Count
     world_size: _Count
     state: NotRequired[Literal["new", "hot", "durable"]]
+    stayed: NotRequired[_Count]
     seconds: NotRequired[dict[str, _Seconds]]
 
 

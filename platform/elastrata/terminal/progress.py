@@ -184,7 +184,8 @@ def _line(event: Event, step: int) -> str | None:
             workers = "worker" if event.world_size == 1 else "workers"
             since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
             again = f", {step - event.step} steps again" if step > event.step else ""
-            count = f"{event.world_size} {workers}"
+            stayed = f", {event.stayed} of them as before," if event.stayed else ""
+            count = f"{event.world_size} {workers}{stayed}"
             return f"training on {count}{since}{again} (attempt {event.attempt})"
         case Evaluated():
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())

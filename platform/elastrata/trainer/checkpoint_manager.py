@@ -125,6 +125,7 @@ class CheckpointManager:
                     "step": event.step,
                     "world_size": event.world_size,
                     "state": event.state,
+                    "stayed": event.stayed,
                     "seconds": dict(event.seconds),
                 },
             )
