@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -82,12 +83,12 @@ CONTROLLER_MODULES = (
 @contextmanager
 def with_controller(kind: type[TrainController]) -> Iterator[None]:
     """Trainers that run in this block have such a controller: Ray has no parameter for it."""
-    theirs = data_parallel_trainer.TrainController
-    data_parallel_trainer.TrainController = kind
+    module: Any = data_parallel_trainer
+    theirs, module.TrainController = module.TrainController, kind
     try:
         yield
     finally:
-        data_parallel_trainer.TrainController = theirs
+        module.TrainController = theirs
 
 
 def training_has_ended(seconds: float) -> bool:

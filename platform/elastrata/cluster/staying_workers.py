@@ -7,10 +7,7 @@ is missing is started. What a process does for a group is the same either way: a
 its own, the model, the state from the newest copy, the stream from there (`worker.py`). So both
 ways give the same digests and losses.
 
-Runs in Ray Train's controller. Where nobody can stay, all are started anew, as ever: when none
-leaves the broken group within `_SECONDS_TO_LEAVE`, when what is missing does not start within
-`_SECONDS_TO_START`, when nobody knows what was wrong with it, and where another number of workers
-would have to be placed by rules (tensor groups, stages of unequal speed).
+Runs in Ray Train's controller; `staying_controller.py` says who may stay.
 """
 
 from __future__ import annotations
@@ -26,13 +23,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import override
 
-from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.leaving import leave
 from elastrata.cluster.ray_train_internals import (
     BackendSetupCallback,
     ReplicaGroup,
-    SchedulingState,
-    TrainController,
     Worker,
     WorkerGroup,
     WorkerGroupStartupFailedError,
@@ -101,7 +95,8 @@ class StayingWorkerGroup(WorkerGroup):
         Returns:
             Whether all are there, or have had their time.
         """
-        places = self._worker_group_state.placement_group_handle
+        state: Any = self._worker_group_state
+        places: WorkerPlaces = state.placement_group_handle
         if self.newcomers is None or len(self.newcomers.actors) != count:
             for number in self.newcomers.actors if self.newcomers else ():
                 places.free(number)
@@ -118,8 +113,8 @@ class StayingWorkerGroup(WorkerGroup):
             staying: the ranks of those that may stay; the others are killed.
             freed: the ranks of those whose places are given back.
         """
-        state = self._worker_group_state
-        places = state.placement_group_handle
+        state: Any = self._worker_group_state
+        places: WorkerPlaces = state.placement_group_handle
         stay = [state.workers[rank] for rank in staying]
         coming = dict(self.newcomers.actors) if self.newcomers else {}
         for callback in self._callbacks:
@@ -135,7 +130,7 @@ class StayingWorkerGroup(WorkerGroup):
         for callback in self._callbacks:  # closes the streams, on which a worker may wait
             callback.after_worker_group_shutdown(self._worker_group_context)
         left = _leaving(stay)
-        self._clear_state()
+        self._clear_state()  # type: ignore[no-untyped-call]
         return Stayed(workers=left, coming=coming, places=places, barrier=state.sync_actor)
 
     @override
@@ -147,7 +142,7 @@ class StayingWorkerGroup(WorkerGroup):
             except Exception as error:
                 _logger.warning(f"all workers are started anew: {error!r}")
                 self.stayed.end()
-                self._clear_state()
+                self._clear_state()  # type: ignore[no-untyped-call]
         super()._start_impl(worker_group_state_builder)
 
     @override
@@ -166,20 +161,20 @@ class StayingWorkerGroup(WorkerGroup):
     def _take_over(self, stayed: Stayed) -> None:
         """Starts the group with what has stayed; as `_start_impl` of Ray Train does without."""
         context, barrier = self._worker_group_context, stayed.barrier
-        with invoke_context_managers([c.on_worker_group_start for c in self._callbacks]):
-            for callback in self._callbacks:
+        callbacks: list[Any] = self._callbacks
+        with invoke_context_managers([callback.on_worker_group_start for callback in callbacks]):
+            for callback in callbacks:
                 callback.before_worker_group_start(context)
             ray.get(barrier.reset.remote(), timeout=_SECONDS_TO_START)
             workers = self._assign_worker_ranks(self._completed(stayed))
             self._replica_groups = [
-                ReplicaGroup([worker], context.resources_per_worker, self._replica_group_callbacks)
-                for worker in workers
+                ReplicaGroup([worker], context.resources_per_worker) for worker in workers
             ]
             self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(workers))}
             self._init_train_context(workers, barrier)
+            builder: Any = WorkerGroupStateBuilder()  # type: ignore[no-untyped-call]
             self._worker_group_state = (
-                WorkerGroupStateBuilder()
-                .with_placement_group_handle(stayed.places)
+                builder.with_placement_group_handle(stayed.places)
                 .with_sync_actor(barrier)
                 .with_workers(workers)
                 .build()
@@ -211,7 +206,7 @@ class StayingWorkerGroup(WorkerGroup):
 
     def _actors(self, places: WorkerPlaces, numbers: Iterable[int]) -> dict[int, Any]:
         """New actors in these places, as Ray Train's `_create_workers` starts them."""
-        wanted = self._train_run_context.run_config.worker_runtime_env
+        wanted: Any = self._train_run_context.run_config.worker_runtime_env
         kind = ray.remote(
             runtime_env=self._get_worker_runtime_env(custom_runtime_env=wanted),
             **bundle_to_remote_args(self._worker_group_context.resources_per_worker),
@@ -241,68 +236,6 @@ class StayingWorkerGroup(WorkerGroup):
         ]
 
 
-class StayingController(TrainController):
-    """Ray Train's controller, whose groups hand their workers to the next one where they can."""
-
-    worker_group_cls: Any = StayingWorkerGroup
-
-    @override
-    def _start(self) -> None:
-        self._scaling_policy.prepare = self._prepare
-        super()._start()
-
-    def _prepare(self, count: int, selector: Mapping[str, str] | None) -> bool:
-        group = self._worker_group
-        return group is None or group.prepare(count, selector)
-
-    @override
-    def _shutdown_worker_group(self) -> None:
-        group, state, policy = self._worker_group, self.get_state(), self._scaling_policy
-        wanted = state.scaling_decision.num_workers if isinstance(state, SchedulingState) else 0
-        errors, count = _errors(group), len(group)
-        nodes = [worker.metadata.node_id for worker in group.get_workers()]
-        leaving = {rank for rank, node in enumerate(nodes) if node in policy.avoided}
-        failed = {rank for rank, error in errors.items() if not is_victim(error)}
-        staying = [rank for rank in range(count) if rank not in leaving | failed][:wanted]
-        if not staying or (policy.places_by_rules and (wanted != count or leaving)):
-            super()._shutdown_worker_group()
-            return
-        kept = sorted(failed - leaving)[: wanted - len(staying)]
-        stayed = group.let_go(staying, set(range(count)).difference(staying, kept))
-        self._worker_group = None
-        if not stayed.workers or (errors and len(stayed.workers) == count):
-            stayed.end()
-        else:
-            self.worker_group_cls = _TakingOver(stayed)
-
-    @override
-    def _start_worker_group(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._start_worker_group(*args, **kwargs)
-        finally:
-            self.worker_group_cls = StayingWorkerGroup
-
-
-@dataclass(frozen=True)
-class _TakingOver:
-    """Makes a group, as the class does, that takes over what has stayed."""
-
-    stayed: Stayed
-
-    def create(self, **arguments: Any) -> StayingWorkerGroup:
-        group = StayingWorkerGroup(**arguments)
-        group.stayed = self.stayed
-        group._start()
-        return group
-
-
-def _errors(group: WorkerGroup) -> dict[int, Exception]:
-    """What ended its workers, by rank; Ray Train wraps what it finds when it looks at them."""
-    status = group.get_latest_poll_status()
-    errors = status.errors if status else {}
-    return {rank: getattr(error, "health_check_failure", error) for rank, error in errors.items()}
-
-
 def _place(worker: Worker) -> int:
     assert worker.placement_group_bundle_index is not None
     return worker.placement_group_bundle_index
@@ -315,7 +248,9 @@ def _selectors(context: Any, count: int) -> list[dict[str, str] | None]:
 
 def _leaving(workers: Sequence[Worker]) -> list[Worker]:
     """Those that have left their group in time; the others are killed."""
-    calls = {worker.execute_async(leave, _SECONDS_TO_LEAVE): worker for worker in workers}
+    calls: dict[Any, Worker] = {
+        worker.execute_async(leave, _SECONDS_TO_LEAVE): worker for worker in workers
+    }
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_TO_LEAVE + 1)
     gone = [calls[call] for call in late]
     for call in done:

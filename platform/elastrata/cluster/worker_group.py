@@ -36,7 +36,7 @@ from elastrata.cluster.ray_train_internals import (
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.cluster.slow_nodes import SlowNodes
 from elastrata.cluster.source import Source
-from elastrata.cluster.staying_workers import StayingController
+from elastrata.cluster.staying_controller import StayingController
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.device import PEAKS
 from elastrata.core.ends import ControllerLostError, Stopped, TrainingError

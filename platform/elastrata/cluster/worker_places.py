@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from typing_extensions import override
 
@@ -51,12 +51,12 @@ class WorkerPlaces(PlacementGroupHandle):
 
     @property
     @override
-    def placement_group(self) -> WorkerPlaces:
+    def placement_group(self) -> Any:
         """What Ray Train hands on to whoever starts the workers."""
         return self
 
     @override
-    def ready(self) -> list[ray.ObjectRef]:
+    def ready(self) -> Any:
         return [group.ready() for group in self._groups.values()]
 
     @override
