@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastrata.checkpoints.commit import commits
+from elastrata.run.goodput import goodput
 from elastrata_pipelines.storage import Storage
 from support.command import run, wait_until
 from support.live_run import LiveRun, assert_alike
@@ -37,6 +38,9 @@ def test_grows_and_makes_way_without_losing_a_step(recipe, undisturbed, cluster,
     assert [entry["world_size"] for entry in live.of_kind("started")] == [1, 3, 2]
     assert [entry["stayed"] for entry in live.of_kind("started")] == [0, 1, 2]
     assert live.rolled_back() == []
+    account = goodput(live.entries())
+    assert abs(account.other) <= 0.01 * account.total
+    assert account.steps > 0 < account.halted
     assert [entry["reason"] for entry in live.of_kind("halted")] == ["resize", "drain"]
 
 

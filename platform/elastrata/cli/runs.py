@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from elastrata.run.goodput import Goodput
     from elastrata.run.names import ListedRun
     from elastrata.run.slow_ranks import TimeBalance
     from elastrata.run.status import Status
@@ -121,6 +122,7 @@ def _show_state(console: Console, standing: Status) -> None:
         **({"times": _balance(standing.time_balance)} if standing.time_balance else {}),
         "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
         f"({standing.share_lost:.1%})",
+        "time": _account(standing.goodput),
         "chain": Text(
             _CHAINS[standing.chain], style="bold red" if standing.chain == "broken" else ""
         ),
@@ -131,6 +133,15 @@ def _show_state(console: Console, standing: Status) -> None:
         console.print(Text.assemble(("slow        ", "bold yellow"), str(slow)))
     for line in standing.problems:
         console.print(Text.assemble(("altered     ", "bold red"), line))
+
+
+def _account(goodput: Goodput) -> str:
+    """What a run's time went into, the largest first, but for what is less than a thousandth."""
+    seconds, total = goodput.to_metrics(prefix=""), goodput.total
+    named = {"steps": "steps that count", "done_again": "steps done again"}
+    shares = sorted(((s, name) for name, s in seconds.items() if s > total / 1000), reverse=True)
+    parts = (f"{s / total:.1%} {named.get(name, name.replace('_', ' '))}" for s, name in shares)
+    return ", ".join(parts) or "none yet"
 
 
 def _balance(times: TimeBalance) -> str:

@@ -215,7 +215,11 @@ class RunDriver:
         try:
             for commit in commits(checkpoints)[: int(status == "FINISHED")]:
                 self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
-            told = json.dumps(status_of(self.run).to_dict(), indent=1)
+            standing = status_of(self.run)
+            if standing.steps:
+                row = {"step": standing.steps, **standing.goodput.to_metrics()}
+                self.tracker.log_steps([row])
+            told = json.dumps(standing.to_dict(), indent=1)
             self.tracker.log_artifact("report.json", told.encode())
         except Exception as error:  # it does not undo a run
             self._warn(f"no report of the run: {error}")

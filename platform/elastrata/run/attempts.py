@@ -134,7 +134,7 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
             Recovery(
                 attempt=after.attempt,
                 time=stopped,
-                cause=_cause(entries, before, after),
+                cause=cause(entries, before, after),
                 seconds=max(0.0, resumed - stopped - idle_seconds(entries, stopped, resumed)),
                 steps_rolled_back=max(len(rolled_back), count),
                 seconds_rolled_back=sum(step["seconds"] for step in rolled_back),
@@ -167,7 +167,9 @@ def _begun(entry: Entry) -> float:
     return float(entry["time"] - sum(seconds))
 
 
-def _cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
+def cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
+    """Why one group took over from another, as `Recovery.cause` has it."""
+
     def happened(kind: str) -> Iterator[Entry]:
         """Entries about the groups that are gone: by their number, for clocks may disagree."""
         return (
@@ -182,6 +184,7 @@ def _cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
         return str(halted["reason"])
     if next(happened("fault"), None):
         return "fault"
-    stopped, resumed = before.steps[-1]["time"], after.steps[0]["time"]
+    stopped = before.steps[-1]["time"] if before.steps else before.started
+    resumed = after.steps[0]["time"] if after.steps else after.started
     ends = (entry["time"] for entry in entries if entry["kind"] == "ended")
     return "restart" if any(stopped <= time <= resumed for time in ends) else "unknown"

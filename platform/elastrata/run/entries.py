@@ -18,7 +18,7 @@ _Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
 _Metrics = dict[str, float]
 _NOT_OF_STEPS = ("kind", "attempt", "time")
-_NO_METRICS = ("kind", "attempt", "time", "step")
+_NO_METRICS = ("kind", "attempt", "time", "step", "seconds")
 _AT_HAND = ConfigDict(extra="allow", strict=True)
 
 

@@ -14,6 +14,7 @@ from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
 from elastrata.run.chain import State as ChainState
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
+from elastrata.run.goodput import Goodput, goodput
 from elastrata.run.slow_ranks import SlowRank, TimeBalance, slow_ranks, time_balance
 from elastrata.run.state import (
     Driver,
@@ -96,6 +97,8 @@ class Status:
     seconds_lost: float
     """Without a step between two groups of workers, or on steps that were rolled back."""
     share_lost: float
+    goodput: Goodput
+    """What all those seconds went into."""
     chain: ChainState
     """Whether every part of the history is linked to the one before it: `whole`, `broken`, or
     `none` where versions wrote it that did not link them."""
@@ -190,6 +193,7 @@ def summary(
         seconds_in_all=seconds,
         seconds_lost=lost,
         share_lost=lost / seconds if seconds else 0.0,
+        goodput=goodput(entries),
         chain=chain,
         problems=tuple(problems),
     )

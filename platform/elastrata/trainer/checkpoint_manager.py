@@ -154,7 +154,7 @@ class CheckpointManager:
         self._channel.send(self._evaluated)
         reported = self._evaluated.to_metrics()
         if self._history:
-            self._history.add("evaluated", {"step": step, **reported})
+            self._history.add("evaluated", {"step": step, "seconds": seconds, **reported})
         return reported
 
     def reached(self, record: StepRecord, metric: str, value: float) -> None:
