@@ -74,8 +74,8 @@ def test_a_lost_or_hung_worker_costs_no_more_than_hot_steps(
     assert [entry["state"] for entry in live.of_kind("started")] == ["new", "hot"]
     assert sum(live.rolled_back()) <= HOT_STEPS
     assert live.of_kind("fault")
-    stay = int(number == signal.SIGKILL)  # of those that hang, nobody knows who is to blame
-    assert [entry["stayed"] for entry in live.of_kind("started")] == [0, stay]
+    if number == signal.SIGKILL:  # who hangs may be found before all are killed
+        assert [entry["stayed"] for entry in live.of_kind("started")] == [0, 1]
 
 
 @SLOW
