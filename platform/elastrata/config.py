@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
 
+NAME = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""The form of names that become parts of metrics and folders."""
+
 
 class Config(BaseModel):
     """A part of a recipe. Unknown keys are errors, and so are secrets in URLs; values never change

@@ -13,6 +13,7 @@ import torch
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.core.control_signal import Action
+from elastrata.core.evaluate import OWN
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.held_out import HeldOut
@@ -54,10 +55,9 @@ def go_on_averaging(rank: int, world_size: int, recipe: Section, url: str, is_le
     saver = DurableSaver(storage, keep_last=1, keep_best=False, lean=is_lean, warn=pytest.fail)
     saver.save(trainer.state(), step=last.step, samples=last.samples, tokens=last.tokens)
     saver.close()
-    held_out = HeldOut(data.phases, data.held_out, wanted.evaluation, place, last.step)
-    step = held_out.of(last.step)
-    assert step is not None
-    return trainer.evaluate(step)[0].total
+    held_out = HeldOut(data.phases, data.evaluated, wanted.evaluation, place, last.step)
+    losses, _ = trainer.evaluate(held_out.of(last.step))
+    return losses[OWN].total
 
 
 def _restored(trainer: Trainer, storage: Storage) -> Start:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from elastrata.core.evaluate import OWN
 from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.held_out import HeldOut
@@ -40,13 +41,12 @@ class Begun:
             is_primary=place.is_primary,
         )
         self.trainer.begin(self.parent)
-        self._held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, place, 0)
+        self._held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, place, 0)
 
     def loss(self) -> float:
         """Of the held-out data. Collective."""
-        held_out = self._held_out.of(0)
-        assert held_out is not None
-        return self.trainer.evaluate(held_out)[0].total
+        losses, _ = self.trainer.evaluate(self._held_out.of(0))
+        return losses[OWN].total
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, those of this rank's stage. Collective."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastrata.core.evaluate import EVALUATION_SEED
+from elastrata.core.evaluate import EVALUATION_SEED, OWN
 from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.held_out import HeldOut
@@ -119,9 +119,8 @@ def _samples(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids of each held-out sample, and its labels: -100 where nothing is predicted."""
     data = training_data(recipe)
     place = data_rank(0, 1, 1)
-    held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, place, 0).of(0)
-    assert held_out is not None
-    for rows in held_out.micro_batches:
+    held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, place, 0).of(0)
+    for rows in held_out[OWN].micro_batches:
         batch: Any = recipe.workload.collate(rows, data.vocabulary, EVALUATION_SEED)
         labels = torch.full_like(batch.input_ids, -100)
         labels[batch.predicted] = batch.targets

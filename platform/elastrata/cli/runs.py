@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from elastrata.run.goodput import Goodput
     from elastrata.run.names import ListedRun
     from elastrata.run.slow_ranks import TimeBalance
-    from elastrata.run.status import Status
+    from elastrata.run.status import Evaluation, Status
 
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
@@ -117,6 +118,7 @@ def _show_state(console: Console, standing: Status) -> None:
         f"{standing.samples_seen:,} samples, {standing.tokens_seen:,} tokens"
         + (f", loss {standing.loss:.4f}" if standing.loss is not None else ""),
         **({"target": str(standing.target)} if standing.target else {}),
+        **({"held out": _evaluation(standing.evaluation)} if standing.evaluation else {}),
         "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
         "workers": sizes or "none yet",
         **({"times": _balance(standing.time_balance)} if standing.time_balance else {}),
@@ -142,6 +144,15 @@ def _account(goodput: Goodput) -> str:
     shares = sorted(((s, name) for name, s in seconds.items() if s > total / 1000), reverse=True)
     parts = (f"{s / total:.1%} {named.get(name, name.replace('_', ' '))}" for s, name in shares)
     return ", ".join(parts) or "none yet"
+
+
+def _evaluation(newest: Evaluation) -> str:
+    """Its loss, and those of sources and of further sets."""
+    from elastrata.core.named_losses import losses_by_set, losses_by_source
+
+    others = {**losses_by_source(newest.metrics), **losses_by_set(newest.metrics)}
+    told = "".join(f", {name} {loss:.4f}" for name, loss in others.items())
+    return f"loss {newest.metrics.get('eval/loss', math.nan):.4f}{told} after step {newest.step:,}"
 
 
 def _balance(times: TimeBalance) -> str:

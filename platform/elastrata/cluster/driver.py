@@ -203,7 +203,7 @@ class RunDriver:
             recipe=self.recipe,
             run=self.run,
             phases=self.data.phases,
-            held_out=self.data.held_out,
+            held_out=self.data.evaluated,
             channel=self.channel,
             replicas=replicas,
             parent=self.parent,

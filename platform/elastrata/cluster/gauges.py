@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
 
-from elastrata.core.events import Committed, Event, Lost, Started
+from elastrata.core.events import Committed, Evaluated, Event, Lost, Started
+from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.core.record import StepRecord
 
 GAUGES: Mapping[str, str] = {
@@ -19,12 +20,18 @@ GAUGES: Mapping[str, str] = {
     "elastrata_time_imbalance": "Its seconds over the mean of all ranks",
     "elastrata_seconds_waiting_for_data": "Of the last step, on rank 0",
     "elastrata_world_size": "Workers of the group that trains",
+    "elastrata_evaluation_loss": "Loss on the held-out data, at the last evaluation",
 }
 BY_SOURCE: Mapping[str, str] = {
     "elastrata_source_share": "Share of a source in the tokens of the last step",
     "elastrata_source_loss": "Training loss of a source in the last step that had any of it",
+    "elastrata_source_evaluation_loss": "Loss on what is held out of a source, likewise",
 }
 """Of a mixture, by the label `source`."""
+BY_SET: Mapping[str, str] = {
+    "elastrata_set_evaluation_loss": "Loss on a further held-out set, at the last evaluation",
+}
+"""Of `evaluation.sets`, by the label `set`."""
 COUNTERS: Mapping[str, str] = {
     "elastrata_faults": "Groups of workers lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
@@ -48,7 +55,10 @@ class Gauges:
         self._by_source = {
             name: Gauge(name, text, tag_keys=("run", "source")) for name, text in BY_SOURCE.items()
         }
-        own = self._gauges, self._by_source, self._counters
+        self._by_set = {
+            name: Gauge(name, text, tag_keys=("run", "set")) for name, text in BY_SET.items()
+        }
+        own = self._gauges, self._by_source, self._by_set, self._counters
         for metric in (metric for kind in own for metric in kind.values()):
             metric.set_default_tags({"run": run})
 
@@ -68,6 +78,8 @@ class Gauges:
                     world_size=event.world_size,
                 )
                 self._set_sources(event)
+            case Evaluated():
+                self._evaluated(event)
             case Started():
                 self._set(world_size=event.world_size)
             case Lost():
@@ -85,6 +97,14 @@ class Gauges:
             self._by_source["elastrata_source_share"].set(tokens / record.batch_tokens, tags)
             if name in losses:
                 self._by_source["elastrata_source_loss"].set(losses[name], tags)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self._set(evaluation_loss=event.loss)
+        metrics = event.to_metrics()
+        for name, loss in losses_by_source(metrics).items():
+            self._by_source["elastrata_source_evaluation_loss"].set(loss, {"source": name})
+        for name, loss in losses_by_set(metrics).items():
+            self._by_set["elastrata_set_evaluation_loss"].set(loss, {"set": name})
 
     def _set(self, **values: float | None) -> None:
         for name, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ class Job:
     recipe: Recipe
     run: Storage
     phases: tuple[Phase, ...]
-    held_out: tuple[Batches | None, ...]
-    """For the evaluations in every phase."""
+    held_out: tuple[Mapping[str, Batches], ...]
+    """For the evaluations in every phase, by name of the set."""
     channel: Any
     """Handle of the driver's channel."""
     replicas: Replicas | None

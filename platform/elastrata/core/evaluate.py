@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
 
-from elastrata.config import Config
+from elastrata.config import NAME, Config
+from elastrata.core.events import Evaluated
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.step import StepLoss, mean_loss, reduce_sums, total_weights
 from elastrata.core.workload import Workload
@@ -19,6 +20,17 @@ from elastrata_pipelines.rows import Rows
 
 EVALUATION_SEED = 0
 """Fixed, so that runs of different seeds are evaluated on the same predictions."""
+OWN = ""
+"""In place of a name: what is held out of the run's data, or the set of `evaluation.path`."""
+
+
+class NamedSet(Config):
+    """A further held-out data set."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    """Its name: that of its loss is `eval/NAME/loss`."""
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or URL of the data set."""
 
 
 class EvaluationConfig(Config):
@@ -35,7 +47,10 @@ class EvaluationConfig(Config):
     """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
     `prepare` puts it. Without one there is no evaluation."""
     samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
-    """At most this many samples, a random draw that is always the same."""
+    """At most this many samples of each set, a random draw that is always the same."""
+    sets: Annotated[tuple[NamedSet, ...], Field(max_length=256)] = ()
+    """Further held-out data sets, evaluated at every evaluation, each by itself. They have the
+    tokenizer and the `seq_len` of the training data."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,9 +85,32 @@ def evaluation_due(
     return samples // config.every_samples > (samples - batch_samples) // config.every_samples
 
 
-def evaluation_metrics(workload: Workload) -> list[str]:
-    """Names of the metrics that every evaluation of this workload reports."""
-    return ["eval/loss", *(f"eval/{name}" for name in workload.metrics())]
+def evaluation_metrics(workload: Workload, sets: Iterable[NamedSet] = ()) -> list[str]:
+    """Names of the metrics that every evaluation of this workload reports, on its own data and on
+    further sets."""
+    names = ["loss", *workload.metrics()]
+    places = ["eval", *(f"eval/{one.name}" for one in sets)]
+    return [f"{place}/{name}" for place in places for name in names]
+
+
+def evaluated(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
+    """What an evaluation tells.
+
+    Args:
+        step: steps done.
+        losses: by name of the set; `OWN` among them.
+        seconds: that it took.
+    """
+    metrics = _values(losses[OWN])
+    for name, loss in losses.items():
+        if name != OWN:
+            told = {"loss": loss.total, **_values(loss)}
+            metrics |= {f"{name}/{metric}": value for metric, value in told.items()}
+    return Evaluated(step=step, loss=losses[OWN].total, metrics=metrics, seconds=seconds)
+
+
+def _values(loss: StepLoss) -> dict[str, float]:
+    return {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
 
 
 def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> RankStep:

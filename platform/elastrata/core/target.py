@@ -20,7 +20,7 @@ class TargetConfig(Config):
 
     metric: str
     """A metric of the evaluation: `eval/loss`, or one of the workload's, such as
-    `eval/mlm_accuracy`."""
+    `eval/mlm_accuracy`; `eval/NAME/loss` is that of one of `evaluation.sets`."""
     at_least: Finite | None = None
     """Reached by this value and larger ones. Either this or `at_most`."""
     at_most: Finite | None = None

@@ -188,6 +188,7 @@ def local_paths(recipe: Recipe) -> Iterator[str]:
     named = {
         "storage": recipe.storage,
         "evaluation.path": recipe.evaluation.path,
+        **{f"evaluation.sets.{n}.path": one.path for n, one in enumerate(recipe.evaluation.sets)},
         **{
             f"phases.{number}.data.{key}" if recipe.phases else f"data.{key}": place
             for number, part in enumerate(recipe.parts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from elastrata.checkpoints.training_state import load_plain
 from elastrata.core.device import current_device
-from elastrata.core.events import Evaluated
+from elastrata.core.evaluate import evaluated
 from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
@@ -55,14 +55,12 @@ def evaluate_run(
         if state is not None:
             load_plain(trainer.model, state)
         rank = data_rank(0, 1, 1)
-        held_out = HeldOut(data.phases, data.held_out, recipe.evaluation, rank, commit.step)
+        held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, rank, commit.step)
         step = held_out.of(commit.step)
-        if step is None:
+        if not step:
             raise UserError(f"{data.phases[-1].batches.url}: has no held-out data to evaluate on")
-        loss, seconds = trainer.evaluate(step)
-    metrics = {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
-    told = Evaluated(step=commit.step, loss=loss.total, metrics=metrics, seconds=seconds)
-    return told.to_metrics()
+        losses, seconds = trainer.evaluate(step)
+    return evaluated(commit.step, losses, seconds).to_metrics()
 
 
 def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:

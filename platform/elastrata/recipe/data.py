@@ -7,10 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from elastrata.config import Config
+from elastrata.config import NAME, Config
 from elastrata_pipelines.preparation import PrepareConfig
 
-NAME = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 

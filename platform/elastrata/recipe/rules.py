@@ -22,6 +22,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_parts(recipe),
         *_phases(recipe),
         *_target(recipe),
+        *_sets(recipe),
         *layout_problems(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
@@ -105,12 +106,32 @@ def _decay(part: PhaseKeys) -> Iterator[Problem]:
 
 
 def _target(recipe: Recipe) -> Iterator[Problem]:
-    target, known = recipe.target, evaluation_metrics(recipe.workload)
+    target = recipe.target
+    known = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
     if target is not None and target.metric not in known:
         yield (
             ("target", "metric"),
             f"target.metric: {target.metric!r}: expected one of {', '.join(known)}"
             f"{nearest(target.metric, known)}",
+        )
+
+
+def _sets(recipe: Recipe) -> Iterator[Problem]:
+    """Sets whose losses would have the name of something else."""
+    sources = {source.name for part in recipe.parts for source in part.data.sources}
+    names = [one.name for one in recipe.evaluation.sets]
+    for number, name in enumerate(names):
+        if name in sources:
+            other = "a source of the data"
+        elif name in names[:number]:
+            other = f"sets.{names.index(name)}"
+        elif name == "loss":
+            other = "the loss itself"
+        else:
+            continue
+        yield (
+            ("evaluation", "sets", str(number), "name"),
+            f"evaluation.sets.{number}.name: {name}: that of {other}: expected another one",
         )
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.run import history
-from elastrata.tracking.mixture_plots import share_curves, source_losses
+from elastrata.run.entries import metrics_of
+from elastrata.tracking.mixture_plots import held_out_losses, share_curves, source_losses
 from elastrata.tracking.plots import flops_curves, length_strata, loss_curve, sparsity_curves
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
@@ -17,12 +19,13 @@ FOLDER = "plots"
 LOSS_CURVE, LENGTH_STRATA = "loss-curve.png", "length-strata.png"
 SPARSITY, FLOPS = "sparsity.png", "flops.png"
 SHARES, SOURCE_LOSSES = "source-shares.png", "source-losses.png"
+HELD_OUT_LOSSES = "held-out-losses.png"
 
 
 def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tracker) -> None:
     """Draws the loss curve and the length strata, of a run with weights at zero their share and the
-    FLOPs, and of one with sources their shares and losses; writes them to `plots/` of the run and
-    to MLflow.
+    FLOPs, of one with sources their shares and losses, and of one with sources or
+    `evaluation.sets` their held-out losses; writes them to `plots/` of the run and to MLflow.
 
     Args:
         run: the run's folder; its history holds a step at least.
@@ -39,11 +42,31 @@ def publish_pictures(run: Storage, length_histogram: Sequence[int], tracker: Tra
         if any(step.get("batch_tokens_by_source") for step in steps):
             share_curves(steps, Path(scratch) / SHARES)
             source_losses(steps, Path(scratch) / SOURCE_LOSSES)
+        told = evaluations(entries, steps)
+        if any(losses_by_source(one) or losses_by_set(one) for one in told):
+            held_out_losses(told, Path(scratch) / HELD_OUT_LOSSES)
         length_strata(length_histogram, Path(scratch) / LENGTH_STRATA)
         for path in sorted(Path(scratch).iterdir()):
             data = path.read_bytes()
             run.write(data, FOLDER, path.name)
             tracker.log_artifact(path.name, data, FOLDER)
+
+
+def evaluations(
+    entries: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[dict[str, float]]:
+    """The metrics of the evaluations that count, by name, each with `tokens` seen.
+
+    Args:
+        entries: of the history.
+        steps: those of them that count.
+    """
+    tokens = {0: 0} | {step["step"]: step["tokens"] for step in steps}
+    return [
+        {**metrics_of(entry), "tokens": tokens[entry["step"]]}
+        for entry in history.surviving_evaluations(entries)
+        if entry["step"] in tokens
+    ]
 
 
 def losses(

@@ -12,6 +12,7 @@ from elastrata.core.target import TargetConfig
 from elastrata.run import history
 from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
 from elastrata.run.chain import State as ChainState
+from elastrata.run.entries import metrics_of
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
 from elastrata.run.goodput import Goodput, goodput
@@ -54,6 +55,15 @@ class WorldSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation that counts."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """By name: `eval/loss`, `eval/loss/SOURCE`, `eval/SET/loss`, and those of the workload."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A durable checkpoint."""
 
@@ -83,6 +93,8 @@ class Status:
     tokens_seen: int
     loss: float | None
     """Training loss of the last step; None: no step yet, or not finite."""
+    evaluation: Evaluation | None
+    """The newest one."""
     checkpoint: Checkpoint | None
     """The newest one."""
     world_sizes: tuple[WorldSize, ...]
@@ -184,6 +196,7 @@ def summary(
         samples_seen=last["samples"],
         tokens_seen=last["tokens"],
         loss=_finite(last["loss"]),
+        evaluation=_evaluation(entries),
         checkpoint=checkpoint,
         world_sizes=_world_sizes(entries),
         faults=_faults(entries),
@@ -210,6 +223,13 @@ def seconds_in_all(entries: Sequence[Entry]) -> float:
         return 0.0
     starting = sum(group.seconds_starting for group in attempts(entries)[:1])
     return max(times) - min(times) + starting - idle_seconds(entries, min(times), max(times))
+
+
+def _evaluation(entries: Sequence[Entry]) -> Evaluation | None:
+    """The newest one that no later attempt rolled back."""
+    for entry in history.surviving_evaluations(entries)[-1:]:
+        return Evaluation(step=entry["step"], metrics=metrics_of(entry))
+    return None
 
 
 def _world_sizes(entries: Sequence[Entry]) -> tuple[WorldSize, ...]:

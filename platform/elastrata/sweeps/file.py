@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from elastrata.core.evaluate import evaluation_metrics
-from elastrata.core.workload import Workload
 from elastrata.recipe.problems import misread_booleans, recipe_problems, shown_value
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import known_paths
@@ -112,7 +111,7 @@ def _more(values: Any, path: str) -> list[str]:
     space, metric = values.get("space"), values.get("metric")
     lines = [*key_problems(space if isinstance(space, dict) else [], base.recipe)]
     if isinstance(metric, str):
-        lines += metric_problems(metric, base.recipe.workload)
+        lines += metric_problems(metric, base.recipe)
     return [f"{path}: {line}" for line in lines]
 
 
@@ -128,7 +127,7 @@ def sweep_problems(config: SweepConfig, base: BaseRecipe) -> list[str]:
     """A line for each thing that is wrong, without the file it stands in."""
     problems = [
         *key_problems(config.space, base.recipe),
-        *metric_problems(config.metric, base.recipe.workload),
+        *metric_problems(config.metric, base.recipe),
         *_bounds(config),
         *(f"space.{key}: {line}" for key, line in condition_problems(config.space)),
         *_searcher(config),
@@ -149,9 +148,9 @@ def key_problems(keys: Iterable[str], recipe: Recipe) -> Iterator[str]:
             yield f"space.{key}: unknown key of the recipe{_meant(key, known)}"
 
 
-def metric_problems(metric: str, workload: Workload) -> Iterator[str]:
+def metric_problems(metric: str, recipe: Recipe) -> Iterator[str]:
     """A line where the metric of a sweep is none of the recipe's."""
-    reported = evaluation_metrics(workload)
+    reported = evaluation_metrics(recipe.workload, recipe.evaluation.sets)
     if metric not in reported:
         yield (
             f"metric: {metric!r}: the recipe never reports it; expected one of "

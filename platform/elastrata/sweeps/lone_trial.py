@@ -16,7 +16,8 @@ import torch
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.device import current_device
-from elastrata.core.events import Committed, Evaluated, Event, Started
+from elastrata.core.evaluate import evaluated
+from elastrata.core.events import Committed, Event, Started
 from elastrata.core.mesh import data_rank
 from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
@@ -123,7 +124,7 @@ class LoneTrial:
         self.start = start_after(self._commit)
         self._held_out = HeldOut(
             data.phases,
-            data.held_out,
+            data.evaluated,
             recipe.evaluation,
             data_rank(0, 1, 1),
             self.start.step,
@@ -157,11 +158,8 @@ class LoneTrial:
     def evaluation(self) -> Mapping[str, float]:
         """The metrics of the model as it is now; not part of the run's history."""
         step = self.start.step
-        held_out = self._held_out.of(step)
-        assert held_out is not None
-        loss, _ = self._trainer.evaluate(held_out)
-        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
-        return Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=0.0).to_metrics()
+        losses, seconds = self._trainer.evaluate(self._held_out.of(step))
+        return evaluated(step, losses, seconds).to_metrics()
 
     def save(self) -> str:
         """Saves the state of the step that was reported last, and waits for it.

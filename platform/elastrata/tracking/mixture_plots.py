@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastrata.tracking.colors import BLUE, INK, PALE_BLUE
+from elastrata.core.named_losses import losses_by_set, losses_by_source
+from elastrata.tracking.colors import BLUE, INK, PALE_BLUE, RED
 from elastrata.tracking.plots import canvas, save, smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOST_POINTS = 400
 """Steps are put together to so many."""
@@ -60,6 +64,38 @@ def source_losses(steps: Steps, path: Path) -> None:
     save(figure, path)
 
 
+def held_out_losses(evaluations: Steps, path: Path) -> None:
+    """Draws the loss on the held-out data: of all of it, of every source, and on further sets.
+
+    Args:
+        evaluations: metrics by name, and `tokens`.
+        path: PNG file to write.
+    """
+    figure, axes = canvas("Held-out losses", "tokens", "loss (nats)")
+    _held_out_curves(axes, evaluations, lambda one: {"all": one["eval/loss"]}, _red, "-")
+    _held_out_curves(axes, evaluations, losses_by_source, _shades, "-")
+    _held_out_curves(axes, evaluations, losses_by_set, _shades, "--")
+    axes.legend(frameon=False, labelcolor=INK)
+    save(figure, path)
+
+
+def _held_out_curves(
+    axes: Axes,
+    evaluations: Steps,
+    losses_of: Callable[[Mapping[str, float]], Mapping[str, float]],
+    colors: Callable[[int], Sequence[str]],
+    style: str,
+) -> None:
+    """A curve for each name that evaluations tell a loss of."""
+    names = dict.fromkeys(name for one in evaluations for name in losses_of(one))
+    for name, color in zip(names, colors(len(names)), strict=True):
+        told = [(one["tokens"], losses_of(one)) for one in evaluations]
+        points = [(tokens, losses[name]) for tokens, losses in told if name in losses]
+        places, values = zip(*points, strict=True)
+        axes.plot(places, values, color=color, linestyle=style, linewidth=2, marker="o",
+                  markersize=4, label=f"{name} {values[-1]:.2f}")  # fmt: skip
+
+
 def _names(steps: Steps) -> list[str]:
     """All sources, in the order they come."""
     return list(dict.fromkeys(name for step in steps for name in _tokens(step)))
@@ -79,6 +115,10 @@ def _bins(steps: Steps) -> list[Steps]:
     mixed = [step for step in steps if _tokens(step)]
     size = -(-len(mixed) // _MOST_POINTS)
     return [mixed[first : first + size] for first in range(0, len(mixed), size)]
+
+
+def _red(count: int) -> list[str]:
+    return [RED] * count
 
 
 def _shades(count: int) -> list[str]:

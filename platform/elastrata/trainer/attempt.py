@@ -73,8 +73,8 @@ def attempt(
             manager.stepped(record)
             metrics, seconds, is_last = {}, 0.0, record.step == steps
             if due := held_out.due(record):
-                loss, seconds = trainer.evaluate(due)
-                metrics = dict(manager.evaluated(record.step, loss, seconds))
+                losses, seconds = trainer.evaluate(due)
+                metrics = dict(manager.evaluated(record.step, losses, seconds))
                 is_last |= _has_reached(target, metrics, record, manager)
             manager.keep(record, action, is_last=is_last)
             yield TrainedStep(

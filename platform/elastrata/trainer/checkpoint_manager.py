@@ -17,6 +17,7 @@ from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
 from elastrata.core.backoff import Backoff
 from elastrata.core.control_signal import Action, ControlSignal
+from elastrata.core.evaluate import evaluated
 from elastrata.core.events import (
     Chosen,
     Committed,
@@ -143,14 +144,15 @@ class CheckpointManager:
         if self._history:
             self._history.add("step", record.to_dict())
 
-    def evaluated(self, step: int, loss: StepLoss, seconds: float) -> Mapping[str, float]:
+    def evaluated(
+        self, step: int, losses: Mapping[str, StepLoss], seconds: float
+    ) -> Mapping[str, float]:
         """The held-out data was evaluated after so many steps.
 
         Returns:
             What the evaluation reports, by metric name.
         """
-        metrics = {**{f"{term}_loss": v for term, v in loss.terms.items()}, **loss.metrics}
-        self._evaluated = Evaluated(step=step, loss=loss.total, metrics=metrics, seconds=seconds)
+        self._evaluated = evaluated(step, losses, seconds)
         self._channel.send(self._evaluated)
         reported = self._evaluated.to_metrics()
         if self._history:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastrata.core.evaluate import EvaluationConfig, evaluation_due, held_out_step
 from elastrata.core.mesh import DataRank
@@ -17,7 +17,7 @@ class HeldOut:
 
     Args:
         phases: of the run.
-        held_out: the data set of each; None where there is none.
+        held_out: the data of each, by name of the set; empty where there is none.
         config: when to evaluate, and on how much.
         data: this rank's place among those that have samples.
         done: steps that the run has done.
@@ -31,7 +31,7 @@ class HeldOut:
     def __init__(
         self,
         phases: Sequence[Phase],
-        held_out: Sequence[Batches | None],
+        held_out: Sequence[Mapping[str, Batches]],
         config: EvaluationConfig,
         data: DataRank,
         done: int,
@@ -41,18 +41,19 @@ class HeldOut:
         self._config = config
         self._is_due_at_once = has_parent and done == 0
         self._parts = {
-            phase.last_step: held_out_step(
-                batches, samples=config.samples, rank=data.rank, num_ranks=data.dp_size
-            )
-            if batches
-            else None
-            for phase, batches in zip(phases, held_out, strict=True)
+            phase.last_step: {
+                name: held_out_step(
+                    batches, samples=config.samples, rank=data.rank, num_ranks=data.dp_size
+                )
+                for name, batches in sets.items()
+            }
+            for phase, sets in zip(phases, held_out, strict=True)
             if phase.last_step >= done
         }
 
-    def due(self, record: StepRecord) -> RankStep | None:
-        """The data that the model is evaluated on after that step; there is always an evaluation at
-        the end of a phase."""
+    def due(self, record: StepRecord) -> Mapping[str, RankStep]:
+        """The data that the model is evaluated on after that step, by name of the set; there is
+        always an evaluation at the end of a phase."""
         is_due = evaluation_due(
             self._config,
             step=record.step,
@@ -60,13 +61,13 @@ class HeldOut:
             samples=record.samples,
             batch_samples=record.batch_samples,
         )
-        return self.of(record.step) if is_due else None
+        return self.of(record.step) if is_due else {}
 
-    def due_at_once(self) -> RankStep | None:
+    def due_at_once(self) -> Mapping[str, RankStep]:
         """The data that the model is evaluated on before the first step that is left."""
-        return self.of(0) if self._is_due_at_once else None
+        return self.of(0) if self._is_due_at_once else {}
 
-    def of(self, step: int) -> RankStep | None:
+    def of(self, step: int) -> Mapping[str, RankStep]:
         """That of the phase which has that step."""
         return self._parts[self._last_step(step)]
 

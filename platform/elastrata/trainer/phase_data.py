@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastrata.core.evaluate import EVALUATION_SEED
@@ -11,6 +11,7 @@ from elastrata.planner.choice import budgets
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.shares import wanted_mixture
+from elastrata.trainer.evaluation_sets import FoundSet
 from elastrata.trainer.mixture_problems import mixture_problems
 from elastrata_pipelines.batches import Batches, Source
 from elastrata_pipelines.deal import FIXED_TOKENS
@@ -33,8 +34,24 @@ class _DataSet:
     """Of a source."""
 
 
-def phase_data(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None]:
-    """The data of a phase, and what is held out of it.
+@dataclass(frozen=True, kw_only=True)
+class PhaseData:
+    """The data of a phase, ready to be read."""
+
+    training: Batches
+    held_out: Batches | None
+    """What is held out of it, or another set in its place."""
+    sets: Mapping[str, Batches]
+    """Further held-out data sets, by name."""
+
+
+def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) -> PhaseData:
+    """The data of a phase, and what it is evaluated on.
+
+    Args:
+        recipe: of the run.
+        part: the phase.
+        sets: further held-out data sets, by name.
 
     Raises:
         UserError: one line for each thing that is wrong.
@@ -55,13 +72,20 @@ def phase_data(recipe: Recipe, part: PhaseKeys) -> tuple[Batches, Batches | None
         problems.append(_no_target(recipe, training))
     if part.data.sources and len(training) == len(names):
         problems += mixture_problems(part, [found.manifest for found in training])
+    for extra in sets.values():
+        problems += _length_problems(part, extra.manifest, extra.storage.uri())
     if problems:
         raise UserError(*dict.fromkeys(problems))
     evaluated = list(held_out.values())
-    cuts = _budgets(part, [found.manifest for found in (*training, *evaluated)])
-    return (
-        _training(recipe, part, cuts, training),
-        _evaluation(recipe, cuts, evaluated) if evaluated else None,
+    further = {
+        name: _DataSet(storage=one.storage, manifest=one.manifest) for name, one in sets.items()
+    }
+    data_sets = (*training, *evaluated, *further.values())
+    cuts = _budgets(part, [found.manifest for found in data_sets])
+    return PhaseData(
+        training=_training(recipe, part, cuts, training),
+        held_out=_evaluation(recipe, cuts, evaluated) if evaluated else None,
+        sets={name: _evaluation(recipe, cuts, [one]) for name, one in further.items()},
     )
 
 
@@ -220,10 +244,11 @@ def _held_out_problems(
     problems = _missing_files(storage, held_out)
     if held_out.tokenizer_fingerprint != manifest.tokenizer_fingerprint:
         problems.append(f"{storage.uri()}: prepared with another tokenizer than {place}")
-    most = part.micro_batch_tokens
-    if most != "auto" and longest_sample(held_out) > most:
-        problems.append(
-            f"micro_batch_tokens: {most}: the held-out data has samples of "
-            f"{longest_sample(held_out)} tokens"
-        )
-    return problems
+    return [*problems, *_length_problems(part, held_out, "the held-out data")]
+
+
+def _length_problems(part: PhaseKeys, held_out: Manifest, called: str) -> list[str]:
+    most, longest = part.micro_batch_tokens, longest_sample(held_out)
+    if most == "auto" or longest <= most:
+        return []
+    return [f"micro_batch_tokens: {most}: {called} has samples of {longest} tokens"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
+from elastrata.core.evaluate import OWN
 from elastrata.core.sparsity.config import GivenConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.mask_file import read_masks
@@ -18,6 +19,7 @@ from elastrata.run.folder import DataSet
 from elastrata.run.mixtures import Mixtures, record_of
 from elastrata.run.parent import ForkOrigin
 from elastrata.tracking.entities import DataInput
+from elastrata.trainer.evaluation_sets import found_sets, set_problems
 from elastrata.trainer.mixture_problems import limit_problems
 from elastrata.trainer.phase_data import phase_data
 from elastrata_pipelines.batches import Batches
@@ -37,6 +39,15 @@ class TrainingData:
     phases: tuple[Phase, ...]
     held_out: tuple[Batches | None, ...]
     """For the evaluations in every phase."""
+    sets: tuple[Mapping[str, Batches], ...]
+    """Further held-out data for them, by name."""
+
+    @property
+    def evaluated(self) -> tuple[Mapping[str, Batches], ...]:
+        """All data for the evaluations in every phase, by name of the set; that of `held_out` is
+        `OWN`."""
+        both = zip(self.held_out, self.sets, strict=True)
+        return tuple({OWN: own, **sets} if own else {} for own, sets in both)
 
     @property
     def train(self) -> Batches:
@@ -80,7 +91,8 @@ class TrainingData:
     @property
     def inputs(self) -> tuple[DataInput, ...]:
         """The data sets that are read, for the record."""
-        held_out = (found for one in self.held_out if one for found in one.data_sets)
+        batches = (one for sets in self.evaluated for one in sets.values())
+        held_out = (found for one in batches for found in one.data_sets)
         return (
             *(_input(*found, "training") for found in self.trained_on),
             *(_input(*found, "evaluation") for found in held_out),
@@ -107,25 +119,28 @@ def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingD
     Raises:
         UserError: one line for each thing that is wrong.
     """
-    problems: list[str] = []
-    found = []
     recipe = in_steps(recipe)
+    sets, problems = found_sets(recipe.evaluation)
+    found = []
     for number, part in enumerate(recipe.parts):
         prefix = f"phases.{number}." if recipe.phases else ""
         try:
-            found.append(phase_data(recipe, part))
+            found.append(phase_data(recipe, part, sets))
         except UserError as error:
             problems += [f"{prefix}{line}" for line in error.problems]
-    problems += _tokenizer_problems(recipe, [train.manifest for train, _ in found])
+    manifests = [data.training.manifest for data in found]
+    problems += _tokenizer_problems(recipe, manifests)
+    problems += set_problems(sets, manifests, [data.held_out for data in found])
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    phases = [_phase(part, train) for part, (train, _) in zip(recipe.parts, found, strict=True)]
+    phases = [_phase(part, data.training) for part, data in zip(recipe.parts, found, strict=True)]
     known = _origin(phases, origin)
     if lines := limit_problems(recipe, phases, known):
         raise UserError(*lines)
     return TrainingData(
         phases=one_after_another(phases, known),
-        held_out=tuple(held_out for _, held_out in found),
+        held_out=tuple(data.held_out for data in found),
+        sets=tuple(data.sets for data in found),
     )
 
 

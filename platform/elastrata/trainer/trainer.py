@@ -6,7 +6,7 @@ Knows no Ray: every worker of a group has one, and so has the lone trial of a sw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -176,20 +176,23 @@ class Trainer:
                     self._average.stepped(done.step)
                 yield replace(done, **chooser.figures()), action
 
-    def evaluate(self, held_out: RankStep) -> tuple[StepLoss, float]:
-        """The loss of the model as it is now, or of its average where that is to be evaluated, on
-        this rank's part of held-out data, and the seconds that took."""
+    def evaluate(self, held_out: Mapping[str, RankStep]) -> tuple[dict[str, StepLoss], float]:
+        """The losses of the model as it is now, or of its average where that is to be evaluated,
+        on this rank's part of each set of held-out data, and the seconds that took."""
         began = time.perf_counter()
         with self._demoting(), self._evaluated():
-            loss = evaluate(
-                self._divided.forward_backward,
-                self._recipe.workload,
-                self._chooser.as_chosen(held_out).micro_batches,
-                self._vocabulary,
-                self._device,
-                is_primary=self._is_primary,
-            )
-        return loss, time.perf_counter() - began
+            losses = {name: self._loss(step) for name, step in held_out.items()}
+        return losses, time.perf_counter() - began
+
+    def _loss(self, held_out: RankStep) -> StepLoss:
+        return evaluate(
+            self._divided.forward_backward,
+            self._recipe.workload,
+            self._chooser.as_chosen(held_out).micro_batches,
+            self._vocabulary,
+            self._device,
+            is_primary=self._is_primary,
+        )
 
     def _restore_average(
         self, average: WeightAverage, checkpoints: CommitStorage, commit: Commit

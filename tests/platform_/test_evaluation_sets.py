@@ -1,0 +1,195 @@
+"""Further held-out data sets: evaluated with the run's own, each by itself, and told everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib.image import imread
+
+from elastrata.cli.main import run as run_here
+from elastrata.core.named_losses import losses_by_set, losses_by_source
+from elastrata.inference.held_out import evaluate_run
+from elastrata.recipe.file import load_recipe
+from elastrata.run import history
+from elastrata.run.folder import read_recipe
+from elastrata.run.pictures import evaluations
+from elastrata.run.status import status
+from elastrata.tracking.mixture_plots import held_out_losses
+from elastrata.trainer.preflight import training_data
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.storage import Storage
+from support.lone_run import lone_run
+from support.synthetic import Sizes, tiny_recipe, write_data_set
+
+SETS = ("python", "prose")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of its sets: one that is its own held-out data once more, and another one."""
+    folder = tmp_path_factory.mktemp("sets")
+    for seed, name in enumerate(("web", "code")):
+        write_data_set(folder / "data" / name, samples=200, seed=seed, held_out=20)
+    write_data_set(folder / "prose", samples=70, seed=9)
+    sets = [
+        {"name": "python", "path": str(folder / "data" / "code" / "held_out")},
+        {"name": "prose", "path": str(folder / "prose")},
+    ]
+    data = {"path": str(folder / "data"), "sources": [{"name": "web"}, {"name": "code"}]}
+    evaluation = {"every": 2, "samples": 40, "sets": sets}
+    return lone_run(folder, saves=True, data=data, evaluation=evaluation)
+
+
+def told(run: Path) -> list[dict[str, Any]]:
+    entries = history.read(Storage(str(run)).sub("history"))
+    return [dict(entry) for entry in history.surviving_evaluations(entries)]
+
+
+def test_every_evaluation_tells_the_losses_of_all_sets(run: Path) -> None:
+    found = told(run)
+    assert [entry["step"] for entry in found] == [2, 4]
+    for entry in found:
+        assert set(losses_by_set(entry)) == set(SETS)
+        assert set(losses_by_source(entry)) == {"web", "code"}
+        assert entry["eval/python/mlm_accuracy"] >= 0
+        assert len({entry[f"eval/{name}/loss"] for name in SETS}) == 2
+
+
+def test_the_loss_on_a_set_is_that_of_its_samples_alone(run: Path) -> None:
+    """The source's own held-out data as a set: the same samples, by themselves."""
+    entry = told(run)[-1]
+    assert entry["eval/python/mlm_loss"] == pytest.approx(entry["eval/loss/code"], rel=1e-5)
+
+
+def test_an_evaluation_done_again_has_the_sets(run: Path) -> None:
+    again = evaluate_run(str(run))
+    entry = told(run)[-1]
+    assert {f"eval/{name}/loss" for name in SETS} <= set(again)
+    assert dict(again) == pytest.approx({name: entry[name] for name in again}, rel=1e-5)
+
+
+def test_the_status_tells_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = status(Storage(str(run))).evaluation
+    assert newest is not None
+    assert newest.step == 4
+    assert newest.metrics["eval/prose/loss"] == told(run)[-1]["eval/prose/loss"]
+    assert run_here(["status", str(run)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held out")]
+    for name in ("web", "code", *SETS):
+        assert f", {name} " in line
+
+
+def test_sets_and_sources_are_drawn(run: Path, tmp_path: Path) -> None:
+    entries = history.read(Storage(str(run)).sub("history"))
+    found = evaluations(entries, history.effective_steps(entries))
+    assert [one["tokens"] > 0 for one in found] == [True, True]
+    held_out_losses(found, tmp_path / "picture.png")
+    picture = imread(tmp_path / "picture.png")
+    assert len({tuple(color) for color in picture.reshape(-1, 4).round(2).tolist()}) > 6
+
+
+def test_a_target_may_be_of_a_set(run: Path) -> None:
+    values = read_recipe(Storage(str(run))).model_dump(mode="json")
+    for metric, is_known in (("eval/prose/loss", True), ("eval/poetry/loss", False)):
+        file = run.parent / "target.yaml"
+        file.write_text(yaml.safe_dump({**values, "target": {"metric": metric, "at_most": 1}}))
+        if is_known:
+            assert load_recipe(str(file)).target is not None
+        else:
+            with pytest.raises(UserError, match=r"did you mean 'eval/prose/loss'"):
+                load_recipe(str(file))
+
+
+def test_sets_change_no_other_number(run: Path) -> None:
+    """Not what is trained on, and not the evaluation of the run's own data."""
+    recipe = read_recipe(Storage(str(run)))
+    alone = recipe.model_copy(
+        update={"evaluation": recipe.evaluation.model_copy(update={"sets": ()})}
+    )
+    with_sets, without = training_data(recipe), training_data(alone)
+    assert with_sets.phases == without.phases
+    assert with_sets.held_out == without.held_out
+    assert [len(sets) for sets in (*with_sets.evaluated, *without.evaluated)] == [3, 1]
+    assert [one.purpose for one in with_sets.inputs].count("evaluation") == 4
+
+
+def problems(
+    folder: Path, capsys: pytest.CaptureFixture[str], sets: list[dict[str, Any]], **changes: Any
+) -> list[str]:
+    """The lines that `elastrata train` refuses a recipe with these sets with."""
+    values = {**tiny_recipe(folder / "data", folder / "runs"), "evaluation": {"sets": sets}}
+    (folder / "sets.yaml").write_text(yaml.safe_dump({**values, **changes}))
+    capsys.readouterr()
+    assert run_here(["train", str(folder / "sets.yaml"), "--name", "never"]) == 2
+    assert not (folder / "runs" / "never").exists()
+    return [line.strip() for line in capsys.readouterr().err.splitlines()]
+
+
+def test_sets_that_cannot_be_evaluated_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data_set(tmp_path / "data", samples=100, held_out=20)
+    for name, sizes, pairs in (
+        ("other", Sizes(), False),
+        ("long", Sizes(seq_len=64), False),
+        ("pairs", Sizes(), True),
+        ("broken", Sizes(), False),
+    ):
+        write_data_set(tmp_path / name, samples=30, sizes=sizes, pairs=pairs)
+    storage = Storage(str(tmp_path / "other"))
+    other = Manifest.read(storage).model_copy(update={"tokenizer_fingerprint": "another"})
+    other.write(storage)
+    (tmp_path / "broken" / "shards" / "00000.parquet").unlink()
+    names = ("other", "long", "pairs", "broken", "missing")
+    sets = [{"name": name, "path": str(tmp_path / name)} for name in names]
+    lines = problems(tmp_path, capsys, sets)
+    for number, text in enumerate(
+        (
+            "the tokenizer another, expected synthetic, as in the training data",
+            "seq_len 64, expected 48",
+            "pairs True, expected False",
+            "00000.parquet",
+            "no data set",
+        )
+    ):
+        (line,) = [line for line in lines if f"evaluation.sets.{number}.path" in line]
+        assert text in line
+
+
+def test_sets_whose_samples_do_not_fit_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a micro-batch; and those that nothing is held out beside."""
+    write_data_set(tmp_path / "data", samples=4, sizes=Sizes(stripe=4))
+    write_data_set(tmp_path / "set", samples=200)
+    lines = problems(
+        tmp_path, capsys, [{"name": "set", "path": str(tmp_path / "set")}],
+        batch_size=2, micro_batch_tokens=47,
+    )  # fmt: skip
+    assert any("micro_batch_tokens: 47:" in line and "set has samples of 48" in line
+               for line in lines)  # fmt: skip
+
+
+def test_sets_beside_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data_set(tmp_path / "data", samples=100)
+    write_data_set(tmp_path / "set", samples=30)
+    lines = problems(tmp_path, capsys, [{"name": "set", "path": str(tmp_path / "set")}])
+    assert any("evaluation.sets: nothing is held out of the training data" in l for l in lines)  # noqa: E741
+
+
+def test_names_that_are_taken_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [{"name": name, "path": "x"} for name in ("web", "a", "a", "loss")]
+    data = {"path": "data", "sources": [{"name": "web"}]}
+    told = " ".join(problems(tmp_path, capsys, sets, data=data))
+    for line in (
+        "evaluation.sets.0.name: web: that of a source of the data",
+        "evaluation.sets.2.name: a: that of sets.1",
+        "evaluation.sets.3.name: loss: that of the loss itself",
+    ):
+        assert line in told
