@@ -16,9 +16,10 @@ import pytest
 
 from elastrata_pipelines.preparation import PrepareConfig
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
+from elastrata_pipelines.preparation.reading import Group, ReadWork
 from elastrata_pipelines.preparation.skipped import UNREADABLE
 from elastrata_pipelines.preparation.sources import find_files
-from elastrata_pipelines.preparation.work import ChooseTrainingText, Group, ReadWork, TrainingText
+from elastrata_pipelines.preparation.work import ChooseTrainingText, TrainingText
 
 LINES = [f"line {number}: {random.Random(number).random()}" for number in range(3000)]
 

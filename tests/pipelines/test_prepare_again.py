@@ -75,6 +75,36 @@ def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     ]  # fmt: skip
 
 
+SCREENED = {
+    "filters": [{"min_characters": 900}, {"expression": "'x' in text"}],
+    "deduplication": {"method": "exact"},
+}
+
+
+@pytest.mark.slow
+def test_what_stays_does_not_depend_on_processes_or_kills(
+    corpus: Path, tmp_path: Path, ray_local: None
+) -> None:
+    """A preparation that is killed while it looks for duplicates and done again with two CPUs, and
+    one with a single CPU."""
+    config, killed, alone = whole_config(str(corpus), **SCREENED), tmp_path / "a", tmp_path / "b"
+    process, reached = start_preparation(1, config, str(killed), stop_at="look for duplicates")
+    assert reached.recv() == "look for duplicates"
+    process.kill()
+    process.join()
+    prepare(PrepareConfig.model_validate(config), str(killed))
+    process, _ = start_preparation(1, config, str(alone))
+    process.join()
+    assert process.exitcode == 0
+    assert checksums(str(alone)) == checksums(str(killed))
+    (source,) = Manifest.read(Storage(str(alone))).sources
+    left_out = source.documents_skipped
+    assert isinstance(left_out, dict)
+    # 60 texts, ten times in lines, and 30 of them in paragraphs as well
+    assert left_out["duplicate"] == 9 * 60 + 30
+    assert left_out["shorter than 900 characters"] > 0
+
+
 @pytest.mark.slow  # a Ray of its own
 def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: str) -> None:
     source = Storage(f"{bucket}/corpus")

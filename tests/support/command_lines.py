@@ -174,6 +174,7 @@ NOT_RUN = {
         "downloads questions: tests/platform_/test_evaluate.py has some",
     ),
     "pip install optuna": _INSTALLS,
+    "pip install rensa": _INSTALLS,
     "pip install -e workloads/example": f"{_INSTALLS}: tests/workloads/test_third_party.py",
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.ray/auth_token": _CLUSTER,
     "elastrata submit bert/base --cluster http://127.0.0.1:8265 --name first "

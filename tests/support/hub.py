@@ -1,4 +1,5 @@
-"""A hub of models on this machine: what of the Hugging Face Hub's HTTP interface a push takes."""
+"""A hub on this machine: what of the Hugging Face Hub's HTTP interface it takes to push a model,
+and to read a data set."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ class Hub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
+        self.data_sets: dict[str, dict[str, bytes]] = {}
+        """Files by path, by name."""
         self.objects: dict[str, bytes] = {}
         """Large files by SHA-256."""
         self.url = ""
@@ -79,6 +82,12 @@ class _Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/models/(.+?)/tree/main(\?.*)?", self.path):
             files = self.hub.repositories[found[1]].files
             self._tell([_entry(path, data) for path, data in files.items()])
+        elif found := re.fullmatch(r"/api/datasets/(\w+/\w+)", self._page):
+            self._tell_data_set(found[1])
+        elif found := re.fullmatch(r"/api/datasets/(\w+/\w+)/tree/main/?(.*)", self._page):
+            self._tell(_below(self.hub.data_sets[found[1]], found[2], self.path))
+        elif found := re.fullmatch(r"/datasets/(\w+/\w+)/resolve/main/(.+)", self._page):
+            self._send(self.hub.data_sets[found[1]][found[2]])
         else:
             self._tell({"error": f"no such page: {self.path}"}, 404)
 
@@ -108,6 +117,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._commit(found[1], data)
         else:
             self._tell({"error": f"no such page: {self.path}"}, 404)
+
+    @property
+    def _page(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _tell_data_set(self, name: str) -> None:
+        if name in self.hub.data_sets:
+            self._tell({"id": name, "sha": "0" * 40, "siblings": []})
+        else:
+            self._tell({"error": "Repository not found"}, 404)
+
+    def _send(self, data: bytes) -> None:
+        """A file, or the bytes of it that are asked for."""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        part = data[int(asked[1]) : int(asked[2]) + 1] if asked else data
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(part)))
+        if asked:
+            self.send_header("Content-Range", f"bytes {asked[1]}-{asked[2]}/{len(data)}")
+        self.end_headers()
+        self.wfile.write(part)
 
     def _create(self, wanted: dict[str, Any]) -> None:
         name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
@@ -161,6 +191,20 @@ class _Handler(BaseHTTPRequestHandler):
 def _entry(path: str, data: bytes) -> dict[str, Any]:
     oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     return {"type": "file", "path": path, "oid": oid, "size": len(data)}
+
+
+def _below(files: dict[str, bytes], folder: str, asked: str) -> list[dict[str, Any]]:
+    """What lies in a folder, or anywhere below it."""
+    prefix = f"{folder}/" if folder else ""
+    inside = {path: data for path, data in files.items() if path.startswith(prefix)}
+    if "recursive=true" in asked:
+        return [_entry(path, data) for path, data in inside.items()]
+    rests = {path: path[len(prefix) :] for path in inside}
+    folders = {rest.partition("/")[0] for rest in rests.values() if "/" in rest}
+    return [
+        *({"type": "directory", "path": prefix + name, "oid": "0" * 40} for name in folders),
+        *(_entry(path, inside[path]) for path, rest in rests.items() if "/" not in rest),
+    ]
 
 
 def _mode(file: dict[str, Any]) -> dict[str, Any]:

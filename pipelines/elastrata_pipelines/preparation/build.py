@@ -11,6 +11,7 @@ from elastrata_pipelines.format import HELD_OUT, Manifest
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus, Progress
 from elastrata_pipelines.preparation.data_set import DataSetWriter, lay_out
+from elastrata_pipelines.preparation.filters import check_filters
 from elastrata_pipelines.preparation.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from elastrata_pipelines.preparation.target import Target
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
@@ -36,7 +37,8 @@ def prepare(
     already and was made from the same configuration and files is returned as it is. Where it is
     interrupted, a tokenizer that it has trained stays in `out` for the next time.
 
-    The driver holds some 60 bytes per sample; every worker a portion of the text (2 to 64 MiB) or
+    The driver holds some 60 bytes per sample, and where duplicates are looked for 17 per document,
+    with near ones 530; every worker a portion of the text (2 to 64 MiB) or
     one shard.
 
     Raises:
@@ -52,7 +54,9 @@ def prepare(
     if found := target.prepared(fingerprint, provenance, held_out=wanted, overwrite=overwrite):
         report("already prepared", found.samples, found.samples, "samples")
         return found
+    check_filters(config.filters)
     with target.building() as runs, session():
+        corpus = corpus.without_repeats()
         tokenizer = tokenizer or _trained_tokenizer(corpus, target.storage, fingerprint)
         tokenized = corpus.tokenize(tokenizer, runs)
         if fraction := fraction_for_one(config, tokenized):

@@ -7,9 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
+from elastrata_pipelines.errors import nearest
+from elastrata_pipelines.preparation.config_part import ConfigPart
+from elastrata_pipelines.preparation.deduplication import DeduplicationConfig
+from elastrata_pipelines.preparation.filters import FilterConfig
 
 _PATHS_SCHEMA = {
     "anyOf": [
@@ -20,26 +23,7 @@ _PATHS_SCHEMA = {
 """One path needs no list around it."""
 
 
-class _Part(BaseModel):
-    """Frozen; unknown keys are errors, and so are secrets in URLs and control characters."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_written_down(cls, value: object) -> object:
-        refuse_secrets(value)
-        refuse_unprintable(value)
-        return value
-
-
-class SourceConfig(_Part):
+class SourceConfig(ConfigPart):
     """Text of one origin, with its share in the data set."""
 
     paths: Annotated[
@@ -48,7 +32,8 @@ class SourceConfig(_Part):
         WithJsonSchema(_PATHS_SCHEMA),
     ]
     """Files, folders (every regular file below them that is not hidden) or globs; local or URLs
-    such as `s3://bucket/folder`. Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
+    such as `s3://bucket/folder` or, of the Hugging Face Hub, `hf://datasets/NAME/folder`.
+    Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
     name: str | None = None
     """Part of every sample's identity; default: `source-<number>`. Must be unique."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
@@ -78,7 +63,7 @@ class SourceConfig(_Part):
         return value
 
 
-class TokenizerConfig(_Part):
+class TokenizerConfig(ConfigPart):
     """The tokenizer: one that exists (`load`), or one trained on the corpus (`train`)."""
 
     either: ClassVar = (("load",), ("train", "vocab_size", "lowercase", "max_bytes", "sources"))
@@ -114,7 +99,7 @@ class TokenizerConfig(_Part):
         return self
 
 
-class PrepareConfig(_Part):
+class PrepareConfig(ConfigPart):
     """How a corpus becomes a data set."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
@@ -145,6 +130,10 @@ class PrepareConfig(_Part):
     """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
     them. Pipes, devices and broken links in folders are such documents, and so is, as a whole, a
     file that cannot be read to its end."""
+    filters: Annotated[tuple[FilterConfig, ...], Field(max_length=256)] = ()
+    """Documents that do not pass one of these are left out, and counted by filter."""
+    deduplication: DeduplicationConfig | None = None
+    """Documents that are there already are left out, and counted. Default: all are kept."""
     max_document_bytes: Annotated[int, Field(gt=0, le=2**50)] = 64 * 2**20
     """A longer document is an error: every worker holds at least one document in memory."""
 
@@ -157,6 +146,13 @@ class PrepareConfig(_Part):
         names = Counter(source.name for source in self.all_sources)
         for name in (name for name, count in names.items() if count > 1):
             raise ValueError(f"sources: two have the name {name!r}")
+        for number, filter in enumerate(self.filters):
+            for name in filter.sources:
+                if name not in names:
+                    raise ValueError(
+                        f"filters.{number}.sources: {name}: expected one of "
+                        f"{', '.join(map(str, names))}{nearest(name, map(str, names))}"
+                    )
         return self
 
     @property

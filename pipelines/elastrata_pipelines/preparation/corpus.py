@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,18 +14,18 @@ import numpy as np
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
+from elastrata_pipelines.preparation.deduplication import algorithm
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
 from elastrata_pipelines.preparation.portions import group_files, portion_bytes
 from elastrata_pipelines.preparation.provenance import FilesOfSource, Provenance
+from elastrata_pipelines.preparation.reading import Group, NumberedPortion, Place, ReadWork, Repeats
+from elastrata_pipelines.preparation.screening import Printed, PrintWork, repeats
 from elastrata_pipelines.preparation.skipped import NOT_A_FILE, barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import (
     ChooseTrainingText,
-    Group,
-    NumberedPortion,
-    ReadWork,
     Tokenized,
     TokenizeWork,
     TrainingText,
@@ -41,7 +41,7 @@ _TEXT_PER_COMPRESSED_BYTE = 4  # a guess, for progress and for the share of text
 _PAIRS = "partners"  # how pairs are made: data sets with pairs of another kind are made again
 _SKIP = "bad_documents: skip passes it over"
 
-Result = TypeVar("Result", Tokenized, TrainingText)
+Result = TypeVar("Result", Tokenized, TrainingText, Printed)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Corpus:
     report: Progress
     passed_over: tuple[int, ...] = ()
     """Per source: pipes, broken links and the like in its folders, where these are skipped."""
+    repeats: Mapping[Place, Repeats] | None = None
+    """Which documents have been there before, by portion; None: nobody has asked."""
 
     @staticmethod
     def find(config: PrepareConfig, report: Progress) -> Corpus:
@@ -105,11 +107,29 @@ class Corpus:
             del source["paths"]
         if not learned_from:  # as earlier versions, which knew of none, have it
             del config["tokenizer"]["sources"]
+        for key in ("filters", "deduplication"):
+            if not config[key]:  # likewise
+                del config[key]
+        if self.config.deduplication and self.config.deduplication.method == "near":
+            config["deduplication"]["algorithm"] = algorithm()
         if tokenizer:
             config["tokenizer"] = tokenizer.fingerprint
         if self.config.pairs:
             config["pairs"] = _PAIRS
         return config
+
+    def without_repeats(self) -> Corpus:
+        """The same without documents that have been there before, where these are not to stay.
+
+        Raises:
+            UserError: the corpus cannot be read, or a library is missing.
+        """
+        asked = self.config.deduplication
+        if asked is None or self.repeats is not None:
+            return self
+        found = self._process(PrintWork(self.config, asked), "look for duplicates")
+        marks = repeats(asked, {printed.place: printed.prints for printed in found})
+        return replace(self, repeats=marks)
 
     def train_tokenizer(self) -> TokenizerFiles:
         """Trains the configured tokenizer on text chosen by hash.
@@ -118,7 +138,7 @@ class Corpus:
             UserError: the corpus cannot be read, or one of its sources has no text.
         """
         if self._of_tokenizer is not None:
-            return self._of_tokenizer.train_tokenizer()
+            return self._of_tokenizer.without_repeats().train_tokenizer()
         settings = self.config.tokenizer
         work = ChooseTrainingText(self.config, settings.max_bytes / max(1, self._text_bytes))
         results = self._process(work, "read text for the tokenizer")
@@ -190,7 +210,10 @@ class Corpus:
     def _process(self, work: Callable[[NumberedPortion], Result], stage: str) -> list[Result]:
         """`work` of every portion, in the order of the corpus."""
         size = portion_bytes(self._text_bytes)
-        groups = [Group(n, files) for n, files in enumerate(group_files(self.files, size))]
+        groups = [
+            Group(number, files, None if self.repeats is None else self._by_group.get(number, {}))
+            for number, files in enumerate(group_files(self.files, size))
+        ]
         read = ReadWork(self.config, size)
         results: list[Result] = []
         done = num_problems = 0
@@ -206,6 +229,13 @@ class Corpus:
         if problems:
             raise UserError(*_at_most(problems))
         return results
+
+    @cached_property
+    def _by_group(self) -> dict[int, dict[int, Repeats]]:
+        groups: dict[int, dict[int, Repeats]] = {}
+        for (group, number), marks in (self.repeats or {}).items():
+            groups.setdefault(group, {})[number] = marks
+        return groups
 
 
 def _listed(value: object) -> list[dict[str, object]]:

@@ -16,10 +16,11 @@ from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Progress, token_dtype
 from elastrata_pipelines.preparation.pipeline import run_in_parallel
 from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
+from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING
 from elastrata_pipelines.preparation.shards import Plan, WriteShard, plan_shards
 from elastrata_pipelines.preparation.skipped import barren_sources, total
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
-from elastrata_pipelines.preparation.work import HELD_OUT, TRAINING, Tokenized
+from elastrata_pipelines.preparation.work import Tokenized
 from elastrata_pipelines.storage import Storage
 
 

@@ -29,6 +29,8 @@ class Document:
     text: str
     line: int = 0
     """Its first one, or its row, counted from 0."""
+    file: str = ""
+    """Where it is, as a line can hold it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
             if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
             elif text and not text.isspace():
-                documents.append(Document(combine_one(identity, line), text, line))
+                documents.append(
+                    Document(combine_one(identity, line), text, line, piece.file.shown)
+                )
     return Documents(documents, problems, tuple(fatal))
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastrata_pipelines.preparation.work import Tokenized, TrainingText
 
 _REASONS = {
+    "filter failed": r": filters\.\d+: ",
     "not UTF-8": "not UTF-8",
     "not JSON": "not valid JSON|nested too deeply|a JSON object was expected",
     "no text field": "no field ",

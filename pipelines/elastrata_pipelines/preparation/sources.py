@@ -25,6 +25,8 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_TAGS = ("ETag", "etag", "blob_id", "mtime")
+"""What stores call that which changes when a file does."""
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -128,7 +130,7 @@ def _expand_url(url: str) -> Iterator[_Entry]:
     else:
         return
     for name, info in sorted(found.items()):
-        tag = str(info.get("ETag") or info.get("etag") or info.get("mtime") or "")
+        tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
         size = int(info["size"] or 0)
         full = str(fs.unstrip_protocol(name))
         yield _Entry(full, name[len(base) + 1 :], size, tag, is_itself=full == url)

@@ -14,8 +14,6 @@ from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.documents import (
     Document,
     copies,
-    held_out_draw,
-    read_documents,
 )
 from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder
 from elastrata_pipelines.preparation.packing import (
@@ -26,33 +24,14 @@ from elastrata_pipelines.preparation.packing import (
     pack_concat,
 )
 from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_sentences
-from elastrata_pipelines.preparation.portions import Portion, read_portions
+from elastrata_pipelines.preparation.reading import NumberedPortion
 from elastrata_pipelines.preparation.runs import Run, write_run
 from elastrata_pipelines.preparation.samples import Samples, concatenate
-from elastrata_pipelines.preparation.skipped import UNREADABLE, count_reasons
-from elastrata_pipelines.preparation.sources import SourceFile
+from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING, split
 from elastrata_pipelines.storage import Storage
 
-TRAINING, HELD_OUT = 0, 1
 _TEXT_SALT = text_hash("tokenizer training")
 _TRAINING_TEXT_CHARACTERS = 4096
-
-
-@dataclass(frozen=True)
-class Group:
-    """Files that one process reads."""
-
-    number: int
-    files: tuple[SourceFile, ...]
-
-
-@dataclass(frozen=True)
-class NumberedPortion:
-    """A portion and its place in the corpus."""
-
-    place: tuple[int, int]
-    source: int
-    portion: Portion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,57 +80,6 @@ class TrainingText:
 
 
 @dataclass(frozen=True)
-class ReadWork:
-    """Reads a group of files in portions."""
-
-    config: PrepareConfig
-    portion_bytes: int
-
-    def __call__(self, group: Group) -> Iterator[NumberedPortion]:
-        """The portions, in order."""
-        source = group.files[0].source
-        portions = read_portions(
-            group.files,
-            self.config.all_sources[source],
-            size=self.portion_bytes,
-            max_document_bytes=self.config.max_document_bytes,
-            skip=self.config.bad_documents == "skip",
-        )
-        for number, portion in enumerate(portions):
-            yield NumberedPortion((group.number, number), source, portion)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Split:
-    """The documents of a portion, for training and held out."""
-
-    documents: tuple[list[Document], list[Document]]
-    problems: tuple[str, ...]
-    """They end the preparation."""
-    skipped: dict[str, int]
-    """Documents left out, by reason."""
-    least_draw: float
-    """The smallest `held_out_draw` of those for training; 1 without any."""
-
-
-def _split(config: PrepareConfig, numbered: NumberedPortion) -> _Split:
-    source = config.all_sources[numbered.source]
-    read = read_documents(numbered.portion, source, max_document_bytes=config.max_document_bytes)
-    split: tuple[list[Document], list[Document]] = ([], [])
-    fraction, least = config.held_out_fraction, 1.0
-    for document in read.documents:
-        draw = held_out_draw(document) if fraction else 1.0
-        is_held_out = draw < fraction or numbered.source >= len(config.sources)
-        split[HELD_OUT if is_held_out else TRAINING].append(document)
-        least = least if is_held_out else min(least, draw)
-    problems, skipped = (*read.fatal, *read.problems), dict[str, int]()
-    if config.bad_documents == "skip":
-        files = {UNREADABLE: left_out} if (left_out := numbered.portion.left_out) else {}
-        problems, skipped = read.fatal, count_reasons(read.problems) | files
-    return _Split(documents=split, problems=problems, skipped=skipped, least_draw=least)
-
-
-@dataclass(frozen=True)
 class ChooseTrainingText:
     """Chooses a share of a portion's text, in pieces of some lines each, by hash."""
 
@@ -160,8 +88,8 @@ class ChooseTrainingText:
 
     def __call__(self, numbered: NumberedPortion) -> TrainingText:
         """The chosen pieces of the portion's documents, held-out ones left alone."""
-        split, chosen = _split(self.config, numbered), []
-        documents, held_out = split.documents
+        found, chosen = split(self.config, numbered), []
+        documents, held_out = found.documents
         if numbered.source < len(self.config.sources):
             for document in documents:
                 for number, text in enumerate(_pieces(document.text)):
@@ -174,8 +102,8 @@ class ChooseTrainingText:
             bytes=numbered.portion.bytes,
             documents=(len(documents), len(held_out)),
             chosen=tuple(chosen),
-            problems=split.problems,
-            skipped=split.skipped,
+            problems=found.problems,
+            skipped=found.skipped,
         )
 
 
@@ -208,15 +136,15 @@ class TokenizeWork:
 
     def __call__(self, numbered: NumberedPortion) -> Tokenized:
         """Writes the portion's runs, unless problems end the preparation anyway."""
-        split = _split(self.config, numbered)
-        num_documents = len(split.documents[TRAINING]), len(split.documents[HELD_OUT])
+        found = split(self.config, numbered)
+        num_documents = len(found.documents[TRAINING]), len(found.documents[HELD_OUT])
         encoder = make_encoder(self.tokenizer_json)
         runs: list[Run | None] = []
         names, unknown = [""], [0, 0]
-        for part, documents in enumerate(split.documents):
+        for part, documents in enumerate(found.documents):
             weight = 1.0 if part == HELD_OUT else self.config.all_sources[numbered.source].weight
             run, name = None, ""
-            if documents and not split.problems:
+            if documents and not found.problems:
                 samples, name = self._samples(documents, weight, encoder)
                 unknown[part] = int(np.count_nonzero(samples.tokens == self.unknown_id))
                 path = "{}-{}-{}".format(*numbered.place, part)
@@ -232,10 +160,10 @@ class TokenizeWork:
             documents=num_documents,
             runs=(runs[TRAINING], runs[HELD_OUT]),
             encoder=max(names),
-            problems=split.problems,
-            skipped=split.skipped,
+            problems=found.problems,
+            skipped=found.skipped,
             unknown=(unknown[TRAINING], unknown[HELD_OUT]),
-            least_draw=split.least_draw,
+            least_draw=found.least_draw,
         )
 
     def _samples(

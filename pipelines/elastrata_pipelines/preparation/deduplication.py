@@ -1,0 +1,168 @@
+"""Deduplication: which documents say what an earlier one has said, exactly or nearly so.
+
+Near duplicates are found by MinHash (Broder, 1997) of word shingles, with the signatures cut into
+bands: documents that agree in a whole band are compared by their whole signatures.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.hashing import U64, combine, text_hash
+from elastrata_pipelines.preparation.config_part import ConfigPart
+
+Signatures = npt.NDArray[np.uint32]
+Flags = npt.NDArray[np.bool_]
+DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
+"""Reasons that documents are counted by."""
+PERMUTATIONS = 128
+"""Length of a signature: the standard error of a similarity of 0.8 is 0.035."""
+_SEED = 1
+_SHINGLES_AT_ONCE = 2**14
+_WORD = re.compile(r"\w+")
+
+
+class DeduplicationConfig(ConfigPart):
+    """Which documents are left out because an earlier one has said the same."""
+
+    only_with: ClassVar = {
+        "similarity": ("method", "near"),
+        "words": ("method", "near"),
+    }
+
+    method: Literal["exact", "near"] = "exact"
+    """exact: those whose text is an earlier one's but for capitals, white space and forms of the
+    same letter (Unicode's NFKC). near: besides, those that have most of their word sequences from
+    an earlier one, by MinHash; needs rensa."""
+    similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
+    """near: the share that two documents' sequences of words have in common, of all in either of
+    them, from which on the later one is left out; estimated from 128 hashes."""
+    words: Annotated[int, Field(gt=0, le=100)] = 5
+    """near: words of a sequence."""
+
+    @model_validator(mode="after")
+    def _only_with_near(self) -> Self:
+        for key in self.only_with:
+            value = getattr(self, key)
+            if self.method != "near" and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: {value}: only with method: near")
+        return self
+
+
+def normalised(text: str) -> str:
+    """A text without what does not count: capitals, white space, forms of the same letter."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def normalised_hash(text: str) -> int:
+    """A 64-bit hash of the normalised text."""
+    return text_hash(normalised(text))
+
+
+def algorithm() -> int:
+    """The version of the algorithm of signatures.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    return int(_library().ALGORITHM_VERSION)
+
+
+def signatures(texts: Sequence[str], words: int) -> Signatures:
+    """The MinHash signature of each text, shape [texts, PERMUTATIONS].
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    sketch = _library()
+    found = np.empty((len(texts), PERMUTATIONS), np.uint32)
+    for row, text in zip(found, texts, strict=True):
+        own = sketch(PERMUTATIONS, _SEED)
+        for shingles in _shingles(text, words):
+            own.update(shingles)
+        row[:] = own.digest()
+    return found
+
+
+def _shingles(text: str, words: int) -> Iterator[list[str]]:
+    """All sequences of so many words, some at a time; of a shorter text, all of it."""
+    found = _WORD.findall(normalised(text)) or [text]
+    count = max(1, len(found) - words + 1)
+    for first in range(0, count, _SHINGLES_AT_ONCE):
+        last = min(count, first + _SHINGLES_AT_ONCE)
+        yield [" ".join(found[place : place + words]) for place in range(first, last)]
+
+
+def _library() -> Any:
+    try:
+        from rensa import RMinHash
+    except ImportError:
+        raise UserError(
+            "deduplication.method: near: rensa is not installed: pip install rensa"
+        ) from None
+    return RMinHash
+
+
+def duplicates(hashes: U64) -> Flags:
+    """Which documents have the hash of an earlier one, shape [documents]."""
+    _, first = np.unique(hashes, return_index=True)
+    flags = np.ones(len(hashes), bool)
+    flags[first] = False
+    return flags
+
+
+def near_duplicates(found: Signatures, similarity: float) -> Flags:
+    """Which documents are near duplicates of an earlier one that stays, shape [documents].
+
+    Args:
+        found: signatures, in the order of the corpus.
+        similarity: share of equal hashes from which on a document is one.
+    """
+    keys = _band_keys(found, _rows(similarity))
+    shared = _shared(keys)
+    flags, buckets = np.zeros(len(found), bool), dict[tuple[int, int], list[int]]()
+    for number in np.flatnonzero(shared.any(axis=1)).tolist():
+        mine = [(band, int(keys[number, band])) for band in np.flatnonzero(shared[number]).tolist()]
+        others = sorted({other for place in mine for other in buckets.get(place, ())})
+        equal = (found[others] == found[number]).mean(axis=1)
+        if (equal >= similarity).any():
+            flags[number] = True
+        else:
+            for place in mine:
+                buckets.setdefault(place, []).append(number)
+    return flags
+
+
+def _rows(similarity: float) -> int:
+    """Rows of a band: as many as leave documents of that similarity, which agree in a band with a
+    chance of s^rows, more likely than not to agree in one of them, and by far."""
+    for rows in (16, 8, 4, 2):
+        if (rows / PERMUTATIONS) ** (1 / rows) <= similarity - 0.05:
+            return rows
+    return 1
+
+
+def _band_keys(found: Signatures, rows: int) -> U64:
+    """A hash of every band of every document, shape [documents, bands]."""
+    bands = found.reshape(len(found), PERMUTATIONS // rows, rows).astype(np.uint64)
+    keys = np.zeros(bands.shape[:2], np.uint64)
+    for row in range(rows):
+        keys = combine(keys, bands[:, :, row])
+    return keys
+
+
+def _shared(keys: U64) -> Flags:
+    """Which bands of which documents another document has as well."""
+    shared = np.zeros(keys.shape, bool)
+    for band in range(keys.shape[1]):
+        _, inverse, counts = np.unique(keys[:, band], return_inverse=True, return_counts=True)
+        shared[:, band] = counts[inverse] > 1
+    return shared
