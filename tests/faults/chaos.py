@@ -1,7 +1,7 @@
 """A random history of faults, again and another each time.
 
 make chaos
-python tests/faults/chaos.py --seed 3 --faults 12
+python tests/faults/chaos.py --seed 3 --faults 12 --mixed
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10_000)
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--tolerance", type=float, default=1e-4)
+    parser.add_argument("--mixed", action="store_true", help="three sources, shares that change")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = rehearse(folder, seed=arguments.seed, faults=arguments.faults)
+    report = rehearse(folder, seed=arguments.seed, faults=arguments.faults, mixed=arguments.mixed)
     print(json.dumps({**asdict(report), "faults": len(report.faults)}, indent=1))
     if found := problems(report, arguments.tolerance):
         sys.exit("\n".join([*found, f"logs: {folder}"]))

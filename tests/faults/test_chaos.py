@@ -11,8 +11,12 @@ from support.rehearsal import problems, rehearse
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_does_not_notice_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["one data set", "three sources"])
+def test_a_run_does_not_notice_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    """On three sources the shares change in the second half of the run."""
     monkeypatch.setenv("TMPDIR", "/tmp")  # so that what is set there is taken back
-    report = rehearse(tmp_path, seed=7, faults=3)
+    report = rehearse(tmp_path, seed=7, faults=3, mixed=mixed)
     assert len(report.faults) >= 2
     assert problems(report, tolerance=1e-4) == []

@@ -60,16 +60,17 @@ class Report:
     leaks: list[str]
 
 
-def rehearse(folder: Path, *, seed: int, faults: int) -> Report:
+def rehearse(folder: Path, *, seed: int, faults: int, mixed: bool = False) -> Report:
     """One run, disturbed `faults` times, beside an undisturbed one.
 
     Args:
         folder: for data set, recipe, runs and logs.
         seed: of the history of faults.
         faults: how many.
+        mixed: whether it trains on three sources, whose shares change.
     """
     steps = STEPS_PER_FAULT * (faults + 1)
-    recipe = write_recipe(folder, steps=steps)
+    recipe = write_recipe(folder, steps=steps, mixed=mixed)
     print(f"an undisturbed run of {steps} steps", flush=True)
     LiveRun(recipe, "undisturbed", folder / "undisturbed.log", "workers.max=1").end(900)
     temporary = folder / "tmp"
