@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.tracking.colors import BLUE, INK, PALE_BLUE, RED
 from elastrata.tracking.plots import canvas, save, smoothed
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST_POINTS = 400
 """Steps are put together to so many."""
@@ -80,7 +77,7 @@ def held_out_losses(evaluations: Steps, path: Path) -> None:
 
 
 def _held_out_curves(
-    axes: Axes,
+    axes: Any,
     evaluations: Steps,
     losses_of: Callable[[Mapping[str, float]], Mapping[str, float]],
     colors: Callable[[int], Sequence[str]],
