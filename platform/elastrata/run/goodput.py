@@ -91,7 +91,7 @@ def _end(group: Attempt) -> float:
 
 def _between_steps(group: Attempt) -> float:
     pairs = pairwise(group.steps)
-    return sum(max(0.0, b["time"] - a["time"] - b["seconds"]) for a, b in pairs)
+    return sum(max(0.0, float(b["time"] - a["time"] - b["seconds"])) for a, b in pairs)
 
 
 def _starting(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[str, float]:
