@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import elastrata_workloads.bert.model as bert_model
+import elastrata_workloads.unpadded.self_attention as self_attention
 from elastrata.bench.lengths import read_histogram
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
@@ -27,22 +27,28 @@ from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.kernel import Kernel
 
 Attention = Callable[..., Tensor]
-"""As `elastrata_workloads.unpadded.attention`; these two know one kernel only."""
+"""As `elastrata_workloads.unpadded.attention`; these two know one kernel, and no
+windows."""
 
 
 @contextmanager
 def attention_by(form: Attention) -> Iterator[None]:
     """Models made or run in its block attend by `form`."""
-    ours = bert_model.attention
-    bert_model.attention = form
+    ours = self_attention.attention
+    self_attention.attention = form
     try:
         yield
     finally:
-        bert_model.attention = ours
+        self_attention.attention = ours
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, kernel: Kernel = "auto"
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    kernel: Kernel = "auto",
+    **_: object,
 ) -> Tensor:
     """Pads [T, H, D] to [G, H, L, D], attends with a mask, and takes the padding out again."""
     longest = max(segments.lengths)
@@ -72,7 +78,12 @@ class PaddedSegments(Segments):
 
 
 def padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: PaddedSegments, kernel: Kernel = "auto"
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PaddedSegments,
+    kernel: Kernel = "auto",
+    **_: object,
 ) -> Tensor:
     """Over tokens that are padded already: one dense call."""
     shape = (segments.mask.shape[0], segments.mask.shape[3])

@@ -23,13 +23,17 @@ models on a CPU (benchmarks/cost_model.py). Gathers over a network cost more."""
 
 @dataclass(frozen=True, kw_only=True)
 class WorkModel:
-    """Work of one sample of s tokens: linear * s + quadratic * s^2, in whole FLOPs of one layer.
+    """Work of one sample of s tokens: linear * s + quadratic * s^2, in whole FLOPs of one layer;
+    and where some layers attend within a window only, windowed * (the pairs of tokens in it).
 
     Integers, so that sums are exact and equal on every machine.
     """
 
     linear: int
     quadratic: int
+    windowed: int = 0
+    """Times the pairs of tokens at most `window` apart."""
+    window: int = 0
     fixed: int = 0
     """Of a micro-batch beside its samples, which takes all ranks equally long: what the fastest one
     would do meanwhile."""
@@ -37,7 +41,15 @@ class WorkModel:
     def __call__(self, lengths: npt.ArrayLike) -> Ints:
         """The work of samples of these lengths, element by element."""
         s = np.asarray(lengths, dtype=np.int64)
-        return s * (self.linear + self.quadratic * s)
+        whole: Ints = s * (self.linear + self.quadratic * s)
+        return whole + self.windowed * pairs_within(s, self.window) if self.windowed else whole
+
+
+def pairs_within(lengths: Ints, window: int) -> Ints:
+    """Ordered pairs of tokens at most `window` apart in samples of these lengths s: for every token
+    itself and m = min(window, s - 1) on each side, less the m (m + 1) that are beyond both ends."""
+    reach: Ints = np.minimum(window, lengths - 1)
+    return lengths * (2 * reach + 1) - reach * (reach + 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from elastrata_pipelines.deal import WorkModel
+import numpy as np
+
+from elastrata_pipelines.deal import WorkModel, pairs_within
 
 _FORWARD = 2
 _FORWARD_AND_BACKWARD = 6
@@ -21,7 +23,8 @@ LOGITS_AT_ONCE = 2**25
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model of equal blocks between an embedding and a head, on samples of one length."""
+    """A model of equal blocks between an embedding and a head, on samples of one length. Blocks may
+    differ in what they attend to."""
 
     layers: int
     hidden: int
@@ -32,6 +35,11 @@ class ModelSpec:
     gated: bool
     """Whether the feed-forward has three matrices instead of two, as SwiGLU's."""
     causal: bool
+    window: int | None = None
+    """Tokens to each side that windowed blocks, which are not causal, attend to; None: there are no
+    such blocks."""
+    global_every: int = 1
+    """With a window: the first of so many blocks, and so on, attends to all tokens."""
     vocabulary: int
     """Rows of the embedding table."""
     position_rows: int
@@ -98,15 +106,18 @@ class ModelSpec:
         head = round(self.predicted * self.prediction_parameters)
         return WorkModel(
             linear=_FORWARD * (self.layers * self.block_matrices + head),
-            quadratic=_FORWARD * self.layers * self._block_attention(1),
+            quadratic=_FORWARD * self._global_blocks * self._block_attention(1),
+            windowed=_FORWARD * (self.layers - self._global_blocks) * 2 * self.hidden,
+            window=self.window or 0,
         )
 
     @property
     def block_flops(self) -> list[int]:
         """FLOPs of every block's forward pass for a sample of full length. The first block has
         those of the embeddings, too; the last those of the heads, with the expected predictions."""
-        products = self.block_matrices * self.seq_len + self._block_attention(self.seq_len)
-        flops = [_FORWARD * products] * self.layers
+        products = self.block_matrices * self.seq_len
+        attention = [self._attention_of(block, self.seq_len) for block in range(self.layers)]
+        flops = [_FORWARD * (products + own) for own in attention]
         flops[0] += self.embedding_additions * self.hidden * self.seq_len
         predictions = round(self.predicted * self.seq_len)
         flops[-1] += _FORWARD * (self.prediction_parameters * predictions + self.sample_extra)
@@ -121,9 +132,10 @@ class ModelSpec:
                 themselves only.
             predictions: how many tokens are predicted.
         """
-        attention = sum(self._block_attention(int(length)) for length in lengths)
+        attention = sum(self._attention(int(length)) for length in lengths)
         products = (
-            self.layers * (self.block_matrices * int(sum(lengths)) + attention)
+            self.layers * self.block_matrices * int(sum(lengths))
+            + attention
             + self.prediction_parameters * predictions
             + self.sample_extra * len(lengths)
         )
@@ -133,6 +145,31 @@ class ModelSpec:
     def flops_per_sample(self) -> float:
         """Forward and backward for a sample of full length, with its expected predictions."""
         return self.training_flops([self.seq_len], self.predicted * self.seq_len)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that one of a sample of full length attends to, on average over blocks, counted as
+        half of them where it is causal."""
+        return self._attention(self.seq_len) / (2 * self.hidden * self.seq_len * self.layers)
+
+    @property
+    def _global_blocks(self) -> int:
+        """Those that attend to all tokens."""
+        return self.layers if self.window is None else -(-self.layers // self.global_every)
+
+    def _attention(self, length: int) -> int:
+        """Products in the attention of all blocks for one sample."""
+        every = self._global_blocks * self._block_attention(length)
+        return every + (self.layers - self._global_blocks) * self._window_attention(length)
+
+    def _attention_of(self, block: int, length: int) -> int:
+        is_global = self.window is None or block % self.global_every == 0
+        return self._block_attention(length) if is_global else self._window_attention(length)
+
+    def _window_attention(self, length: int) -> int:
+        """Products in the attention of a windowed block for one sample."""
+        pairs = int(pairs_within(np.array(length), self.window or 0))
+        return 2 * self.hidden * pairs
 
     def _block_attention(self, length: int) -> int:
         """Products in a block's attention for one sample: s^2 h for scores, as many for values,

@@ -121,7 +121,7 @@ def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) ->
     length, width = model.seq_len, model.hidden // model.heads
     count = samples * -(-model.heads // tensor)
     if machine.stack.flash:
-        flops = 4 * count * length * length * width * (0.5 if model.causal else 1.0)
+        flops = 4 * count * length * width * model.mean_context
         forward = flops / (machine.device.peak_flops * machine.efficiency.attention)
         return Passes(forward, _FLASH_BACKWARD * forward)
 

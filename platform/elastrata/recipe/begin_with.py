@@ -36,6 +36,10 @@ class BeginConfig(Config):
     """Where the data set's tokenizer has more ids than the weights, and their ids are the first of
     them: the rows of new ids are drawn. Else that is refused."""
 
+    may_differ: tuple[str, ...] = ()
+    """Keys of the workload with another value than the weights were trained with, on purpose, such
+    as a rotary base for longer samples. Whatever changes a tensor's shape may not."""
+
     @property
     def place(self) -> str:
         """The folder, URL or name, without what follows `@`."""

@@ -71,7 +71,12 @@ def fit_problems(
     lines = [
         f"workload.{key}: {ours.get(key)}: expected {value}, as {given.name} has"
         for key, value in given.architecture.items()
-        if ours.get(key) != value
+        if ours.get(key) != value and key not in begin.may_differ
+    ]
+    lines += [
+        f"begin_with.may_differ: {key}: no such key{nearest(key, ours)}"
+        for key in begin.may_differ
+        if key not in ours
     ]
     lines = lines or [f"{_KEY}: {line}" for line in _tensor_problems(given, recipe, data)]
     return [*lines, *_vocabulary_problems(given, begin, data)]

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastrata_workloads.gpt.model import Block
+from elastrata_workloads.unpadded.block import Block
 from support.ranks import run_ranks
 
 torchs_own_warnings = pytest.mark.filterwarnings(
@@ -47,7 +47,7 @@ def case(request, make_gpt, make_rows, vocabulary):
 def test_blocks_are_the_blocks_in_order(case) -> None:
     gpt, model, _ = case
     assert gpt.blocks(model) == list(model.blocks)
-    with pytest.raises(TypeError, match="expected a GptModel, got Linear"):
+    with pytest.raises(TypeError, match="expected a Stack, got Linear"):
         gpt.blocks(torch.nn.Linear(1, 1))
 
 

@@ -82,7 +82,7 @@ def test_the_usual_width_of_a_gated_feed_forward_is_llamas(hidden_size, publishe
         ),
         (
             {"hidden_size": 36, "num_heads": 12, "positions": "rotary"},
-            "hidden_size / num_heads (3) must be even with positions: rotary",
+            "hidden_size / num_heads (3) must be even with rotary positions",
         ),
         ({"hidden_size": 0}, "hidden_size"),
         ({"positions": "sinusoidal"}, "'learned' or 'rotary'"),

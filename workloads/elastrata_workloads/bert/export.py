@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from elastrata.core.weight_files import WeightForm, write_weights
+from elastrata.core.weight_files import WeightForm
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.export import write_folder
 from elastrata_workloads.unpadded.id_rows import IdRows
 
 _ROWS_PER_ID = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
@@ -43,10 +43,7 @@ def export(
     # Imported here: it takes seconds, and workers never export.
     from transformers import BertConfig
 
-    path.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        shutil.copytree(tokenizer, path, dirs_exist_ok=True)
-    BertConfig(
+    config = BertConfig(
         architectures=["BertForPreTraining" if shape.next_sentence else "BertForMaskedLM"],
         vocab_size=shape.num_ids,
         pad_token_id=shape.pad_id,
@@ -63,5 +60,6 @@ def export(
         type_vocab_size=2,
         tie_word_embeddings=True,
         dtype=form.dtype_name,
-    ).save_pretrained(path)
-    write_weights(path, IdRows(state, _ROWS_PER_ID, shape.num_ids).items(), form)
+    )
+    weights = IdRows(state, _ROWS_PER_ID, shape.num_ids).items()
+    write_folder(path, [config], weights, tokenizer, form)

@@ -3,8 +3,8 @@
 Modules and parameters have the names of transformers' BertForPreTraining, so weights move over
 one to one. The decoder of the masked-language-model head is the word embedding itself.
 
-Shapes: T tokens of the micro-batch, P predicted tokens, N samples, H heads, D = E / H,
-E hidden size, F feed-forward size, V rows of the vocabulary's table.
+Shapes: T tokens of the micro-batch, P predicted tokens, N samples, E hidden size, F feed-forward
+size, V rows of the vocabulary's table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.shape import BertShape
-from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
 from elastrata_workloads.unpadded.logits import of_ids
+from elastrata_workloads.unpadded.self_attention import SelfAttention
 
 
 class BertModel(nn.Module):
@@ -146,39 +146,13 @@ class Attention(nn.Module):
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
-        self.self = SelfAttention(shape)
+        self.self = SelfAttention(shape.self_attention)
         self.output = AddNorm(shape, shape.hidden_size, site=1)
 
     def forward(self, hidden: Tensor, segments: Segments, dropout_keys: Tensor | None) -> Tensor:
         """Shape [T, E] to [T, E]."""
         out: Tensor = self.output(self.self(hidden, segments), hidden, dropout_keys)
         return out
-
-
-class SelfAttention(nn.Module):
-    """Projections to query, key and value, and the attention between them."""
-
-    def __init__(self, shape: BertShape) -> None:
-        super().__init__()
-        self.head_size = shape.hidden_size // shape.num_heads
-        self.kernel = shape.attention
-        self.query = nn.Linear(shape.hidden_size, shape.hidden_size)
-        self.key = nn.Linear(shape.hidden_size, shape.hidden_size)
-        self.value = nn.Linear(shape.hidden_size, shape.hidden_size)
-        eps = shape.layer_norm_eps
-        self.query_norm = nn.LayerNorm(self.head_size, eps=eps) if shape.qk_norm else None
-        self.key_norm = nn.LayerNorm(self.head_size, eps=eps) if shape.qk_norm else None
-
-    def forward(self, hidden: Tensor, segments: Segments) -> Tensor:
-        """Shape [T, E] to [T, E]."""
-        # -1: under tensor parallelism a rank holds some of the heads only.
-        heads = (-1, self.head_size)
-        query = self.query(hidden).unflatten(-1, heads)
-        key = self.key(hidden).unflatten(-1, heads)
-        value = self.value(hidden).unflatten(-1, heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return attention(query, key, value, segments, self.kernel).flatten(-2)
 
 
 class Intermediate(nn.Module):

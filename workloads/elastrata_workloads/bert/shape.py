@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata_workloads.unpadded.kernel import Kernel
+from elastrata_workloads.unpadded.norm import NormShape
+from elastrata_workloads.unpadded.shapes import AttentionShape
 
 _TOKEN_TYPES = 2
 
@@ -30,6 +32,19 @@ class BertShape:
     next_sentence: bool
     qk_norm: bool
     attention: Kernel
+
+    @property
+    def self_attention(self) -> AttentionShape:
+        """That of each block."""
+        return AttentionShape(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            bias=True,
+            causal=False,
+            head_norm=NormShape(eps=self.layer_norm_eps) if self.qk_norm else None,
+            kernel=self.attention,
+        )
 
     def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
         """The numbers that memory, time and FLOPs depend on."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from elastrata.core.weight_files import WeightForm, write_weights
+from elastrata.core.weight_files import WeightForm
 from elastrata_workloads.gpt.families import family_of
 from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.export import write_folder
 from elastrata_workloads.unpadded.id_rows import IdRows
 
 _ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")
@@ -44,22 +44,20 @@ def export(
     import transformers
     from transformers import AutoTokenizer, GenerationConfig
 
-    path.mkdir(parents=True, exist_ok=True)
     special: dict[str, Any] = dict.fromkeys(_SPECIAL)
     if tokenizer is not None:
-        shutil.copytree(tokenizer, path, dirs_exist_ok=True)
         loaded = AutoTokenizer.from_pretrained(tokenizer)
         special = {name: getattr(loaded, name) for name in special}
     make_config: Any = getattr(transformers, family.CONFIG)
-    make_config(
+    config = make_config(
         architectures=[family.ARCHITECTURE],
         dtype=form.dtype_name,
         **special,
         **family.to_config(shape),
-    ).save_pretrained(path)
+    )
     # Padding is told apart by its mask; text generation warns where no id is named for it.
     padding = {"pad_token_id": special["eos_token_id"]}
     make_config = GenerationConfig
-    make_config(**special, **padding).save_pretrained(path)
-    ids_only = IdRows(state, _ROWS_PER_ID, shape.num_ids)
-    write_weights(path, family.counterpart(shape).to_theirs(ids_only), form)
+    generation = make_config(**special, **padding)
+    weights = family.counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
+    write_folder(path, (config, generation), weights, tokenizer, form)

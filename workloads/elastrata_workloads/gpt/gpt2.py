@@ -6,6 +6,7 @@ from typing import Any
 
 from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.origins import in_blocks, of_parameters
 
 ARCHITECTURE, CONFIG = "GPT2LMHeadModel", "GPT2Config"
 
@@ -93,16 +94,13 @@ def counterpart(shape: GptShape) -> Counterpart:
     origins = {
         "embeddings.tokens.weight": Origin(name=_TOKENS),
         "embeddings.positions.weight": Origin(name="transformer.wpe.weight"),
-        "norm.weight": Origin(name="transformer.ln_f.weight"),
-        "norm.bias": Origin(name="transformer.ln_f.bias"),
     }
     if not shape.tied_embeddings:
         origins["head.weight"] = Origin(name=_HEAD)
-    for layer in range(shape.num_layers):
-        for part in ("weight", "bias"):
-            origins |= _block(f"blocks.{layer}.", f"transformer.h.{layer}.", part)
+    modules = {"norm": Origin(name="transformer.ln_f")}
+    modules |= in_blocks(shape.num_layers, "blocks", "transformer.h", _of_block())
     return Counterpart(
-        origins=origins,
+        origins=origins | of_parameters(modules),
         tied={_HEAD: _TOKENS} if shape.tied_embeddings else {},
         fills_with_zeros=True,
         prefix="transformer.",
@@ -110,18 +108,16 @@ def counterpart(shape: GptShape) -> Counterpart:
     )
 
 
-def _block(here: str, there: str, part: str) -> dict[str, Origin]:
-    """The weights, or the biases, of a block."""
-    is_matrix = part == "weight"
-    origins = {
-        f"{here}attention.{name}.{part}": Origin(
-            name=f"{there}attn.c_attn.{part}", transposed=is_matrix, part=number, parts=len(_QKV)
+def _of_block() -> dict[str, Origin]:
+    """The modules of a block."""
+    projections = {
+        f"attention.{name}": Origin(
+            name="attn.c_attn", transposed=True, part=number, parts=len(_QKV)
         )
         for number, name in enumerate(_QKV)
     }
-    for name, theirs in _BLOCK.items():
-        is_norm = theirs.startswith("ln")
-        origins[f"{here}{name}.{part}"] = Origin(
-            name=f"{there}{theirs}.{part}", transposed=is_matrix and not is_norm
-        )
-    return origins
+    others = {
+        name: Origin(name=theirs, transposed=not theirs.startswith("ln"))
+        for name, theirs in _BLOCK.items()
+    }
+    return projections | others

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastrata.core.counterpart import Counterpart, Origin
 from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.origins import in_blocks, of_parameters
 
 ARCHITECTURE, CONFIG = "LlamaForCausalLM", "LlamaConfig"
 
@@ -102,27 +103,15 @@ def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({}))
         shape: the model's.
         more: names within a block, ours and theirs, that Llama has not.
     """
+    outside = {name: Origin(name=theirs) for name, theirs in _OUTSIDE.items()}
+    if shape.tied_embeddings:
+        del outside["head"]
+    block = {name: Origin(name=theirs) for name, theirs in {**_BLOCK, **more}.items()}
+    modules = outside | in_blocks(shape.num_layers, "blocks", "model.layers", block)
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return Counterpart(
-        origins={
-            name: Origin(name=theirs) for name, theirs in _names(shape, {**_BLOCK, **more}).items()
-        },
+        origins=of_parameters(modules),
         tied=tied if shape.tied_embeddings else {},
         prefix="model.",
         unused=(r".*\.rotary_emb\.inv_freq",),
     )
-
-
-def _names(shape: GptShape, of_block: Mapping[str, str]) -> dict[str, str]:
-    """Their name of every parameter that such a model can have, by ours."""
-    modules = dict(_OUTSIDE)
-    if shape.tied_embeddings:
-        del modules["head"]
-    for layer in range(shape.num_layers):
-        for name, their_name in of_block.items():
-            modules[f"blocks.{layer}.{name}"] = f"model.layers.{layer}.{their_name}"
-    return {
-        f"{name}.{part}": f"{their_name}.{part}"
-        for name, their_name in modules.items()
-        for part in ("weight", "bias")
-    }

@@ -7,10 +7,11 @@ from typing import Literal
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata_workloads.unpadded.kernel import Kernel
+from elastrata_workloads.unpadded.norm import Norm, NormShape
+from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape
 
 Positions = Literal["learned", "rotary"]
 Activation = Literal["gelu", "swiglu"]
-Norm = Literal["layer", "rms"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +45,43 @@ class GptShape:
         """Width of a head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def block(self) -> BlockShape:
+        """Each of the blocks."""
+        norm = NormShape(kind=self.norm, eps=self.norm_eps, bias=self.bias)
+        return BlockShape(
+            attention=AttentionShape(
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                bias=self.bias,
+                causal=True,
+                rotary_base=self.rotary_base if self.positions == "rotary" else None,
+                head_norm=norm if self.qk_norm else None,
+                kernel=self.attention,
+            ),
+            intermediate_size=self.intermediate_size,
+            activation="swiglu" if self.activation == "swiglu" else "gelu_tanh",
+            bias=self.bias,
+            norm=norm,
+            attention_dropout=self.dropout,
+            feed_forward_dropout=self.dropout,
+        )
+
     def model_spec(self, seq_len: int) -> ModelSpec:
         """The numbers that memory, time and FLOPs depend on."""
-        gated = self.activation == "swiglu"
-        kv_width = self.num_kv_heads * self.head_size
-        biases = 3 * self.hidden_size + 2 * kv_width + (2 if gated else 1) * self.intermediate_size
-        normed = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
-        norms = normed * (2 if self.norm == "layer" and self.bias else 1)
         return ModelSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             feed_forward=self.intermediate_size,
-            gated=gated,
+            gated=self.block.gated,
             causal=True,
             vocabulary=self.num_embeddings,
             position_rows=self.max_positions if self.positions == "learned" else 0,
             tied=self.tied_embeddings,
-            block_vectors=norms + (biases if self.bias else 0),
+            block_vectors=self.block.vectors,
             qk_norm=self.qk_norm,
             seq_len=seq_len,
         )

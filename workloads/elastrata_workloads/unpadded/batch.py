@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from elastrata.core.batch import Batch
+from elastrata_pipelines.rows import Rows
+from elastrata_workloads.unpadded.sources import source_weights, sources_of
 
 FILLER_TOKENS = 2
 """Tokens of the micro-batch without samples. Not 1: torch.compile would compile every block once
@@ -89,6 +94,68 @@ class UnpaddedBatch(Batch):
         """The segments, as attention needs them."""
         longest = max(self.segment_lengths)
         return Segments(self.offsets, self.segment_lengths, longest=1 << (longest - 1).bit_length())
+
+
+def unpadded(
+    rows: Rows,
+    *,
+    tokens: npt.NDArray[np.int64],
+    predicted: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    dropout_keys: npt.NDArray[np.uint64] | None,
+    terms: Sequence[str],
+) -> UnpaddedBatch:
+    """The micro-batch of samples; positions start anew in every document of a packed one.
+
+    Args:
+        rows: the samples, of T tokens in all.
+        tokens: what the model sees of them, shape [T].
+        predicted: indices into them, ascending, shape [P].
+        targets: what stands there, shape [P].
+        dropout_keys: shape [T]; None: nothing is dropped.
+        terms: of the loss; every prediction counts in each.
+    """
+    starts, lengths = rows.segment_starts, rows.segment_lengths
+    sources = sources_of(rows, predicted)
+    keys = None if dropout_keys is None else torch.from_numpy(dropout_keys.view(np.int64))
+    return UnpaddedBatch(
+        weights=dict.fromkeys(terms, float(len(predicted))) | source_weights(rows, sources),
+        num_positions=len(tokens),
+        input_ids=torch.from_numpy(tokens),
+        positions=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts, lengths)),
+        offsets=torch.from_numpy(np.append(starts, len(tokens)).astype(np.int32)),
+        segment_lengths=tuple(lengths.tolist()),
+        predicted=torch.from_numpy(predicted),
+        targets=torch.from_numpy(targets),
+        dropout_keys=keys,
+        sources=sources,
+        source_names=rows.source_names,
+    )
+
+
+def filler(rows: Rows, *, pad_id: int, dropout: bool, terms: Sequence[str]) -> UnpaddedBatch:
+    """The micro-batch without samples.
+
+    Args:
+        rows: none.
+        pad_id: what it is filled with.
+        dropout: whether batches carry keys of dropout.
+        terms: of the loss.
+    """
+    zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
+    return UnpaddedBatch(
+        weights=dict.fromkeys(terms, 0.0) | source_weights(rows, None),
+        num_positions=FILLER_TOKENS,
+        input_ids=torch.full_like(zeros, pad_id),
+        positions=torch.arange(FILLER_TOKENS),
+        offsets=torch.tensor([0, FILLER_TOKENS], dtype=torch.int32),
+        segment_lengths=(FILLER_TOKENS,),
+        predicted=zeros[:0],
+        targets=zeros[:0],
+        dropout_keys=zeros if dropout else None,
+        sources=zeros[:0] if rows.source_names else None,
+        source_names=rows.source_names,
+    )
 
 
 def equally_long(batches: Sequence[Batch], multiple: int) -> list[Batch]:

@@ -32,6 +32,19 @@ def check_divides(name: str, value: int, of: str, total: int) -> None:
         )
 
 
+def check_head_is_even(hidden_size: int, num_heads: int) -> None:
+    """Refuses heads whose features cannot be turned in pairs.
+
+    Raises:
+        ValueError: names the sizes.
+    """
+    if (hidden_size // num_heads) % 2:
+        raise ValueError(
+            f"hidden_size / num_heads ({hidden_size // num_heads}) must be even with rotary "
+            "positions, which turn features in pairs"
+        )
+
+
 def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | None) -> None:
     """Refuses a model that no cluster there is could hold.
 

@@ -87,7 +87,7 @@ def sparsity_plan(
         UserError: a file of masks is missing or that of another model.
     """
     zeros = planned_zeros(config, shapes) if config else {}
-    dense = _FORWARD_AND_BACKWARD * round(work.linear * seq_len + work.quadratic * seq_len**2)
+    dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
     number = sum(zeros.values())
     updates = _updates(config, steps) / steps
     saved = flops_of_zeros(number, seq_len) * (1 - updates)

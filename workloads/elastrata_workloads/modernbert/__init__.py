@@ -1,0 +1,5 @@
+"""ModernBERT: masked-language-model pre-training of an encoder with windows, rotary positions."""
+
+from elastrata_workloads.modernbert.workload import ModernBert
+
+__all__ = ["ModernBert"]

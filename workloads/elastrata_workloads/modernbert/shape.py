@@ -1,0 +1,87 @@
+"""The numbers that fix a ModernBERT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastrata.core.model_spec import ModelSpec
+from elastrata_workloads.unpadded.kernel import Kernel
+from elastrata_workloads.unpadded.norm import NormShape
+from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernBertShape:
+    """Everything that fixes the model's parameters and how they are applied."""
+
+    num_ids: int
+    """Real ids; the model gives a logit for each."""
+    num_embeddings: int
+    """Rows of the embedding table, at least `num_ids`."""
+    pad_id: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+    window: int
+    """Tokens that a local layer attends to around each, half of them to each side."""
+    global_every: int
+    """The first of so many layers, and so on, attends to all tokens."""
+    global_rotary_base: float
+    local_rotary_base: float
+    norm_eps: float
+    attention_dropout: float
+    initializer_range: float
+    attention: Kernel
+
+    @property
+    def norm(self) -> NormShape:
+        """Every norm: without biases, as all there is in a block."""
+        return NormShape(eps=self.norm_eps, bias=False)
+
+    def block(self, number: int) -> BlockShape:
+        """The block of that number, from 0. The first has the embeddings' norm before it."""
+        is_global = number % self.global_every == 0
+        return BlockShape(
+            attention=AttentionShape(
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_heads,
+                bias=False,
+                causal=False,
+                window=None if is_global else self.window // 2,
+                rotary_base=self.global_rotary_base if is_global else self.local_rotary_base,
+                kernel=self.attention,
+            ),
+            intermediate_size=self.intermediate_size,
+            activation="geglu",
+            bias=False,
+            norm=self.norm,
+            normed_input=number > 0,
+            attention_dropout=self.attention_dropout,
+            feed_forward_dropout=0.0,
+        )
+
+    def model_spec(self, seq_len: int, mask_probability: float) -> ModelSpec:
+        """The numbers that memory, time and FLOPs depend on."""
+        return ModelSpec(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_heads,
+            feed_forward=self.intermediate_size,
+            gated=True,
+            causal=False,
+            window=self.window // 2,
+            global_every=self.global_every,
+            vocabulary=self.num_embeddings,
+            position_rows=0,
+            embedding_additions=0,
+            embedding_norm=True,
+            tied=True,
+            block_vectors=self.block(1).vectors,
+            head_extra=self.hidden_size**2,
+            predicted=mask_probability,
+            seq_len=seq_len,
+        )

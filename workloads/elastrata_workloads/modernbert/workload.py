@@ -1,0 +1,171 @@
+"""ModernBERT as the engine and its recipes know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+from typing_extensions import override
+
+from elastrata.core.counterpart import Counterpart
+from elastrata.core.model_spec import ModelSpec
+from elastrata.core.weight_files import AS_TRAINED, WeightForm
+from elastrata.core.workload import ExportedAs
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.rows import Rows
+from elastrata_workloads.modernbert import transformers_modernbert
+from elastrata_workloads.modernbert.shape import ModernBertShape
+from elastrata_workloads.unpadded.batch import UnpaddedBatch
+from elastrata_workloads.unpadded.masked_lm import masked
+from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
+from elastrata_workloads.unpadded.predictions import terms_of
+from elastrata_workloads.unpadded.sizes import Layers, Small, Width, check_head_is_even
+
+if TYPE_CHECKING:
+    from elastrata_workloads.modernbert.model import ModernBertModel
+
+Base = Annotated[float, Field(gt=0, le=1e15)]
+
+
+class ModernBert(MaskedTransformer):
+    """Bidirectional encoder with rotary positions, a gated feed-forward and windows in two of three
+    layers, pre-trained on masked tokens (Warner et al. 2024, arXiv 2412.13663).
+
+    The defaults are ModernBERT-base.
+    """
+
+    name: Literal["modernbert"] = "modernbert"
+    """This workload."""
+    num_layers: Layers = 22
+    """Number of transformer blocks."""
+    intermediate_size: Width | None = None
+    """Width of the feed-forward, of three matrices; default: 3/2 times `hidden_size`."""
+    max_positions: Annotated[int, Field(gt=0, le=2**24)] = 8192
+    """Longest sample the model can take, in tokens; there is no table of positions."""
+    window: Annotated[int, Field(gt=0, le=2**24, multiple_of=2)] = 128
+    """Tokens that a local layer attends to around each, half of them to each side."""
+    global_every: Layers = 3
+    """The first of so many layers, and so on, attends to all tokens of a sample; the others, local
+    ones, within `window`."""
+    global_rotary_base: Base = 160_000.0
+    """Base of the wave lengths of global layers; larger for longer samples."""
+    local_rotary_base: Base = 10_000.0
+    """Base of those of local layers."""
+    norm_eps: Small = 1e-5
+    """Added to variances before the square root."""
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of zeroing a number of attention's output; never attention weights."""
+    initializer_range: Small = 0.02
+    """Standard deviation of the initial weights, which are at most two of them from 0; projections
+    to the residual stream have that over the square root of 2 `num_layers`."""
+    mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of each sample's maskable tokens to predict; at least one token."""
+
+    @model_validator(mode="after")
+    def _heads_turn(self) -> ModernBert:
+        check_head_is_even(self.hidden_size, self.num_heads)
+        return self
+
+    @override
+    def architecture(self) -> dict[str, Any]:
+        """All that its objective, its initialization and its kernels do not concern."""
+        keys = ("hidden_size", "num_layers", "num_heads", "window", "global_every", "norm_eps")
+        bases = ("global_rotary_base", "local_rotary_base")
+        values = {key: getattr(self, key) for key in (*keys, *bases)}
+        return {**values, "intermediate_size": self.inner_size}
+
+    @classmethod
+    def settings_of(cls, config: Any) -> dict[str, Any] | None:
+        """The keys by which it is a ModernBERT of transformers.
+
+        Raises:
+            UserError: that one has a part which this encoder lacks.
+        """
+        if config.model_type != "modernbert":
+            return None
+        if lacking := transformers_modernbert.unsupported(config):
+            raise UserError(f"workload modernbert has no {', '.join(lacking)}")
+        return transformers_modernbert.from_config(config)
+
+    def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
+        """Where its parameters lie in transformers' ModernBERT."""
+        return transformers_modernbert.counterpart(self.shape(vocabulary))
+
+    def build_model(self, vocabulary: Vocabulary, seq_len: int) -> ModernBertModel:
+        """A plain, unsharded model on the current device, drawn from torch's current generator."""
+        # Imported here: it brings torch's compiler along, a second that drivers can do without.
+        from elastrata_workloads.modernbert.model import ModernBertModel
+
+        return ModernBertModel(self.shape(vocabulary))
+
+    def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> UnpaddedBatch:
+        """A micro-batch with its masks, which depend on seed, epoch and sample alone."""
+        return masked(
+            rows,
+            vocabulary,
+            seed,
+            self.masking,
+            dropout=self.attention_dropout > 0,
+            terms=terms_of(self.predicts, self.z_loss),
+        )
+
+    @property
+    @override
+    def exported_as(self) -> ExportedAs:
+        """The names by which transformers knows its exports."""
+        return ExportedAs(loader="AutoModelForMaskedLM", task="fill-mask")
+
+    def export(
+        self,
+        state: Mapping[str, Tensor],
+        vocabulary: Vocabulary,
+        seq_len: int,
+        tokenizer: Path | None,
+        path: Path,
+        form: WeightForm = AS_TRAINED,
+    ) -> None:
+        """Writes a folder that transformers' `ModernBertForMaskedLM.from_pretrained` loads."""
+        # Imported here: training does without safetensors.
+        from elastrata_workloads.modernbert.export import export
+
+        export(self.shape(vocabulary), state, tokenizer, path, form)
+
+    def model_spec(self, vocabulary: Vocabulary, seq_len: int) -> ModelSpec:
+        """The numbers that memory, time and FLOPs are computed from."""
+        return self.shape(vocabulary).model_spec(seq_len, self.mask_probability)
+
+    def shape(self, vocabulary: Vocabulary) -> ModernBertShape:
+        """The model's shape with that vocabulary."""
+        return ModernBertShape(
+            num_ids=vocabulary.size,
+            num_embeddings=self.num_rows(vocabulary.size),
+            pad_id=vocabulary.pad_id,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            intermediate_size=self.inner_size,
+            max_positions=self.max_positions,
+            window=self.window,
+            global_every=self.global_every,
+            global_rotary_base=self.global_rotary_base,
+            local_rotary_base=self.local_rotary_base,
+            norm_eps=self.norm_eps,
+            attention_dropout=self.attention_dropout,
+            initializer_range=self.initializer_range,
+            attention=self.attention,
+        )
+
+    @property
+    @override
+    def longest(self) -> int:
+        return self.max_positions
+
+    @property
+    @override
+    def inner_size(self) -> int:
+        """Width of the feed-forward."""
+        return self.intermediate_size or 3 * self.hidden_size // 2

@@ -1,0 +1,162 @@
+"""What the workloads of unpadded transformers share: their keys, and what follows from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from typing_extensions import override
+
+from elastrata.core.batch import Batch
+from elastrata.core.counterpart import HasCounterpart
+from elastrata.core.device import DeviceCapabilities
+from elastrata.core.workload import Loss, PipelineParallel, Planned, TensorParallel
+from elastrata_pipelines.format import Manifest
+from elastrata_workloads.unpadded.batch import UnpaddedBatch, equally_long
+from elastrata_workloads.unpadded.kernel import Kernel, interrupts_graphs, substitution
+from elastrata_workloads.unpadded.sizes import (
+    Heads,
+    Layers,
+    Width,
+    check_divides,
+    check_weights,
+    stage_problems,
+    tensor_problems,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterpart):
+    """A transformer on samples laid end to end, whose model is a `Stack`."""
+
+    hidden_size: Width = 768
+    """Width of the residual stream."""
+    num_layers: Layers = 12
+    """Number of transformer blocks."""
+    num_heads: Heads = 12
+    """Attention heads per block; must divide `hidden_size`."""
+    intermediate_size: Width | None = None
+    """Width of the feed-forward; default: 4 times `hidden_size`."""
+    z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Coefficient of a loss term that keeps logits from drifting: the mean squared logarithm of the
+    sum of their exponentials (Zoph et al. 2022, arXiv 2202.08906). 0: none; PaLM has 1e-4
+    (Chowdhery et al. 2022, arXiv 2204.02311)."""
+    embedding_multiple: Annotated[int, Field(gt=0, le=2**20)] = 1
+    """The embedding table gets rows up to a multiple of this, which GPUs multiply faster by (64 is
+    common). The added rows are no ids: they take no part in the loss and are not exported."""
+    attention: Kernel = "auto"
+    """Both without padding. varlen: one call for all samples, in bf16 on GPUs of compute
+    capability 8.0 and above. dense: one call per run of samples of equal length, anywhere. auto:
+    varlen where it can be had."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        check_divides("num_heads", self.num_heads, "hidden_size", self.hidden_size)
+        check_weights(self.num_layers, self.hidden_size, self.intermediate_size)
+        return self
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest sample that its models can take."""
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the feed-forward."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def num_rows(self, num_ids: int) -> int:
+        """Rows of the embedding table for so many ids."""
+        return num_ids + -num_ids % self.embedding_multiple
+
+    def too_long(self, manifest: Manifest) -> list[str]:
+        """A line where a data set has samples that its models cannot take."""
+        if manifest.seq_len <= self.longest:
+            return []
+        return [
+            f"workload.max_positions: {self.longest}, but this data set has samples "
+            f"of up to {manifest.seq_len} tokens"
+        ]
+
+    @override
+    def substitutions(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
+        """A line where `attention` asks for a kernel that is not there."""
+        return substitution(self.attention, capabilities, dtype)
+
+    @override
+    def interrupts_graphs(self, capabilities: DeviceCapabilities, dtype: torch.dtype) -> bool:
+        """Whether attention does: where it is dense, on a GPU."""
+        return interrupts_graphs(self.attention, capabilities.capability, dtype)
+
+    @override
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The transformer blocks, first to last."""
+        # Imported here, as below: it brings torch's compiler along, a second that drivers can do
+        # without.
+        from elastrata_workloads.unpadded import stack
+
+        return stack.blocks(model)
+
+    @override
+    def tensor_problems(self, size: int) -> list[str]:
+        """A line for each size that so many ranks do not divide equally."""
+        return tensor_problems(size, self.divided_sizes())
+
+    def divided_sizes(self) -> dict[str, int]:
+        """Those that tensor parallelism divides, by key."""
+        return {"num_heads": self.num_heads, "intermediate_size": self.inner_size}
+
+    @override
+    def tensor_parallel(self, model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+        """Divides heads, feed-forwards, and the vocabulary where it has equally many rows for
+        every rank (`embedding_multiple`)."""
+        from elastrata_workloads.unpadded import stack
+        from elastrata_workloads.unpadded.stack_plan import plan
+        from elastrata_workloads.unpadded.tensor_parallel import divide
+
+        styles = plan(stack.whole(model), mesh.size(), sequence=sequence)
+        divide(model, stack.blocks(model), mesh, styles, sequence=sequence)
+
+    @override
+    def stage_problems(self, num_stages: int) -> list[str]:
+        """A line where there are fewer blocks than stages."""
+        return stage_problems(num_stages, self.num_layers)
+
+    @override
+    def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:
+        """The part of a model with these blocks. A tied head brings the embeddings' table along,
+        under the same name."""
+        from elastrata_workloads.unpadded import stack
+
+        return stack.StackStage(stack.whole(model), blocks)
+
+    @override
+    def equally_long(self, batches: Sequence[Batch], multiple: int) -> list[Batch]:
+        """Fills micro-batches up with tokens that predict nothing."""
+        return equally_long(batches, multiple)
+
+    @override
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Positions and hidden size."""
+        return batch.num_positions, self.hidden_size
+
+    @override
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The sum over predictions; with `z_loss` its sum, too, `z`."""
+        from elastrata_workloads.unpadded.predictions import loss
+
+        if not isinstance(batch, UnpaddedBatch):
+            raise TypeError(f"expected an UnpaddedBatch, got {type(batch).__name__}")
+        return loss(self.predicts, model(batch), batch, self.z_loss)
+
+    @override
+    def metrics(self) -> list[str]:
+        """Loss and accuracy of the predictions, and z-loss where there is one."""
+        predictions = [f"{self.predicts}_loss", f"{self.predicts}_accuracy"]
+        return [*predictions, *(["z_loss"] if self.z_loss else [])]
