@@ -22,9 +22,10 @@ from typing import Any
 from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
+from elastrata.simulation.pace import Pace, step_seconds
 from elastrata.simulation.recovery import RecoverySeconds, read_recovery
-from elastrata.simulation.run import Conditions, Run
-from elastrata.simulation.simulate import Pace, conditions, simulate, step_seconds, sweep
+from elastrata.simulation.run import Conditions, Run, Sizes
+from elastrata.simulation.simulate import conditions, simulate, sweep
 from elastrata.simulation.trace import Event, Rates, drawn_events
 
 DAY = 86_400.0
@@ -38,20 +39,20 @@ def scale() -> dict[str, Any]:
     recipe = load_recipe("gpt/13b", [f"batch_size={2 * workers}", "steps=10_000_000"])
     rates = Rates(lost_per_hour=0.01, hours_away=1.0)
     began = time.perf_counter()
-    pace = Pace(worker_seconds=10.0 * workers, fixed_seconds=0.5)
+    pace = Pace(steps_per_second=(0.1 / workers,), fixed_seconds=0.5)
     at = conditions(
         recipe,
         step_seconds(recipe, pace, group=8),
         RecoverySeconds(),
         parameters=13_000_000_000,
-        workers=workers,
+        workers=(workers,),
         group=8,
     )
     events = 0
 
     def counted() -> Iterable[Event]:
         nonlocal events
-        for event in drawn_events(workers, rates, seconds=30 * DAY, seed=0):
+        for event in drawn_events((workers,), rates, seconds=30 * DAY, seed=0):
             events += 1
             yield event
 
@@ -72,7 +73,7 @@ def intervals() -> dict[str, Any]:
         steps=10**9,
         step_seconds=lambda workers: 1.0,
         workers_min=1,
-        workers_max=64,
+        workers_max=(64,),
         checkpoint_every=1,
         checkpoint_seconds=10.0,
         save_seconds=0.0,
@@ -85,7 +86,7 @@ def intervals() -> dict[str, Any]:
     rates = Rates(lost_per_hour=1 / 64, hours_away=0.0)
 
     def events() -> Iterable[Event]:
-        return drawn_events(64, rates, seconds=90 * DAY, seed=0)
+        return drawn_events((64,), rates, seconds=90 * DAY, seed=0)
 
     found = sweep(at, events, seconds=90 * DAY)
     assert found is not None
@@ -101,9 +102,9 @@ def intervals() -> dict[str, Any]:
 
 def short_steps(
     steps: int,
-    step_seconds: Callable[[int], float],
+    step_seconds: Callable[[Sizes], float],
     *,
-    workers_max: int,
+    workers_max: Sizes,
     recovery: RecoverySeconds,
 ) -> Conditions:
     """A run of short steps, as the faults are measured on: it seldom saves, and copies often."""
@@ -133,8 +134,8 @@ def record() -> dict[str, Any]:
     hung = table["worker hung (SIGSTOP), 10 s allowed"]["next_step_after_s"]["median"]
     at = short_steps(
         run["steps"],
-        lambda workers: seconds[f"{workers} worker{'s' * (workers > 1)}"],
-        workers_max=2,
+        lambda workers: seconds[f"{workers[0]} worker{'s' * (workers[0] > 1)}"],
+        workers_max=(2,),
         recovery=replace(recovery, lost=max(recovery.lost, hung)),
     )
     lost = []
@@ -168,7 +169,7 @@ def chaos() -> dict[str, Any]:
     found = {}
     for pace in PACES:
         at = short_steps(
-            run["steps"], lambda workers, pace=pace: pace, workers_max=3, recovery=recovery
+            run["steps"], lambda workers, pace=pace: pace, workers_max=(3,), recovery=recovery
         )
         outcome = Run(at).replay(_chaos_events(run["faults"]), DAY)
         found[f"{pace:g} s a step"] = {

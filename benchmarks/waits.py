@@ -113,7 +113,7 @@ def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[
 
     def cut(shares: Sequence[Ints]) -> Sequence[Hand]:
         by_length = [rows[np.argsort(-lengths[rows], kind="stable")] for rows in shares]
-        return cut_hands(by_length, lengths, budget)
+        return cut_hands(by_length, lengths, [budget] * len(by_length))
 
     return {
         DEAL: dealt,

@@ -19,7 +19,8 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.mixed_order import MixedOrder
 from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.order import Ints, Order
-from elastrata_pipelines.payload import StepLayout, encode
+from elastrata_pipelines.payload import Counts, StepLayout, encode
+from elastrata_pipelines.rank_kinds import RankKind, RankKinds, different
 from elastrata_pipelines.speeds import Speeds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import MixedStripes, Reader, Stripes
@@ -127,7 +128,13 @@ class Batches:
         return MixedStripes(readers) if self.sources else readers[0]
 
     def payloads(
-        self, group: Group, num_ranks: int, stripes: Reader | None = None, speeds: Speeds = ()
+        self,
+        group: Group,
+        num_ranks: int,
+        stripes: Reader | None = None,
+        *,
+        speeds: Speeds = (),
+        kinds: RankKinds = (),
     ) -> Iterator[pa.Buffer]:
         """Each rank's rows of the group's steps, encoded; rank after rank.
 
@@ -136,6 +143,7 @@ class Batches:
             num_ranks: number of data-parallel ranks.
             stripes: the reader; whoever reads consecutive groups gives them the same one.
             speeds: of the data-parallel ranks; none: they are equally fast.
+            kinds: of the data-parallel ranks, by their memory; none: they are of one kind.
 
         Raises:
             UserError: a shard is missing or damaged.
@@ -144,8 +152,8 @@ class Batches:
         table, index = (stripes or self.stripes()).rows(places)
         lengths = table["length"].to_numpy()[index]
         parts = lengths.reshape(group.num_steps, group.batch_size)
-        deals = [self._deal(part, num_ranks, speeds) for part in parts]
-        counts = [self._counts(*both) for both in zip(deals, parts, strict=True)]
+        deals = [self._deal(part, num_ranks, speeds, kinds) for part in parts]
+        counts = [self._counts(*both, kinds) for both in zip(deals, parts, strict=True)]
         for rank in range(num_ranks):
             hands = [dealt.hands[rank] for dealt in deals]
             rows = np.concatenate(
@@ -196,7 +204,7 @@ class Batches:
             size = min(2 * size, most)
         return groups
 
-    def _deal(self, lengths: Ints, num_ranks: int, speeds: Speeds) -> Deal:
+    def _deal(self, lengths: Ints, num_ranks: int, speeds: Speeds, kinds: RankKinds) -> Deal:
         common: dict[str, Any] = {
             "num_ranks": num_ranks,
             "work": self.work,
@@ -205,13 +213,25 @@ class Batches:
             "speeds": speeds,
         }
         if self.virtual_ranks is None:
-            return deal(lengths, **common)
+            budgets = [kind.budget(self.tokens_per_micro_batch) for kind in kinds]
+            return deal(lengths, **common, budgets=budgets)
         return deal_to_virtual(lengths, virtual_ranks=self.virtual_ranks, **common)
 
-    def _counts(self, dealt: Deal, lengths: Ints) -> dict[int, int]:
-        """By each of the larger budgets, the micro-batches of every rank."""
-        rows = [hand.rows for hand in dealt.hands]
+    def _counts(self, dealt: Deal, lengths: Ints, kinds: RankKinds) -> Counts:
+        """By kind of rank and each of several budgets, the micro-batches of every rank, were there
+        no other kinds; none where there is one budget."""
+        if not self.larger_budgets:
+            return ()
+        rows: dict[RankKind, list[Ints]] = {kind: [] for kind in different(kinds)}
+        for kind, hand in zip(kinds or different(()) * len(dealt.hands), dealt.hands, strict=True):
+            rows[kind].append(hand.rows)
+        return tuple(self._counts_of(lengths, *of_kind) for of_kind in rows.items())
+
+    def _counts_of(self, lengths: Ints, kind: RankKind, rows: list[Ints]) -> dict[int, int]:
         return {
-            budget: num_micro_batches(rows, lengths, budget, self.micro_batch_multiple)
-            for budget in self.larger_budgets
+            budget: num_micro_batches(
+                rows, lengths, [budget] * len(rows), self.micro_batch_multiple
+            )
+            for budget in (self.tokens_per_micro_batch, *self.larger_budgets)
+            if kind.budget(budget) == budget
         }

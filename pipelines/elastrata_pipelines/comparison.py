@@ -117,7 +117,7 @@ def _balance(scheme: str, shared: Sequence[_Shared], tokens: int) -> SchemeBalan
 
 
 def _shared(rows: Sequence[Ints], lengths: Ints, work: WorkModel, budget: int) -> _Shared:
-    hands = cut_hands(rows, lengths, budget)
+    hands = cut_hands(rows, lengths, [budget] * len(rows))
     costs = work(lengths)
     return _Shared(
         loads=np.array([costs[hand.rows].sum() for hand in hands], dtype=np.int64),

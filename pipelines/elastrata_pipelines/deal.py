@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from elastrata_pipelines.speeds import Speeds
+from elastrata_pipelines.speeds import FULL_SPEED, Speeds
 from elastrata_pipelines.uneven_shares import shares_by_speed
 
 Ints = npt.NDArray[np.int64]
@@ -82,6 +82,7 @@ def deal(
     tokens_per_micro_batch: int,
     multiple: int = 1,
     speeds: Speeds = (),
+    budgets: Sequence[int] = (),
 ) -> Deal:
     """Deals a global batch: longest row first, each to the rank that would be done with it first.
 
@@ -91,8 +92,8 @@ def deal(
     Comput. 6, 1977): the longest time is at most the ideal one plus that of one row at the mean
     speed, and at most 1 + 1/sqrt(3) of the best possible (Kovacs, SIAM J. Discrete Math. 24, 2010).
 
-    All ranks have as many micro-batches as the one with the most tokens. Where one less of them
-    saves more than equal times do, fast ranks get no more rows than fit.
+    All ranks have as many micro-batches as the one that needs most. Where one less of them saves
+    more than equal times do, ranks get no more rows than fit.
 
     Args:
         lengths: tokens of each row of the batch, shape [B].
@@ -101,48 +102,56 @@ def deal(
         tokens_per_micro_batch: no micro-batch holds more tokens.
         multiple: every rank gets a multiple of so many micro-batches.
         speeds: of the ranks; none: they are equally fast.
+        budgets: tokens of a micro-batch of each rank, where some have room for fewer than
+            `tokens_per_micro_batch`; none: all have that.
 
     Raises:
-        ValueError: a row alone exceeds the token budget, or there is not one speed for every rank.
+        ValueError: a row alone exceeds a token budget, or there is not one speed or one budget for
+            every rank.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if lengths.size and int(lengths.max()) > tokens_per_micro_batch:
+    each = budgets or (tokens_per_micro_batch,) * num_ranks
+    if lengths.size and int(lengths.max()) > min(each):
         raise ValueError(
-            f"a sample of {int(lengths.max())} tokens exceeds the {tokens_per_micro_batch} tokens "
-            "of a micro-batch"
+            f"a sample of {int(lengths.max())} tokens exceeds the {min(each)} tokens of a "
+            "micro-batch"
         )
+    for name, given in (("speeds", speeds), ("budgets", each)):
+        if len(given) not in (0, num_ranks):
+            raise ValueError(f"{len(given)} {name} for {num_ranks} ranks")
     by_length = np.argsort(-lengths, kind="stable")
-    if len(speeds) not in (0, num_ranks):
-        raise ValueError(f"{len(speeds)} speeds for {num_ranks} ranks")
-    if len(set(speeds)) > 1:
-        budget = tokens_per_micro_batch
-        rows, imbalance = _share_by_speed(by_length, lengths, work, speeds, budget, multiple)
+    if len(set(speeds)) > 1 or len(set(each)) > 1:
+        known = speeds or (FULL_SPEED,) * num_ranks
+        rows, imbalance = _share_by_speed(by_length, lengths, work, known, each, multiple)
     else:
         rows, imbalance = _share(by_length, lengths, work, num_ranks)
-    hands = cut_hands(rows, lengths, tokens_per_micro_batch, multiple)
-    return Deal(hands=hands, imbalance=imbalance)
+    return Deal(hands=cut_hands(rows, lengths, each, multiple), imbalance=imbalance)
 
 
 def cut_hands(
-    rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int, multiple: int = 1
+    rows: Sequence[Ints], lengths: Ints, budgets: Sequence[int], multiple: int = 1
 ) -> tuple[Hand, ...]:
     """Cuts each rank's rows, in their order, into equally many micro-batches, as few as will do.
 
     Args:
         rows: of each rank, indices into the batch.
         lengths: tokens of each row of the batch, shape [B], none more than fit a micro-batch.
-        tokens_per_micro_batch: no micro-batch holds more tokens.
+        budgets: of each rank: none of its micro-batches holds more tokens.
         multiple: of so many micro-batches.
     """
-    count = num_micro_batches(rows, lengths, tokens_per_micro_batch, multiple)
-    return tuple(Hand(rows=r, cuts=cut(lengths[r], count, tokens_per_micro_batch)) for r in rows)
+    count = num_micro_batches(rows, lengths, budgets, multiple)
+    return tuple(
+        Hand(rows=own, cuts=cut(lengths[own], count, budget))
+        for own, budget in zip(rows, budgets, strict=True)
+    )
 
 
 def num_micro_batches(
-    rows: Sequence[Ints], lengths: Ints, tokens_per_micro_batch: int, multiple: int = 1
+    rows: Sequence[Ints], lengths: Ints, budgets: Sequence[int], multiple: int = 1
 ) -> int:
     """Into how many micro-batches `cut_hands` cuts the rows of every rank."""
-    count = max(greedy_count(lengths[r], tokens_per_micro_batch) for r in rows)
+    each = zip(rows, budgets, strict=True)
+    count = max(greedy_count(lengths[own], budget) for own, budget in each)
     return count + -count % multiple
 
 
@@ -159,12 +168,17 @@ def _share(rows: Ints, lengths: Ints, work: WorkModel, num_ranks: int) -> tuple[
 
 
 def _share_by_speed(
-    rows: Ints, lengths: Ints, work: WorkModel, speeds: Speeds, budget: int, multiple: int
+    rows: Ints,
+    lengths: Ints,
+    work: WorkModel,
+    speeds: Speeds,
+    budgets: Sequence[int],
+    multiple: int,
 ) -> tuple[list[Ints], float]:
     """Each rank's rows, in the given order; and the time of the slowest rank over the ideal."""
 
     def count(ranks: Ints) -> int:
-        return num_micro_batches(_by_rank(rows, ranks, len(speeds)), lengths, budget, multiple)
+        return num_micro_batches(_by_rank(rows, ranks, len(speeds)), lengths, budgets, multiple)
 
     ordered = lengths[rows]
     shares = shares_by_speed(
@@ -172,7 +186,7 @@ def _share_by_speed(
         work(ordered),
         speeds,
         fixed=work.fixed,
-        budget=budget,
+        budgets=np.array(budgets),
         multiple=multiple,
         count=count,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -18,6 +18,8 @@ from elastrata_pipelines.speeds import Speeds
 from elastrata_pipelines.stripes import SOURCE
 
 _STEPS, _SPEEDS = b"steps", b"speeds"
+Counts = tuple[Mapping[int, int], ...]
+"""By kind of rank and budget of tokens: the micro-batches of every rank, were all of that kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class StepLayout:
     """Largest work of a rank over the mean, in this step."""
     rounds: int = 1
     """Virtual ranks that the rank plays one after the other, with equally many micro-batches."""
-    counts: Mapping[int, int] = field(default_factory=dict)
-    """By larger budgets of tokens: the micro-batches that every rank would have."""
+    counts: Counts = ()
+    """Where micro-batches may have one of several budgets of tokens."""
     sources: tuple[str, ...] = ()
     """Names of a mixture's sources, by number."""
     work: int = 0
@@ -49,19 +51,25 @@ class RankStep:
     cuts: npt.NDArray[np.int64]
     imbalance: float
     rounds: int = 1
-    counts: Mapping[int, int] = field(default_factory=dict)
-    """By larger budgets of tokens: the micro-batches that every rank would have."""
+    counts: Counts = ()
+    """Where micro-batches may have one of several budgets of tokens."""
     work: int = 0
     """Of the rank's rows, by the work model."""
     speeds: Speeds = ()
     """Of all data ranks, that the step was dealt by; none: they are equally fast."""
 
-    def cut_for(self, budget: int) -> Self:
-        """The rows in their order, in micro-batches of up to `budget` tokens, as they would
-        have been dealt: equally many on every rank. As it is where `counts` has no such budget."""
-        if budget not in self.counts:
+    def cut_for(self, budgets: Sequence[int], kind: int = 0) -> Self:
+        """The rows in their order, in micro-batches of up to so many tokens, as they would have
+        been dealt: equally many on every rank. As it is where there is one budget.
+
+        Args:
+            budgets: of each kind of rank.
+            kind: this rank's.
+        """
+        if not self.counts:
             return self
-        return replace(self, cuts=cut(self.rows.lengths, self.counts[budget], budget))
+        needed = (own[budget] for own, budget in zip(self.counts, budgets, strict=True))
+        return replace(self, cuts=cut(self.rows.lengths, max(needed), budgets[kind]))
 
     @property
     def micro_batches(self) -> list[Rows]:
@@ -108,7 +116,9 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             cuts=np.array(layout["cuts"], dtype=np.int64),
             imbalance=layout["imbalance"],
             rounds=layout["rounds"],
-            counts={int(budget): count for budget, count in layout["counts"].items()},
+            counts=tuple(
+                {int(budget): count for budget, count in own.items()} for own in layout["counts"]
+            ),
             work=layout["work"],
             speeds=speeds,
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from typing_extensions import override
 
+Value = TypeVar("Value")
 FULL_SPEED = 256
 """The speed of the fastest rank; the others have their share of it."""
 
@@ -67,11 +68,22 @@ def of_groups(paces: Sequence[float], *, copies: int = 1, repeats: int = 1) -> l
         copies: so many neighbouring ranks have the same rows.
         repeats: the ranks that have all rows between them come so many times over.
     """
-    num_ranks = len(paces) // (copies * repeats)
-    members: list[list[float]] = [[] for _ in range(num_ranks)]
-    for rank, pace in enumerate(paces):
-        members[rank // copies % num_ranks].append(pace)
-    return [min(group) for group in members]
+    return [min(group) for group in members(paces, copies=copies, repeats=repeats)]
+
+
+def members(values: Sequence[Value], *, copies: int = 1, repeats: int = 1) -> list[list[Value]]:
+    """By data rank, the values of the ranks that compute together.
+
+    Args:
+        values: by rank.
+        copies: so many neighbouring ranks have the same rows.
+        repeats: the ranks that have all rows between them come so many times over.
+    """
+    num_ranks = len(values) // (copies * repeats)
+    groups: list[list[Value]] = [[] for _ in range(num_ranks)]
+    for rank, value in enumerate(values):
+        groups[rank // copies % num_ranks].append(value)
+    return groups
 
 
 def least_samples(speeds: Speeds, rank: int) -> int:

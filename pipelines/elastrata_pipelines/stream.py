@@ -23,6 +23,7 @@ from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group, Start
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.rank_kinds import RankKinds, one_kind
 from elastrata_pipelines.speeds import EQUAL, SpeedSource, equal_speeds
 
 READER_CPUS = 0
@@ -70,6 +71,7 @@ class StreamConfig(ray.train.DataConfig):
         copies: so many neighbouring ranks get the same rows.
         repeats: the ranks that have all rows between them come so many times over.
         speeds: by the nodes of a group's ranks, the speeds of its data ranks.
+        kinds: likewise their kinds, by their memory.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class StreamConfig(ray.train.DataConfig):
         copies: int = 1,
         repeats: int = 1,
         speeds: Callable[[Sequence[str]], SpeedSource] = equal_speeds,
+        kinds: Callable[[Sequence[str]], RankKinds] = one_kind,
     ) -> None:
         super().__init__()
-        self._speeds = speeds
+        self._speeds, self._kinds = speeds, kinds
         self._phases = phases
         self._copies = copies
         self._repeats = repeats
@@ -96,7 +99,8 @@ class StreamConfig(ray.train.DataConfig):
     ) -> list[dict[str, DataIterator]]:
         """One iterator per rank and data set name."""
         parts: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
-        speeds = self._speeds(worker_node_ids or [""] * world_size)
+        nodes = worker_node_ids or [""] * world_size
+        speeds, kinds = self._speeds(nodes), self._kinds(nodes)
         for name, dataset in datasets.items():
             splits = dealt(
                 dataset,
@@ -105,6 +109,7 @@ class StreamConfig(ray.train.DataConfig):
                 copies=self._copies,
                 repeats=self._repeats,
                 speeds=speeds,
+                kinds=kinds,
             )
             for rank, split in enumerate(splits):
                 parts[rank][name] = split
@@ -119,6 +124,7 @@ def dealt(
     copies: int = 1,
     repeats: int = 1,
     speeds: SpeedSource = EQUAL,
+    kinds: RankKinds = (),
 ) -> list[DataIterator]:
     """Splits the groups of `dataset` into one iterator of payloads per rank.
 
@@ -129,6 +135,7 @@ def dealt(
         copies: so many neighbouring ranks get the same payloads.
         repeats: the ranks that have all payloads between them come so many times over.
         speeds: of the data ranks.
+        kinds: of the data ranks, by their memory; none: they are of one kind.
 
     Raises:
         ValueError: `copies` times `repeats` does not divide `world_size`.
@@ -137,7 +144,7 @@ def dealt(
     if world_size % shared:
         raise ValueError(f"{world_size} ranks in groups of {shared}")
     batches = tuple(phase.batches for phase in phases)
-    reader = Reader(batches, world_size // shared, copies, repeats, speeds)
+    reader = Reader(batches, world_size // shared, copies, repeats, speeds, kinds)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -168,6 +175,8 @@ class Reader:
     """So many times over."""
     speeds: SpeedSource = EQUAL
     """Of the ranks that have different rows."""
+    kinds: RankKinds = ()
+    """Of the same ranks, by their memory."""
 
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
         """Tables of one row, a payload."""
@@ -181,7 +190,9 @@ class Reader:
         stripes = batches.stripes()
         for group in groups:
             speeds = self.speeds(group.first_step)
-            payloads = batches.payloads(group, self.num_ranks, stripes, speeds)
+            payloads = batches.payloads(
+                group, self.num_ranks, stripes, speeds=speeds, kinds=self.kinds
+            )
             yield from payloads if self.repeats == 1 else list(payloads) * self.repeats
         if not groups:  # no step is left: Ray Data splits no empty data set
             yield from [pa.py_buffer(b"")] * self.num_ranks * self.repeats

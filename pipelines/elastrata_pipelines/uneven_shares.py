@@ -32,7 +32,7 @@ def shares_by_speed(
     speeds: Sequence[int],
     *,
     fixed: int,
-    budget: int,
+    budgets: Ints,
     multiple: int,
     count: Callable[[Ints], int],
 ) -> Shares:
@@ -47,21 +47,21 @@ def shares_by_speed(
         costs: work of each row, shape [B].
         speeds: of the ranks.
         fixed: work of a micro-batch beside its rows.
-        budget: tokens that a micro-batch holds.
+        budgets: tokens that a micro-batch of each rank holds, shape [ranks].
         multiple: micro-batches come in so many.
         count: micro-batches of every rank, from the rank of each row.
     """
     rates = np.asarray(speeds, dtype=np.float64) / FULL_SPEED
     free = _shares(soonest(costs, rates), costs, rates)
     tokens, total = int(lengths.sum()), float(costs.sum())
-    largest = np.bincount(free.ranks, weights=lengths).max(initial=0)
-    if not fixed or largest <= budget:
+    largest = np.bincount(free.ranks, weights=lengths, minlength=len(rates))
+    if not fixed or (largest <= budgets).all():
         return free
     number = count(free.ranks)
     best, best_seconds = free, free.seconds + number * fixed
-    least = -(-tokens // (budget * len(rates)))
+    least = -(-tokens // int(budgets.sum()))
     while (number := number - multiple) >= least:
-        room = number * budget
+        room = number * budgets
         expected = seconds_within(total, rates, room * total / tokens) + number * fixed
         if expected >= best_seconds:
             break
@@ -131,15 +131,15 @@ def _without_ties(ends: Floats, chosen: Ints, last: float, number: int) -> Ints:
     return np.concatenate([earlier, equal[: number - len(earlier)]])
 
 
-def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: int) -> Ints | None:
-    """As `soonest` has it, but with no more than `room` tokens for any rank; None where a row finds
-    no room.
+def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: Ints) -> Ints | None:
+    """As `soonest` has it, but with no more than `room` tokens for each rank; None where a row
+    finds no room.
 
     Args:
         costs: work of each row, shape [B].
         rates: work of each rank in a second, shape [ranks].
         lengths: tokens of each row, shape [B].
-        room: tokens.
+        room: tokens, shape [ranks].
     """
     loads, tokens, ranks = np.zeros(len(rates)), np.zeros(len(rates), dtype=np.int64), []
     for cost, length in zip(costs.tolist(), lengths.tolist(), strict=True):
@@ -153,14 +153,21 @@ def soonest_with_room(costs: Ints, rates: Floats, lengths: Ints, room: int) -> I
     return np.array(ranks, dtype=np.int64)
 
 
-def seconds_within(total: float, rates: Floats, most: float) -> float:
-    """The least time in which ranks do `total` work that can be cut anywhere, none more than
-    `most`: the fastest ones do that much, the others the rest in proportion."""
-    by_rate = -np.sort(-rates)
-    left = by_rate[::-1].cumsum()[::-1]
-    full = np.arange(len(by_rate))
-    seconds = np.maximum(total - full * most, 0.0) / left
-    fits = seconds * by_rate <= most * (1 + 1e-12)
+def seconds_within(total: float, rates: Floats, most: Floats) -> float:
+    """The least time in which ranks do `total` work that can be cut anywhere, none more than it
+    has room for: those that are full first do that much, the others the rest in proportion.
+
+    Args:
+        total: work.
+        rates: work of each rank in a second, shape [ranks].
+        most: work that each rank has room for, shape [ranks].
+    """
+    order = np.argsort(most / rates, kind="stable")
+    by_end, room = rates[order], most[order]
+    left = by_end[::-1].cumsum()[::-1]
+    full = np.concatenate([[0.0], room.cumsum()[:-1]])
+    seconds = np.maximum(total - full, 0.0) / left
+    fits = seconds * by_end <= room * (1 + 1e-12)
     return float(seconds[fits][0]) if fits.any() else float("inf")
 
 

@@ -16,6 +16,7 @@ from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase, one_after_another
+from elastrata_pipelines.rank_kinds import RankKind
 from elastrata_pipelines.speeds import FixedSpeeds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream, dealt, descriptors
@@ -189,6 +190,35 @@ def test_a_larger_budget_cuts_as_if_it_had_been_dealt(batches: Batches, multiple
         for payload, expected in zip(open_.payloads(group, 3), dealt_so, strict=True):
             steps = zip(decode(payload, "uint16"), decode(expected, "uint16"), strict=True)
             for step, same in steps:
-                cut = step.cut_for(budget)
+                cut = step.cut_for([budget])
                 assert cut.cuts.tolist() == same.cuts.tolist()
                 assert cut.rows.sample_ids.tolist() == same.rows.sample_ids.tolist()
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_each_kind_of_rank_cuts_by_its_budget_and_all_into_equally_many(
+    batches: Batches, multiple: int
+) -> None:
+    """The rows of every rank are those that it would have anyway."""
+    open_ = replace(
+        batches,
+        micro_batch_multiple=multiple,
+        tokens_per_micro_batch=48,
+        larger_budgets=(96, 192, 4096),
+    )
+    group = Group(first_step=0, first_position=0, num_steps=4, batch_size=BATCH)
+    large, small = RankKind("A100"), RankKind("T4", 96)
+    kinds, numbers = (small, large, large), (0, 1, 1)
+    payloads = list(open_.payloads(group, 3, kinds=kinds))
+    for budgets in ((48, 48), (48, 4096), (96, 192)):
+        counts = set()
+        for payload, plain, number in zip(payloads, open_.payloads(group, 3), numbers, strict=True):
+            steps = zip(decode(payload, "uint16"), decode(plain, "uint16"), strict=True)
+            for step, same in steps:
+                cut = step.cut_for(budgets, number)
+                assert cut.rows.sample_ids.tolist() == same.rows.sample_ids.tolist()
+                assert max(len(rows.tokens) for rows in cut.micro_batches) <= budgets[number]
+                counts.add((step.step, len(cut.cuts) - 1))
+        assert len(counts) == group.num_steps
+        assert all(count % multiple == 0 for _, count in counts)
+    assert not any(4096 in step.counts[0] for step in decode(payloads[0], "uint16"))

@@ -130,7 +130,8 @@ def test_work_that_can_be_cut_anywhere_is_all_done(
     paces: list[float], total: float, share: float
 ) -> None:
     """Ranks that have room for the work by `share` more than they must."""
-    rates, most = np.array(paces), total / len(paces) * (1 + share)
+    rates, rooms = np.array(paces), np.array(paces[::-1]) ** 2
+    most = total * rooms / rooms.sum() * (1 + share)
     seconds = seconds_within(total, rates, most)
     assert np.minimum(rates * seconds, most).sum() == pytest.approx(total)
 

@@ -23,6 +23,7 @@ from elastrata.planner.cluster import read_cluster
 from elastrata.planner.devices import DEVICES, device_like
 from elastrata.planner.group import group_layout
 from elastrata.planner.hardware import GPU
+from elastrata.planner.joint_choice import fastest_together, smallest_together
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
@@ -32,8 +33,9 @@ from elastrata.trainer.out_of_memory import what_fits
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.rank_kinds import RankKind
 from elastrata_pipelines.rows import Rows
-from support.bare_loop import train_automatically, train_on_ranks
+from support.bare_loop import train_automatically, train_by_kinds, train_on_ranks
 from support.published import gpt
 from support.ranks import run_ranks
 from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
@@ -202,8 +204,8 @@ def test_a_measurement_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:
     short, ways = _choices(batch_size=4, shards=1), list[str]()
     phases = [
-        PhaseChoices(last_step=6, choices=short),
-        PhaseChoices(last_step=12, choices=_choices(batch_size=32, shards=1)),
+        PhaseChoices(last_step=6, kinds=(short,)),
+        PhaseChoices(last_step=12, kinds=(_choices(batch_size=32, shards=1),)),
     ]
     cpu, memory = torch.device("cpu"), 2**40
     chooser = Automatic(phases, "none", ways.append, cpu, memory)
@@ -288,6 +290,63 @@ def test_samples_and_losses_do_not_depend_on_what_is_chosen(folder: Path) -> Non
     assert _numbers(alone) == _numbers(run_ranks(1, train_on_ranks, plain)[0])
 
 
+def test_each_kind_of_rank_has_micro_batches_as_large_as_its_memory_allows(folder: Path) -> None:
+    """Of 64 samples a step, 32 on each rank; the second one has memory for few more than one."""
+    values = tiny_recipe(folder, folder / "runs", steps=STEPS, batch_size=64)
+    values = {**values, "activation_checkpointing": "full"}
+    fixed = run_ranks(2, train_on_ranks, values)[0]
+    auto, kinds = {**values, "micro_batch_tokens": "auto"}, (RankKind("A100"), RankKind("T4"))
+    ranks = run_ranks(2, train_by_kinds, auto, kinds, (8.0, 0.35))
+    records, chosen, state, held_out = ranks[0]
+    assert [r.digest for r in records] == [r.digest for r in fixed]
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
+    by_kind = records[-1].micro_batch_tokens_by_kind
+    assert by_kind == {"A100": SEQ_LEN * 32, "T4": SEQ_LEN}
+    assert records[-1].micro_batch_tokens == SEQ_LEN * 32
+    assert chosen[-1].micro_batch_tokens_by_kind == by_kind
+    assert [one.step for one in chosen] == [1, 5]
+    assert ranks[1][1:] == (chosen, state, held_out)
+    group = "tp1 pp1 1x2, phase 0"
+    assert list(state["chosen"]) == [f"{group}, {name} of A100, T4" for name in ("A100", "T4")]
+
+
+def test_fewer_tokens_for_a_kind_change_no_sample(folder: Path) -> None:
+    values = tiny_recipe(folder, folder / "runs", steps=STEPS, batch_size=64)
+    values["micro_batch_tokens"] = SEQ_LEN * 16
+    fixed = run_ranks(2, train_on_ranks, values)[0]
+    kinds = (RankKind("A100"), RankKind("T4", SEQ_LEN * 4))
+    records = run_ranks(2, train_by_kinds, values, kinds, ())[0][0]
+    assert [r.digest for r in records] == [r.digest for r in fixed]
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
+    assert records[0].micro_batches > fixed[0].micro_batches
+
+
+def test_kinds_choose_what_goes_together() -> None:
+    """Each has the micro-batches that it has room for."""
+    large, small = _choices(), replace(_choices(), cluster=read_cluster("8xA100-40GB"))
+    room = (75 * 2**30, 35 * 2**30)
+    kinds = (large, small)
+    chosen = fastest_together(kinds, lambda n, one: kinds[n].bytes(one) <= room[n])
+    assert chosen is not None
+    assert len({(one.activation_checkpointing, one.gradient_sync) for one in chosen}) == 1
+    assert all(kind.bytes(one) <= most for kind, one, most in zip(kinds, chosen, room, strict=True))
+    assert chosen[0].micro_batch_tokens > chosen[1].micro_batch_tokens
+    assert fastest_together(kinds, lambda n, one: n == 0) is None
+    smallest = smallest_together(kinds)
+    assert smallest == (large.smallest, small.smallest)
+    gone = replace(small, below=0.0)
+    assert smallest_together((large, gone)) is None
+    assert fastest_together((large,), lambda n, one: True) == (large.best(lambda _: True),)
+
+
+def test_a_kind_that_nothing_fits_is_named(folder: Path) -> None:
+    auto = {**tiny_recipe(folder, folder / "runs"), **AUTO}
+    kinds = (RankKind("A100"), RankKind("T4"))
+    with pytest.raises(UserError, match=r"a worker on T4 is to need 0.*has 0\.01") as told:
+        run_ranks(2, train_by_kinds, auto, kinds, (8.0, 0.01))
+    assert len(told.value.problems) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
@@ -325,7 +384,7 @@ def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
 
 def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     """Nor anything that needs as much, in whatever group comes after, though one settled on it."""
-    phases = [PhaseChoices(last_step=12, choices=_choices(batch_size=4, shards=1))]
+    phases = [PhaseChoices(last_step=12, kinds=(_choices(batch_size=4, shards=1),))]
     cpu, memory = torch.device("cpu"), 2**40
     first = Automatic(phases, "none", lambda _: None, cpu, memory)
     assert first.ran_out() is None, "no step was taken"
@@ -335,12 +394,12 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     assert ran_out is not None
     assert ran_out.choice.items() >= first.figures().items()
     assert ran_out.group == "tp1 pp1 1x1, phase 0"
-    needed = phases[0].choices.bytes(Choice(**ran_out.choice))
+    needed = phases[0].kinds[0].bytes(Choice(**ran_out.choice))
 
     def taken(chooser: Automatic) -> list[float]:
         found = []
         for _ in chooser.cut((_empty_step(number) for number in range(8, 13)), lambda _: None):
-            found.append(phases[0].choices.bytes(Choice(**chooser.figures())))
+            found.append(phases[0].kinds[0].bytes(Choice(**chooser.figures())))
         return found
 
     again = Automatic(phases, "none", lambda _: None, cpu, memory)
@@ -354,12 +413,12 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     assert then is not None
     third = Automatic(phases, "none", lambda _: None, cpu, memory)
     third.avoid([then, ran_out])
-    assert max(taken(third)) < phases[0].choices.bytes(Choice(**then.choice))
+    assert max(taken(third)) < phases[0].kinds[0].bytes(Choice(**then.choice))
 
 
 def test_where_nothing_smaller_is_left_nothing_is_demoted() -> None:
     chooser = Automatic(
-        [PhaseChoices(last_step=12, choices=_choices(batch_size=4, shards=1))],
+        [PhaseChoices(last_step=12, kinds=(_choices(batch_size=4, shards=1),))],
         *("none", lambda _: None, torch.device("cpu"), 2**40),
     )
     next(chooser.cut([_empty_step(1)], lambda _: None))

@@ -10,10 +10,13 @@ import pytest
 import yaml
 from typing_extensions import override
 
+from elastrata.cluster.node_kinds import NodeKinds, kinds_by_node
 from elastrata.cluster.node_speeds import FixedFactors, names_of, unknown_names
 from elastrata.core.deal_check import check_same_deal, deal_marks
+from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.slow_ranks import slow_ranks, time_balance
+from elastrata_pipelines.rank_kinds import RankKind, one_kind
 from elastrata_pipelines.speeds import FixedSpeeds, Speeds, SpeedSource
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_by_speeds, train_on_ranks
@@ -83,7 +86,8 @@ def _node(name: str, device: str | None = None, **labels: str) -> dict[str, Any]
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     described = [_node("1", "A100"), _node("2", "T4", **{"node-group": "cheap"}), _node("3")]
-    monkeypatch.setattr("elastrata.cluster.node_speeds.nodes", lambda: described)
+    for module in ("node_speeds", "node_kinds"):
+        monkeypatch.setattr(f"elastrata.cluster.{module}.nodes", lambda: described)
 
 
 def test_factors_are_those_of_the_node_or_else_of_its_device(cluster) -> None:
@@ -100,8 +104,8 @@ def test_factors_are_those_of_the_node_or_else_of_its_device(cluster) -> None:
 
 
 def test_a_name_that_the_cluster_does_not_have_is_told_with_the_nearest(cluster) -> None:
-    assert unknown_names({"A100": 1.0, "host-3": 2.0}) == []
-    (line,) = unknown_names({"A10": 0.5})
+    assert unknown_names("speeds", {"A100": 1.0, "host-3": 2.0}) == []
+    (line,) = unknown_names("speeds", {"A10": 0.5})
     assert line == (
         "workers.speeds.A10: 0.5: no node or device of that name in the cluster, whose devices are "
         "A100, CPU, T4 (did you mean 'A100'?)"
@@ -109,15 +113,76 @@ def test_a_name_that_the_cluster_does_not_have_is_told_with_the_nearest(cluster)
     assert names_of(_node("3"))[-1] == "CPU"
 
 
+def test_kinds_are_those_of_the_devices_and_of_who_has_room_for_fewer_tokens(
+    cluster,
+) -> None:
+    ids, a100 = ["id-1", "id-2", "id-3"], RankKind("A100")
+
+    def kinds(fewer: dict[str, int], **parallel: int) -> tuple[RankKind, ...]:
+        return NodeKinds(fewer=fewer, **{"copies": 1, "repeats": 1, **parallel})(ids)
+
+    assert kinds({"T4": 512}) == (a100, RankKind("T4", 512), RankKind("CPU"))
+    named = (RankKind("A100"), RankKind("T4 of cheap", 256), RankKind("CPU of host-3", 128))
+    assert kinds({"T4": 512, "cheap": 256, "host-3": 128}) == named
+    assert kinds({"T4": 512}, copies=3) == (RankKind("A100 + T4 + CPU", 512),)
+    (line,) = unknown_names("micro_batch_tokens", {"T40": 4096})
+    assert line.startswith("workers.micro_batch_tokens.T40: 4096: no node or device of that name")
+    assert "(did you mean 'T4'?)" in line
+
+
+def test_where_all_have_one_number_of_tokens_nobody_asks_for_kinds(values) -> None:
+    def source(**changes: Any) -> Any:
+        return kinds_by_node(Recipe.model_validate({**values, **changes}))
+
+    assert source() is one_kind
+    assert isinstance(source(micro_batch_tokens="auto"), NodeKinds)
+    workers = {**values["workers"], "micro_batch_tokens": {"T4": 64}}
+    assert source(workers=workers).fewer == {"T4": 64}
+
+
+def _told(command: str, values: dict[str, Any], tmp_path: Path, capsys: Any) -> list[str]:
+    """The lines about a recipe that is refused, with exit code 2."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert _code(command, path) == 2
+    told: list[str] = capsys.readouterr().err.splitlines()
+    return [line for line in told if str(path) in line] or told
+
+
 @pytest.mark.parametrize("bad", ["0", "-1", ".nan", ".inf", "fast"])
 def test_a_speed_that_cannot_be_is_refused(
     bad: str, values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "recipe.yaml"
     workers = {**values["workers"], "speeds": {"T4": yaml.safe_load(bad)}}
-    path.write_text(yaml.safe_dump({**values, "workers": workers}))
-    assert _code("train", path) == 2
-    assert "workers.speeds" in capsys.readouterr().err
+    (line,) = _told("train", {**values, "workers": workers}, tmp_path, capsys)
+    assert f"workers.speeds: {{T4: {bad}}}: expected 'equal', 'measured' or keys with" in line
+    assert line.endswith("each a number at least 0.001")
+
+
+@pytest.mark.parametrize(
+    ("fewer", "changes", "expected"),
+    [
+        ({"T4": 0}, {}, "workers.micro_batch_tokens.T4: 0: expected"),
+        ({"T4": 128}, {}, "T4: 128: expected fewer than micro_batch_tokens (128), which all"),
+        ({"T4": 1}, {}, "workers.micro_batch_tokens.T4: 1: "),
+        (
+            {"T4": 64},
+            {"parallel": {"virtual_ranks": 4}},
+            "workers.micro_batch_tokens: {'T4': 64}: expected none where parallel.virtual_ranks",
+        ),
+    ],
+)
+def test_fewer_tokens_that_cannot_be_are_refused(
+    fewer: dict[str, int],
+    changes: dict[str, Any],
+    expected: str,
+    values,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workers = {**values["workers"], "micro_batch_tokens": fewer}
+    told = _told("train", {**values, **changes, "workers": workers}, tmp_path, capsys)
+    assert any(expected in line for line in told), told
 
 
 def _code(*words: Any) -> int:

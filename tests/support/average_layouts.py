@@ -40,7 +40,7 @@ def go_on_averaging(rank: int, world_size: int, recipe: Section, url: str, is_le
         torch.device("cpu"),
         world_size=world_size,
         per_node=world_size,
-        is_primary=place.is_primary,
+        place=place,
     )
     start = _restored(trainer, storage)
     steps = trainer.steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,11 +18,12 @@ from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.auto import automatic
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.speeds import EQUAL, SpeedSource
 
 
@@ -62,6 +63,23 @@ def train_automatically(
     return records, training.chosen, training.chooser.state()
 
 
+def train_by_kinds(
+    rank: int,
+    world_size: int,
+    recipe: dict[str, Any],
+    kinds: RankKinds,
+    memory_gb: Sequence[float],
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[list[StepRecord], list[Chosen], dict[str, Any], float]:
+    """As `train_automatically` does, with so much memory for each rank, and a loss of held-out data
+    at the end."""
+    own = {**recipe["workers"], "memory_gb": memory_gb[rank]} if memory_gb else recipe["workers"]
+    wanted = Recipe.model_validate({**recipe, "workers": own})
+    training = BareTraining(rank, world_size, wanted, extra, kinds)
+    records = training.run(Start(), training.recipe.steps_in_all)
+    return records, training.chosen, training.chooser.state(), training.evaluate(40).total
+
+
 class BareTraining:
     """One rank's model, sharded, with its optimizer and its loop."""
 
@@ -71,6 +89,7 @@ class BareTraining:
         world_size: int,
         recipe: Recipe,
         extra: Mapping[str, Any] | None = None,
+        kinds: RankKinds = (),
     ) -> None:
         data = training_data(recipe)
         self.recipe, self._batches = recipe, data.train
@@ -81,7 +100,7 @@ class BareTraining:
         divided = divided_model(recipe, vocabulary, seq_len, cpu, world_size)
         self.model, self._forward_backward = divided.model, divided.forward_backward
         self.chosen: list[Chosen] = []
-        self.speeds: SpeedSource = EQUAL
+        self.speeds, self._kinds = EQUAL, kinds
         self.chooser = automatic(
             recipe,
             data.phases,
@@ -90,6 +109,8 @@ class BareTraining:
             world_size=world_size,
             per_node=world_size,
             synchronize=divided.forward_backward.synchronizes,
+            kinds=kinds,
+            data_rank=self._data.rank,
         )
         self.chooser.restore(extra or {})
         blocks = recipe.workload.blocks(self.model)
@@ -127,11 +148,17 @@ class BareTraining:
         """Over so many of the training samples."""
         workload, manifest = self.recipe.workload, self._batches.manifest
         data = self._data
-        part = held_out_step(self._batches, samples=samples, rank=data.rank, num_ranks=data.dp_size)
+        part = held_out_step(
+            self._batches,
+            samples=samples,
+            rank=data.rank,
+            num_ranks=data.dp_size,
+            kinds=self._kinds,
+        )
         return evaluate(
             self._forward_backward,
             workload,
-            part.micro_batches,
+            self.chooser.as_chosen(part).micro_batches,
             manifest.vocabulary,
             torch.device("cpu"),
             is_primary=data.is_primary,
@@ -148,6 +175,8 @@ class BareTraining:
         mine = self._data.rank
         for group in groups:
             speeds = self.speeds(group.first_step)
-            payloads = self._batches.payloads(group, self._data.dp_size, speeds=speeds)
+            payloads = self._batches.payloads(
+                group, self._data.dp_size, speeds=speeds, kinds=self._kinds
+            )
             for payload in islice(payloads, mine, mine + 1):
                 yield from decode(payload, self._batches.manifest.token_dtype)

@@ -38,7 +38,7 @@ class Begun:
             torch.device("cpu"),
             world_size=world_size,
             per_node=world_size,
-            is_primary=place.is_primary,
+            place=place,
         )
         self.trainer.begin(self.parent)
         self._held_out = HeldOut(data.phases, data.evaluated, recipe.evaluation, place, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,6 @@ import typer
 
 from elastrata.cli.options import Json, Overrides, RecipeName
 from elastrata.terminal.console import open_console, print_json_line
-from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,18 +20,24 @@ if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
     from elastrata.simulation.recovery import RecoverySeconds
     from elastrata.simulation.run import Conditions
-    from elastrata.simulation.simulate import IntervalSweep, Pace, Prices, Simulation
+    from elastrata.simulation.simulate import IntervalSweep, Prices, Simulation
     from elastrata.simulation.trace import Event
 
 
 _DAY = 86_400.0
+TimeImbalance = Mapping[str, float]
+"""Of a step on all workers: as the recipe has it, with equal hands, dealt by speed."""
 
 
 def simulate(
     recipe: RecipeName,
     overrides: Overrides = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NxDEVICE|FILE", help="Such as 64xA100-80GB: a worker a device.")
+        str,
+        typer.Option(
+            metavar="NxDEVICE|FILE",
+            help="Such as 64xA100-80GB or 8xA100+16xT4, or a file: a worker a device.",
+        ),
     ] = "8xA100-80GB",
     step_seconds: Annotated[
         float | None,
@@ -40,7 +45,7 @@ def simulate(
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="CSV: seconds,event,workers. Default: draw events."),
+        typer.Option(metavar="FILE", help="CSV: seconds,event,workers[,device]. Default: drawn."),
     ] = None,
     lost_per_hour: Annotated[float, typer.Option(min=0, help="Of each worker.")] = 0.01,
     with_notice: Annotated[
@@ -63,7 +68,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
-    from elastrata.planner.cluster import read_cluster
+    from elastrata.planner.cluster import read_kinds
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
     from elastrata.simulation import simulate as simulation
@@ -72,10 +77,11 @@ def simulate(
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    where = read_cluster(cluster)
+    kinds = read_kinds(cluster)
+    names = [kind.device.name for kind in kinds] if len(kinds) > 1 else []
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
-    given = read_trace(trace) if trace else None
-    at = _conditions(loaded, where, step_seconds, seconds_by_fault)
+    given = read_trace(trace, names) if trace else None
+    at, imbalance = _conditions(loaded, kinds, step_seconds, seconds_by_fault)
     rates = Rates(
         lost_per_hour=lost_per_hour,
         with_notice=with_notice,
@@ -84,11 +90,13 @@ def simulate(
     )
 
     def events() -> Iterable[Event]:
-        return given or drawn_events(where.devices, rates, seconds=days * _DAY, seed=seed)
+        return given or drawn_events(at.workers_max, rates, seconds=days * _DAY, seed=seed)
 
-    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
+    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(kinds))
     tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
     show_simulation(console, simulated, at.steps)
+    if names:
+        show_imbalance(console, imbalance)
     if tried is not None:
         show_sweep(console, tried)
     elif intervals:
@@ -99,56 +107,52 @@ def simulate(
         workers_over_time(simulated.outcome.sizes, simulated.outcome.seconds, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
-        print_json_line({"recipe": recipe, **simulation_result(simulated, tried)})
+        print_json_line({"recipe": recipe, **simulation_result(simulated, tried, imbalance)})
 
 
 def _conditions(
-    recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
-) -> Conditions:
-    """The conditions of a run that has a worker for every device."""
+    recipe: Recipe,
+    kinds: Sequence[Cluster],
+    seconds: float | None,
+    seconds_by_fault: RecoverySeconds,
+) -> tuple[Conditions, TimeImbalance]:
+    """The conditions of a run that has a worker for every device, and the time imbalance of its
+    steps."""
     from elastrata.core.workload import model_spec
     from elastrata.recipe.data_spec import data_spec
     from elastrata.recipe.length import as_if_full
-    from elastrata.simulation.simulate import conditions, step_seconds
+    from elastrata.simulation.pace import given_pace, planned_pace, step_seconds, time_imbalance
+    from elastrata.simulation.simulate import conditions
 
     spec = data_spec(recipe)
     recipe = as_if_full(recipe, spec.seq_len)
-    pace, group = _pace(recipe, cluster, seconds)
-    return conditions(
+    if seconds is None:
+        pace, group = planned_pace(recipe, kinds)
+    else:
+        pace, group = given_pace(seconds, kinds), recipe.parallel.group_size
+    at = conditions(
         recipe,
         step_seconds(recipe, pace, group=group),
         seconds_by_fault,
         parameters=model_spec(recipe.workload, spec.vocabulary, spec.seq_len).parameters,
-        workers=cluster.devices,
+        workers=tuple(kind.devices for kind in kinds),
         group=group,
     )
+    by_hands = {
+        name: time_imbalance(recipe, pace, group=group, is_equal=is_equal)(at.all_workers)
+        for name, is_equal in (("as_dealt", None), ("equal_hands", True), ("by_speed", False))
+    }
+    return at, by_hands
 
 
-def _pace(recipe: Recipe, cluster: Cluster, seconds: float | None) -> tuple[Pace, int]:
-    """The cost of steps, and how many workers compute a sample together: as given, or by the
-    fastest layout that this version trains."""
-    from elastrata.planner.plan import plan, problems_of
-    from elastrata.simulation.simulate import Pace
-
-    if seconds is not None:
-        work = seconds * cluster.devices
-        return Pace(worker_seconds=work, fixed_seconds=0.0), recipe.parallel.group_size
-    planned = plan(recipe, recipe.parts[0], cluster)
-    for forecast in planned.result.families:
-        if not problems_of(recipe, forecast.layout, planned.model.seq_len):
-            fixed = forecast.time.messages + forecast.time.update
-            work = (forecast.time.total - fixed) * cluster.devices
-            group = forecast.layout.tensor * forecast.layout.pipeline
-            return Pace(worker_seconds=work, fixed_seconds=fixed), group
-    raise UserError("--step-seconds: expected: this version trains under none of the layouts")
-
-
-def _prices(cluster: Cluster) -> Prices | None:
+def _prices(kinds: Sequence[Cluster]) -> Prices | None:
     from elastrata.simulation.simulate import Prices
 
-    if cluster.price is None or cluster.spot_price is None:
+    on_demand = [kind.price for kind in kinds if kind.price is not None]
+    spot = [kind.spot_price for kind in kinds if kind.spot_price is not None]
+    if len(on_demand) + len(spot) < 2 * len(kinds):
         return None
-    return Prices(on_demand=cluster.price, spot=cluster.spot_price)
+    return Prices(on_demand=tuple(on_demand), spot=tuple(spot))
 
 
 def show_simulation(console: Console, simulation: Simulation, steps: int) -> None:
@@ -177,6 +181,16 @@ def show_simulation(console: Console, simulation: Simulation, steps: int) -> Non
         console.print(f"{name:<13}{value}", markup=False)
 
 
+def show_imbalance(console: Console, imbalance: TimeImbalance) -> None:
+    """How much longer the slowest worker computes than all would together."""
+    console.print(
+        f"{'imbalance':<13}{imbalance['as_dealt']:.3f} of time on all workers: "
+        f"{imbalance['equal_hands']:.3f} with equal hands, {imbalance['by_speed']:.3f} dealt by "
+        "speed (workers.speeds)",
+        markup=False,
+    )
+
+
 def show_sweep(console: Console, sweep: IntervalSweep) -> None:
     """The goodput by interval, beside the formulas."""
     console.print(
@@ -189,7 +203,9 @@ def show_sweep(console: Console, sweep: IntervalSweep) -> None:
         console.print(f"  {interval:>9,}  {goodput:.3%}")
 
 
-def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> dict[str, Any]:
+def simulation_result(
+    simulation: Simulation, sweep: IntervalSweep | None, imbalance: TimeImbalance
+) -> dict[str, Any]:
     """The simulation as JSON values."""
     outcome = asdict(simulation.outcome)
     outcome.pop("sizes")
@@ -199,6 +215,7 @@ def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> di
         "undisturbed_seconds": simulation.undisturbed_seconds,
         "cost": simulation.cost,
         "cost_on_demand": simulation.cost_on_demand,
+        "time_imbalance": imbalance,
         "intervals": None if sweep is None else asdict(sweep),
     }
 

@@ -27,8 +27,9 @@ def devices_of(node: Node) -> list[str]:
     return sorted(names) or ["CPU"]
 
 
-def speed_problems(recipe: Recipe, gpus: float) -> list[str]:
-    """A line for each name in `workers.speeds` that no node of the cluster has.
+def name_problems(recipe: Recipe, gpus: float) -> list[str]:
+    """A line for each name in `workers.speeds` and `workers.micro_batch_tokens` that no node of the
+    cluster has.
 
     Args:
         recipe: with the key.
@@ -43,18 +44,29 @@ def speed_problems(recipe: Recipe, gpus: float) -> list[str]:
             "workers.speeds: measured: expected compile: false on GPUs, as times are taken at the "
             "bounds of a block; or equal, or factors"
         )
-    return [] if isinstance(speeds, str) else unknown_names(speeds)
+    factors = {} if isinstance(speeds, str) else speeds
+    return [
+        *unknown_names("speeds", factors),
+        *unknown_names("micro_batch_tokens", recipe.workers.micro_batch_tokens),
+    ]
 
 
-def unknown_names(factors: Mapping[str, float]) -> list[str]:
-    """A line for each name that no node of the cluster has."""
+def unknown_names(key: str, values: Mapping[str, float]) -> list[str]:
+    """A line for each name that no node of the cluster has.
+
+    Args:
+        key: of the section `workers`.
+        values: its own, by name.
+    """
+    if not values:
+        return []
     alive = [node for node in nodes() if node["Alive"]]
     known = {name for node in alive for name in names_of(node)}
     devices = sorted({name for node in alive for name in devices_of(node)})
     return [
-        f"workers.speeds.{name}: {factor:g}: no node or device of that name in the cluster, whose "
+        f"workers.{key}.{name}: {value:.10g}: no node or device of that name in the cluster, whose "
         f"devices are {', '.join(devices)}{nearest(name, known)}"
-        for name, factor in factors.items()
+        for name, value in values.items()
         if name not in known
     ]
 

@@ -19,6 +19,7 @@ from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaving import began, is_let_go, release
+from elastrata.cluster.node_kinds import kinds_by_node
 from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.reaper import Reaper
@@ -100,6 +101,8 @@ def _train(job: Job, sender: Sender) -> None:
     data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(per_node))
     device, token_dtype = current_device(), job.phases[0].batches.manifest.token_dtype
+    members = _of_all_ranks((_place(device), os.getpid(), not _is_first("group")), world_size)
+    kinds = kinds_by_node(recipe)([place.node for place, *_ in members])
     with ThreadPoolExecutor(1) as background:
         opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
         stopwatch.passed("shard")
@@ -109,7 +112,8 @@ def _train(job: Job, sender: Sender) -> None:
             device,
             world_size=world_size,
             per_node=per_node,
-            is_primary=data.is_primary,
+            place=data,
+            kinds=kinds,
         )
         stopwatch.passed("model")
         stream = opening.result()
@@ -131,6 +135,7 @@ def _train(job: Job, sender: Sender) -> None:
         data,
         start.step,
         has_parent=job.parent is not None,
+        kinds=kinds,
     )
     stopwatch.passed("held_out")
     manager = CheckpointManager(
@@ -144,7 +149,6 @@ def _train(job: Job, sender: Sender) -> None:
         extra=trainer.extra,
         on_gpu=device.type == "cuda",
     )
-    members = _of_all_ranks((_place(device), os.getpid(), not _is_first("group")), world_size)
     started = Started(
         attempt=number,
         world_size=world_size,

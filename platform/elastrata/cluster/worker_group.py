@@ -21,6 +21,7 @@ from elastrata.cluster.event_sender import tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.measured_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
+from elastrata.cluster.node_kinds import kinds_by_node
 from elastrata.cluster.node_speeds import FixedFactors
 from elastrata.cluster.ray_train_internals import (
     CONTROLLER_MODULES,
@@ -119,6 +120,7 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
             copies=parallel.tensor,
             repeats=parallel.pipeline,
             speeds=_speeds(workers.speeds, parallel, job.channel),
+            kinds=kinds_by_node(job.recipe),
         ),
     )
     trainer.controller = StayingController if workers.stay else TrainController

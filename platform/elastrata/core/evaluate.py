@@ -16,6 +16,7 @@ from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Batches, Group
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.rows import Rows
 
 EVALUATION_SEED = 0
@@ -113,8 +114,17 @@ def _values(loss: StepLoss) -> dict[str, float]:
     return {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
 
 
-def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) -> RankStep:
+def held_out_step(
+    batches: Batches, *, samples: int, rank: int, num_ranks: int, kinds: RankKinds = ()
+) -> RankStep:
     """This rank's part of the held-out data. All ranks get equally many micro-batches.
+
+    Args:
+        batches: of that data.
+        samples: so many of it, or all.
+        rank: this data rank.
+        num_ranks: data ranks.
+        kinds: of them, by their memory; none: they are of one kind.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -125,7 +135,7 @@ def held_out_step(batches: Batches, *, samples: int, rank: int, num_ranks: int) 
         num_steps=1,
         batch_size=min(samples, batches.samples),
     )
-    for number, payload in enumerate(batches.payloads(group, num_ranks)):
+    for number, payload in enumerate(batches.payloads(group, num_ranks, kinds=kinds)):
         if number == rank:
             return next(decode(payload, batches.manifest.token_dtype))
     raise ValueError(f"rank {rank} of {num_ranks}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastrata.core.control_signal import Action
@@ -126,8 +126,11 @@ class Chosen:
 
     step: int
     micro_batch_tokens: int
+    """Of the kind of worker that has most."""
     activation_checkpointing: str
     gradient_sync: str = "step"
+    micro_batch_tokens_by_kind: Mapping[str, int] = field(default_factory=dict)
+    """Of each kind, where they differ."""
     text: str
     """Why, in a few words."""
 

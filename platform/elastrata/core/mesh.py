@@ -77,6 +77,10 @@ class DataRank:
     alone, so that they have every sample once."""
 
 
+ALONE = DataRank(0, 1, is_primary=True)
+"""The place of an only rank."""
+
+
 def data_rank(rank: int, world_size: int, tensor: int, pipeline: int = 1) -> DataRank:
     """The place of a rank in a mesh of `rank_mesh`: `tensor` neighbours share their samples, and so
     do the ranks at the same place of each of `pipeline` equal parts of all ranks.

@@ -60,7 +60,10 @@ class StepRecord:
     mfu: float | None
     """Share of the devices' dense bf16 peak; None where the peak is not known."""
     micro_batch_tokens: int | None = None
-    """Where the recipe leaves it open: what was chosen for this step."""
+    """Where the recipe leaves it open: what was chosen for this step, for the kind of worker that
+    has most."""
+    micro_batch_tokens_by_kind: Mapping[str, int] = field(default_factory=dict)
+    """Of each kind of worker, where they differ."""
     activation_checkpointing: str | None = None
     """Likewise chosen for this step."""
     skipped: bool = False

@@ -15,7 +15,7 @@ from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
 from elastrata.cluster.control_channel import open_channel
 from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.node_speeds import speed_problems
+from elastrata.cluster.node_speeds import name_problems
 from elastrata.cluster.nodes import launches_nodes
 from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
@@ -118,7 +118,7 @@ def train(
             resources = _cluster_resources()
             gpus = gpus_per_worker(recipe, resources)
             problems = cluster_problems(recipe, gpus, resources)
-            problems += speed_problems(recipe, gpus)
+            problems += name_problems(recipe, gpus)
             if problems:
                 if not launches_nodes():
                     raise UserError(*problems)

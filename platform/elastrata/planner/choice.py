@@ -202,10 +202,19 @@ class Correction:
         factor = _MARGIN * self._factor
         return growth * factor if growth > 0 else growth / factor
 
-    def next(self, choices: Choices) -> Choice:
-        """The choice for the next step."""
-        if self._needed is None:
-            return choices.smallest
+    @property
+    def has_measured(self) -> bool:
+        """Whether any step was measured."""
+        return self._needed is not None
+
+    def fits(self, choices: Choices, choice: Choice) -> bool:
+        """Whether the next step is to have room for a choice, once one was measured."""
         is_first = self._steps == 1 and not self._has_grown and self._room > 0
         room = self._room * (_FIRST_SHARE if is_first else 1.0)
-        return choices.best(lambda choice: self.more(choices, choice) <= room)
+        return self.more(choices, choice) <= room
+
+    def next(self, choices: Choices) -> Choice:
+        """The choice for the next step."""
+        if not self.has_measured:
+            return choices.smallest
+        return choices.best(lambda choice: self.fits(choices, choice))

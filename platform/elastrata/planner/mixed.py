@@ -2,7 +2,7 @@
 in the time of all.
 
 All ranks run equally many micro-batches, as their messages must match; those of a slower kind have
-fewer samples, and none has more than the smallest memory allows. Each kind lies in nodes of its
+fewer samples, and none has more than its memory allows. Each kind lies in nodes of its
 own, and a group that has several kinds is as fast as its slowest links.
 """
 
@@ -47,8 +47,7 @@ class Part:
     micro_batch: float
     """Samples of a micro-batch, on average."""
     most: int
-    """Samples of a micro-batch that all kinds have memory for, a power of two: a run has one budget
-    for all ranks."""
+    """Samples of a micro-batch that it has memory for, a power of two."""
     blocks: tuple[int, ...]
     """Of each of its stages; empty where every device has all of them."""
     waiting: float
@@ -71,9 +70,9 @@ class _Hand:
 
     model: ModelSpec
     kind: Kind
+    most: int
     layout: Layout
     micro_batches: int
-    most: int
     times: dict[int, StepTime] = field(default_factory=dict)
 
     @property
@@ -130,9 +129,9 @@ def mixed_step(
     seen = [replace(kind, cluster=_among(kind, kinds, layout.tensor)) for kind in kinds]
     best: MixedStep | None = None
     for count in _counts(model, seen, layout, batch_size):
-        most = min(_most(model, kind, layout, count) for kind in seen)
-        hands = [_Hand(model, kind, layout, count, most) for kind in seen]
-        step = _step(hands, batch_size, equal=equal) if most else None
+        room = [_most(model, kind, layout, count) for kind in seen]
+        hands = [_Hand(model, *both, layout, count) for both in zip(seen, room, strict=True)]
+        step = _step(hands, batch_size, equal=equal) if all(room) else None
         if step and (best is None or step.time.total < best.time.total):
             best = step
     return best
@@ -180,13 +179,13 @@ def _balanced(hands: Sequence[_Hand], batch_size: int) -> list[float]:
 
 def _counts(model: ModelSpec, kinds: Sequence[Kind], layout: Layout, batch_size: int) -> list[int]:
     """Micro-batches of a step: as few as there is memory for, and twice and four times as many."""
-    most = min(_most(model, kind, layout, 2) for kind in kinds)
-    if not most:
+    most = [_most(model, kind, layout, 2) for kind in kinds]
+    if not all(most):
         return []
-    ranks = sum(kind.cluster.devices for kind in kinds) // layout.tensor
-    room = most * ranks
+    ranks = [kind.cluster.devices // layout.tensor for kind in kinds]
+    room = sum(samples * number for samples, number in zip(most, ranks, strict=True))
     least = max(-(-batch_size // room), 2 if layout.gradient_sync == "micro_batch" else 1)
-    return [n for n in (least, 2 * least, 4 * least) if n == least or n * ranks <= batch_size]
+    return [n for n in (least, 2 * least, 4 * least) if n == least or n * sum(ranks) <= batch_size]
 
 
 def _most(model: ModelSpec, kind: Kind, layout: Layout, micro_batches: int) -> int:

@@ -56,13 +56,14 @@ class _Search:
     steps: int
     sizes: Sequence[int]
 
-    def mixed(self, kinds: Sequence[Kind]) -> tuple[MixedForecast, ...]:
+    def mixed(self, kinds: Sequence[Kind], *, in_stages: bool = True) -> tuple[MixedForecast, ...]:
         return mixed_search(
             self.model,
             kinds,
             batch_size=self.batch_size,
             steps=self.steps,
             tensor_sizes=self.sizes,
+            in_stages=in_stages,
         )
 
     def best(self, kinds: Sequence[Kind]) -> Forecast | None:
@@ -91,29 +92,39 @@ def mixed_plan(recipe: Recipe, part: PhaseKeys, clusters: Sequence[Cluster]) -> 
     Raises:
         UserError: the model fits under no layout: a line for each kind that is in its way.
     """
-    spec = data_spec(recipe)
-    part = full_part(part, spec.seq_len)
-    model = model_spec(recipe.workload, spec.vocabulary, spec.seq_len)
-    kinds = tuple(Kind(cluster=one, machine=machine_of(recipe, one)) for one in clusters)
-    if part.batch_size < 1:
-        raise UserError("batch_size: 0: expected at least 1")
-    at = _Search(
-        model=model,
-        batch_size=part.batch_size,
-        steps=part.num_steps,
-        sizes=tensor_sizes(recipe),
-    )
+    at, kinds = _search_of(recipe, part, clusters)
     families = at.mixed(kinds)
     if not families:
         raise UserError(*_misfits(at, kinds))
     return MixedPlan(
-        model=model,
+        model=at.model,
         kinds=kinds,
-        batch_size=part.batch_size,
-        steps=part.num_steps,
+        batch_size=at.batch_size,
+        steps=at.steps,
         families=families,
         advice=advice(families[0], [_offer(kind) for kind in kinds], _without(at, kinds)),
     )
+
+
+def dealt_forecasts(
+    recipe: Recipe, part: PhaseKeys, clusters: Sequence[Cluster]
+) -> tuple[ModelSpec, tuple[MixedForecast, ...]]:
+    """The model of a recipe, and its layouts without stages on several kinds that fit, the fastest
+    first.
+
+    Args:
+        recipe: what is to be trained.
+        part: one of its phases.
+        clusters: the kinds that it is to be trained on.
+
+    Raises:
+        UserError: the model fits under no layout: a line for each kind that is in its way.
+    """
+    at, kinds = _search_of(recipe, part, clusters)
+    found = at.mixed(kinds, in_stages=False)
+    if not found:
+        raise UserError(*_misfits(at, kinds))
+    return at.model, found
 
 
 def mixed_keys(recipe: Recipe, forecast: MixedForecast, seq_len: int) -> dict[str, object]:
@@ -123,6 +134,22 @@ def mixed_keys(recipe: Recipe, forecast: MixedForecast, seq_len: int) -> dict[st
     if forecast.layout.pipeline == 1 and recipe.micro_batch_tokens != "auto":
         keys["micro_batch_tokens"] = "auto"
     return keys
+
+
+def _search_of(
+    recipe: Recipe, part: PhaseKeys, clusters: Sequence[Cluster]
+) -> tuple[_Search, tuple[Kind, ...]]:
+    spec = data_spec(recipe)
+    part = full_part(part, spec.seq_len)
+    if part.batch_size < 1:
+        raise UserError("batch_size: 0: expected at least 1")
+    at = _Search(
+        model=model_spec(recipe.workload, spec.vocabulary, spec.seq_len),
+        batch_size=part.batch_size,
+        steps=part.num_steps,
+        sizes=tensor_sizes(recipe),
+    )
+    return at, tuple(Kind(cluster=one, machine=machine_of(recipe, one)) for one in clusters)
 
 
 def runnable(recipe: Recipe, made: MixedPlan) -> MixedForecast | None:

@@ -50,6 +50,7 @@ def mixed_search(
     batch_size: int,
     steps: int,
     tensor_sizes: Sequence[int],
+    in_stages: bool = True,
 ) -> tuple[MixedForecast, ...]:
     """Forecasts of the layouts that use all devices of all kinds and fit, the fastest first; the
     best of those that divide the model alike.
@@ -60,9 +61,10 @@ def mixed_search(
         batch_size: samples of a step.
         steps: of the run.
         tensor_sizes: into how many parts the model's matrices can be divided.
+        in_stages: with stages, too.
     """
     at = _Setting(model=model, kinds=kinds, batch_size=batch_size, steps=steps)
-    found = [*_dealt(at, tensor_sizes), *_in_stages(at, tensor_sizes)]
+    found = [*_dealt(at, tensor_sizes), *(_in_stages(at, tensor_sizes) if in_stages else ())]
     found.sort(key=lambda each: (each.time.total, each.memory.total))
     best: dict[tuple[int, ...], MixedForecast] = {}
     for each in found:

@@ -46,6 +46,7 @@ def _read_workload(value: Any) -> Any:
 
 
 Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
 
 class WorkersConfig(Config):
@@ -89,6 +90,11 @@ class WorkersConfig(Config):
     exclude_slower_than: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Leaves a node out, from the next resize or fault on, where a worker on it is slower than this
     share of the others of its kind, as long as `min` workers have room elsewhere. Default: none."""
+
+    micro_batch_tokens: dict[str, Tokens] = Field(default_factory=dict)
+    """Most tokens of a micro-batch on nodes (host, address or id), node groups or devices (T4) that
+    have less memory than others, which go by the recipe's `micro_batch_tokens`, or by what that
+    finds for their kind of device where it is auto. All have equally many micro-batches."""
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersConfig:

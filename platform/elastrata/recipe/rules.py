@@ -10,6 +10,7 @@ from elastrata.core.sparsity.config import TwoFourConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.problems import sparsity_problems
 from elastrata.recipe.layout_rules import Problem, automatic_problems, layout_problems, over_group
+from elastrata.recipe.memory_rules import memory_problems
 from elastrata.recipe.mixture_rules import mixture_problems
 from elastrata.recipe.phase import LENGTHS, NO_LENGTH, PhaseKeys
 from elastrata.recipe.recipe import Recipe
@@ -30,6 +31,7 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_clip(recipe),
         *_sparsity(recipe),
         *automatic_problems(recipe),
+        *memory_problems(recipe),
     ]
 
 

@@ -10,6 +10,8 @@ from elastrata.simulation.recovery import RecoverySeconds
 from elastrata.simulation.trace import Event
 
 _HOUR = 3600.0
+Sizes = tuple[int, ...]
+"""Workers of each kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +19,12 @@ class Conditions:
     """The sizes of a run, and how it deals with faults: as the engine does."""
 
     steps: int
-    step_seconds: Callable[[int], float]
-    """The time of a step, by number of workers that compute."""
+    step_seconds: Callable[[Sizes], float]
+    """The time of a step, by the workers that compute."""
     workers_min: int
-    workers_max: int
+    workers_max: Sizes
     group: int = 1
-    """Workers that compute a sample together: they come and go as a whole."""
+    """Workers of one kind that compute a sample together: they come and go as a whole."""
     checkpoint_every: int
     """Steps between durable checkpoints."""
     checkpoint_seconds: float
@@ -39,6 +41,11 @@ class Conditions:
     """Between two looks at whether there are more workers."""
     recovery: RecoverySeconds
 
+    @property
+    def all_workers(self) -> Sizes:
+        """As many as there may be, in whole groups."""
+        return tuple(most // self.group * self.group for most in self.workers_max)
+
 
 @dataclass(kw_only=True)
 class Outcome:
@@ -49,6 +56,8 @@ class Outcome:
     seconds: float = 0.0
     worker_seconds: float = 0.0
     """The time of all workers that were there, idle ones too: it is paid for."""
+    worker_seconds_by_kind: list[float] = field(default_factory=list)
+    """Of each kind of device."""
     useful_seconds: float = 0.0
     """In steps that count."""
     lost_steps: int = 0
@@ -75,10 +84,11 @@ class Run:
     """The state of a run between two events."""
 
     def __init__(self, conditions: Conditions) -> None:
-        self.outcome = Outcome()
+        kinds = len(conditions.workers_max)
+        self.outcome = Outcome(worker_seconds_by_kind=[0.0] * kinds)
         self._conditions = conditions
-        self._there = 0
-        self._computing = 0
+        self._there = [0] * kinds
+        self._computing: Sizes = (0,) * kinds
         self._now = 0.0
         self._busy_until = 0.0
         """Before it, a group of workers is being started."""
@@ -104,8 +114,8 @@ class Run:
     def _meet(self, event: Event) -> None:
         outcome = self.outcome
         if event.kind == "join":
-            self._there += event.workers
-            if self._computing < self._conditions.workers_min:
+            self._there[event.device] += event.workers
+            if sum(self._computing) < self._conditions.workers_min:
                 self._start_group(self._conditions.recovery.joined)
             return
         outcome.faults[event.kind] = outcome.faults.get(event.kind, 0) + 1
@@ -114,9 +124,8 @@ class Run:
             self._hot = self._durable
             self._start_group(self._conditions.recovery.driver)
             return
-        gone = min(event.workers, self._there)
-        self._there -= gone
-        if self._there >= self._computing:
+        self._there[event.device] -= min(event.workers, self._there[event.device])
+        if self._there[event.device] >= self._computing[event.device]:
             return  # they were idle
         if event.kind == "drain":
             self._done = float(int(self._done))
@@ -128,15 +137,19 @@ class Run:
 
     def _start_group(self, seconds: float) -> None:
         """As many workers as there are, in whole groups; none where there are too few."""
-        at = self._conditions
-        usable = min(self._there, at.workers_max) // at.group * at.group
-        size = usable if usable >= at.workers_min else 0
-        if size != self._computing:
-            self.outcome.sizes.append((self._now, size))
+        at, usable = self._conditions, self._usable()
+        sizes = usable if sum(usable) >= at.workers_min else (0,) * len(usable)
+        if sizes != self._computing:
+            self.outcome.sizes.append((self._now, sum(sizes)))
             self.outcome.resizes += 1
-        self._computing = size
+        self._computing = sizes
         self._busy_until = self._now + seconds
         self._next_look = self._busy_until + at.resize_seconds
+
+    def _usable(self) -> Sizes:
+        """Workers that are there, in whole groups."""
+        group, most = self._conditions.group, self._conditions.all_workers
+        return tuple(map(min, [there // group * group for there in self._there], most))
 
     def _roll_back(self, step: int) -> None:
         lost = int(self._done) - step
@@ -147,7 +160,7 @@ class Run:
         self._done = float(step)
 
     def _seconds_of_step(self) -> float:
-        return self._conditions.step_seconds(self._computing) if self._computing else 0.0
+        return self._conditions.step_seconds(self._computing) if any(self._computing) else 0.0
 
     def _advance(self, until: float) -> None:
         """Lets time pass, with looks at more workers where there are some."""
@@ -160,14 +173,12 @@ class Run:
                 self._start_group(self._conditions.recovery.joined)
 
     def _could_grow(self) -> bool:
-        at = self._conditions
-        usable = min(self._there, at.workers_max) // at.group * at.group
-        return self._computing > 0 and usable > self._computing
+        return 0 < sum(self._computing) < sum(self._usable())
 
     def _pass(self, until: float) -> None:
         """A time in which nothing happens but steps."""
         outcome = self.outcome
-        if self._computing == 0:
+        if not any(self._computing):
             waited = until - self._now
             outcome.seconds_waiting += waited
             self._to(until)
@@ -206,6 +217,8 @@ class Run:
             self._hot = max(self._hot, whole // at.hot_every * at.hot_every)
 
     def _to(self, now: float) -> None:
-        paid = min(self._there, self._conditions.workers_max)
-        self.outcome.worker_seconds += paid * (now - self._now)
+        for kind, most in enumerate(self._conditions.workers_max):
+            paid = min(self._there[kind], most) * (now - self._now)
+            self.outcome.worker_seconds_by_kind[kind] += paid
+            self.outcome.worker_seconds += paid
         self._now = now

@@ -3,69 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-import numpy as np
-
-from elastrata.bench.balance import batches_of_lengths
-from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.simulation.recovery import RecoverySeconds
-from elastrata.simulation.run import Conditions, Outcome, Run
+from elastrata.simulation.run import Conditions, Outcome, Run, Sizes
 from elastrata.simulation.trace import Event
-from elastrata_pipelines.deal import least_loaded
-
-_GRAIN = 0.01
-"""Numbers of workers that differ by less share one deal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """The cost of a step."""
-
-    worker_seconds: float
-    """That all workers together compute."""
-    fixed_seconds: float
-    """That a step takes however many there are."""
-
-
-def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[int], float]:
-    """Seconds of a step by number of workers: the work of the one that was dealt most.
-
-    The global batch stays what it is; its first one is dealt, by the engine's own order and deal,
-    to every number of workers that occurs, to within 1%.
-
-    Args:
-        recipe: its data, batch and model.
-        pace: of its steps.
-        group: workers that compute a sample together.
-    """
-    batches = batches_of_lengths(recipe, None)
-    work = recipe.workload.work(data_spec(recipe).vocabulary)
-    lengths = next(iter(batches(recipe.batch_size)))
-    costs = work(np.sort(lengths)[::-1])
-
-    @cache
-    def imbalance(ranks: int) -> float:
-        loads = np.bincount(least_loaded(costs, ranks), weights=costs, minlength=ranks)
-        return float(loads.max() / loads.mean())
-
-    def seconds(workers: int) -> float:
-        ranks = max(1, workers // group)
-        computed = pace.worker_seconds / workers * imbalance(_coarse(ranks))
-        return pace.fixed_seconds + computed
-
-    return seconds
-
-
-def _coarse(ranks: int) -> int:
-    """The nearest of numbers that are 1% apart."""
-    exponent = round(math.log(ranks) / math.log1p(_GRAIN))
-    near = round((1 + _GRAIN) ** exponent)
-    return near if ranks > 1 / _GRAIN else ranks
-
 
 _HOUR = 3600.0
 _STATE_BYTES = 12
@@ -87,10 +32,10 @@ Events = Callable[[], Iterable[Event]]
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The price of a worker for an hour."""
+    """The price of a worker of each kind of device for an hour."""
 
-    on_demand: float
-    spot: float
+    on_demand: tuple[float, ...]
+    spot: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,28 +65,28 @@ class IntervalSweep:
 
 def conditions(
     recipe: Recipe,
-    step_seconds: Callable[[int], float],
+    step_seconds: Callable[[Sizes], float],
     recovery: RecoverySeconds,
     *,
     parameters: int,
-    workers: int,
+    workers: Sizes,
     group: int,
 ) -> Conditions:
     """The conditions that a recipe gives its run.
 
     Args:
         recipe: that is trained.
-        step_seconds: by number of workers.
+        step_seconds: by the workers that compute.
         recovery: seconds by what happened.
         parameters: of its model.
-        workers: as many as it may have.
+        workers: of each kind of device, as many as it may have.
         group: that compute a sample together.
     """
-    own = _STATE_BYTES * parameters / workers
+    own = _STATE_BYTES * parameters / sum(workers)
     return Conditions(
         steps=recipe.steps_in_all,
         step_seconds=step_seconds,
-        workers_min=min(max(recipe.workers.min, group), workers),
+        workers_min=min(max(recipe.workers.min, group), sum(workers)),
         workers_max=workers,
         group=group,
         checkpoint_every=recipe.checkpoint.every,
@@ -160,11 +105,12 @@ def simulate(
 ) -> Simulation:
     """Replays a run until it is done, or the time is up."""
     outcome = Run(at).replay(events(), seconds)
-    alone = outcome.steps * at.step_seconds(at.workers_max // at.group * at.group)
+    alone = outcome.steps * at.step_seconds(at.all_workers)
     cost = on_demand = None
     if prices:
-        cost = outcome.worker_seconds / _HOUR * prices.spot
-        on_demand = alone * at.workers_max / _HOUR * prices.on_demand
+        cost = sum(map(operator.mul, outcome.worker_seconds_by_kind, prices.spot)) / _HOUR
+        hourly = sum(map(operator.mul, at.workers_max, prices.on_demand))
+        on_demand = alone * hourly / _HOUR
     return Simulation(
         outcome=outcome, undisturbed_seconds=alone, cost=cost, cost_on_demand=on_demand
     )
@@ -189,7 +135,7 @@ def sweep(
     if not faults or not at.checkpoint_seconds:
         return None
     between = first.seconds / faults
-    step = at.step_seconds(at.workers_max // at.group * at.group)
+    step = at.step_seconds(at.all_workers)
 
     def steps(interval: float) -> int:
         return max(1, round(interval / step))

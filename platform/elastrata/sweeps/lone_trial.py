@@ -38,6 +38,7 @@ from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.storage import Storage
 
 _GROUP_TOKENS = 2**20
@@ -89,6 +90,7 @@ class LoneTrial:
         origin: the folder of another run and a checkpoint in it to continue from instead.
         told: evaluations up to this step were reported before; later ones that the run already has
             are reported first.
+        kinds: of its only rank, where that has room for fewer tokens.
 
     Raises:
         UserError: data or checkpoints cannot work.
@@ -100,7 +102,9 @@ class LoneTrial:
         run: Storage,
         origin: tuple[Storage, str] | None = None,
         told: int = 0,
+        kinds: RankKinds = (),
     ) -> None:
+        self._kinds = kinds
         torch.set_num_threads(recipe.workers.threads or 1)
         self.recipe, self.run = recipe, run
         identity = read_identity(run)
@@ -115,6 +119,7 @@ class LoneTrial:
             current_device(),
             world_size=1,
             per_node=os.cpu_count() or 1,  # as many trials there may be at a time
+            kinds=kinds,
         )
         checkpoints, self._commit = _origin(run, origin)
         if self._commit:
@@ -129,6 +134,7 @@ class LoneTrial:
             data_rank(0, 1, 1),
             self.start.step,
             has_parent=parent is not None,
+            kinds=kinds,
         )
         self._channel = LoneChannel()
         self._record: StepRecord | None = None
@@ -231,7 +237,7 @@ class LoneTrial:
             self._trainer,
             manager,
             self._held_out,
-            steps_from(self._phases, self.start),
+            steps_from(self._phases, self.start, self._kinds),
             self.start,
             steps=self.recipe.steps_in_all,
             target=self.recipe.target,
@@ -258,12 +264,12 @@ class LoneTrial:
         return is_over(step, metrics, steps=recipe.steps_in_all, target=recipe.target)
 
 
-def steps_from(phases: Iterable[Phase], start: Start) -> Iterator[RankStep]:
+def steps_from(phases: Iterable[Phase], start: Start, kinds: RankKinds = ()) -> Iterator[RankStep]:
     """The steps that are left of a run, all rows of each, read and decoded in this process."""
     for phase in phases:
         stripes = phase.batches.stripes()
         for group in phase.groups(start, max_tokens=_GROUP_TOKENS):
-            for payload in phase.batches.payloads(group, 1, stripes):
+            for payload in phase.batches.payloads(group, 1, stripes, kinds=kinds):
                 yield from decode(payload, phase.batches.manifest.token_dtype)
 
 

@@ -11,10 +11,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+import ray
 import torch.distributed as dist
 from ray.tune import Callback, Trainable
 from ray.tune.experiment import Trial as TuneTrial
 
+from elastrata.cluster.node_kinds import kinds_by_node
 from elastrata.core.device import current_device
 from elastrata.core.mesh import lone_group
 from elastrata.sweeps.group_trial import GroupTrial
@@ -115,7 +117,9 @@ class TrialActor(Trainable):
             return GroupTrial(recipe, self.trial_id, told)
         if not dist.is_initialized():
             _process.enter_context(lone_group(current_device()))
-        trial = LoneTrial(recipe, self._run(), self._origin, told)
+        node: str = ray.get_runtime_context().get_node_id()
+        kinds = kinds_by_node(recipe)([node])
+        trial = LoneTrial(recipe, self._run(), self._origin, told, kinds)
         if self._origin:
             self._copied = Copied(
                 source=self._origin[0].url.rpartition("/")[2],

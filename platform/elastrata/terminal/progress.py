@@ -202,7 +202,7 @@ def _line(event: Event, step: int) -> str | None:
             is_each = event.gradient_sync != "step"
             synced = f", gradient_sync {event.gradient_sync}" if is_each else ""
             return (
-                f"from step {event.step} on: micro_batch_tokens {event.micro_batch_tokens:,}, "
+                f"from step {event.step} on: micro_batch_tokens {_tokens(event)}, "
                 f"activation_checkpointing {event.activation_checkpointing}{synced} ({event.text})"
             )
         case RanOut():
@@ -217,6 +217,12 @@ def _line(event: Event, step: int) -> str | None:
             return f"after step {event.step}: dealt by other speeds soon: {speeds}{more}"
         case _:
             return None
+
+
+def _tokens(event: Chosen) -> str:
+    """Of all kinds of workers."""
+    each = event.micro_batch_tokens_by_kind or {"": event.micro_batch_tokens}
+    return ", ".join(f"{tokens:,} {kind}".strip() for kind, tokens in each.items())
 
 
 def _duration(seconds: float) -> str:

@@ -1,37 +1,31 @@
 """The automatic choices of a group of workers, which begins with what needs least memory, measures,
 and settles. Knows no Ray.
 
-The choice is the same on every rank, as all compute it from the same numbers. It changes how a step
-is cut and what is computed again, and neither samples nor order.
+Every kind of worker, by its memory, has a number of tokens of its own. All ranks know the choices
+of all kinds, as they compute them from the same numbers. They change how a step is cut and what is
+computed again, and neither samples nor order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastrata.core.device import device_name, memory_of_worker, peak_memory_bytes
+from elastrata.core.device import peak_memory_bytes
 from elastrata.core.events import Chosen, RanOut
 from elastrata.core.parallelize import GradientSync
-from elastrata.core.recomputation import Recomputation, way_at_first
-from elastrata.core.workload import model_spec
-from elastrata.planner.choice import USABLE, Choice, Choices, Correction
-from elastrata.planner.group import group_cluster, group_layout, phase_choices
-from elastrata.recipe.recipe import Recipe
+from elastrata.core.recomputation import Recomputation
+from elastrata.planner.choice import USABLE, Choices, Correction
+from elastrata.planner.joint_choice import JointChoice, best_together, smallest_together
+from elastrata.trainer.known_choices import KnownChoices
 from elastrata.trainer.out_of_memory import ran_out, refuse_what_never_fits, without, words
 from elastrata_pipelines.payload import RankStep
-from elastrata_pipelines.phase import Phase
 
-_CHOSEN = "chosen"
-"""The key of `Commit.extra` with what groups have settled on."""
 _GIB = 2**30
-_USUAL = {"gradient_sync": "step"}
-"""Commits leave that out."""
-Known = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +33,8 @@ class PhaseChoices:
     """The choices that there are in a phase."""
 
     last_step: int
-    choices: Choices
+    kinds: tuple[Choices, ...]
+    """Of each kind of ranks."""
 
 
 class Automatic:
@@ -52,6 +47,8 @@ class Automatic:
         device: of this rank.
         memory: bytes that this rank may use.
         synchronize: has gradients summed at other times.
+        names: of the kinds of ranks.
+        kind: the number of this rank's.
     """
 
     def __init__(
@@ -63,15 +60,18 @@ class Automatic:
         memory: int,
         *,
         synchronize: Callable[[GradientSync], None] = lambda _: None,
+        names: Sequence[str] = ("",),
+        kind: int = 0,
     ) -> None:
         self._phases, self._way, self._recompute = phases, way, recompute
         self._device, self._memory = device, memory
         self._synchronize = synchronize
-        self._known: Known = {}
-        self._least_memory = -self._largest([-memory])[0]
-        self._correction = Correction()
+        self._names, self._kind = names, kind
+        self._known = KnownChoices()
+        self._least_memory = [-most for (most,) in self._largest([-memory])]
+        self._corrections = [Correction() for _ in names]
         self._phase = -1
-        self._choice: Choice | None = None
+        self._chosen: JointChoice | None = None
         self._tokens = 0
         self._is_settled = False
 
@@ -92,7 +92,9 @@ class Automatic:
 
     def as_chosen(self, part: RankStep) -> RankStep:
         """A step, of training or of evaluation, cut as steps are now."""
-        return part if self._choice is None else part.cut_for(self._choice.micro_batch_tokens)
+        if self._chosen is None:
+            return part
+        return part.cut_for([choice.micro_batch_tokens for choice in self._chosen], self._kind)
 
     def foreseen(self, part: RankStep) -> RankStep | None:
         """A step as `cut` will have it, while the step before it is still trained; None where that
@@ -106,42 +108,46 @@ class Automatic:
 
     def figures(self) -> dict[str, Any]:
         """The choices that the newest step was taken with: fields of `StepRecord`."""
-        if self._choice is None:
+        if self._chosen is None:
             return {}
-        return {
-            "micro_batch_tokens": self._choice.micro_batch_tokens,
-            "activation_checkpointing": self._choice.activation_checkpointing,
-        }
+        values = self._values(self._chosen)
+        return {key: value for key, value in values.items() if key != "gradient_sync"}
 
     def state(self) -> dict[str, Any]:
         """The choices that groups have settled on, by layout and phase: a commit keeps them."""
-        return {_CHOSEN: self._known} if self._known else {}
+        return self._known.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what groups before have settled on, as a commit's `extra` says it."""
-        known = state.get(_CHOSEN)
-        self._known = {
-            key: found
-            for key, found in (known.items() if isinstance(known, dict) else ())
-            if isinstance(found, dict) and isinstance(found.get("bytes"), int)
-        }
+        self._known.restore(state)
 
     def avoid(self, choices: Iterable[RanOut]) -> None:
         """Takes none of these, nor any that needs as much: they ran out of memory before."""
         for one in choices:
-            self._phases = [
-                replace(phase, choices=without(phase.choices, one))
-                if one.group == _kind(phase.choices, number)
-                else phase
-                for number, phase in enumerate(self._phases)
-            ]
+            self._phases = [self._without(one, number) for number in range(len(self._phases))]
 
     def ran_out(self) -> RanOut | None:
         """The newest step's choice, as one that ran out of memory; None where there is none, or no
         smaller one. Not collective, as the other ranks wait in the step."""
-        if self._choice is None:
+        if self._chosen is None:
             return None
-        return ran_out(self._choices, self._choice, self._key, self._device)
+        choice, number = self._chosen[self._kind], self._kind
+        kinds = list(self._choices)
+        kinds[number] = kinds[number].smaller_than(choice)
+        if smallest_together(kinds) is None:
+            return None
+        return ran_out(choice, self._keys(self._phase)[number], self._device)
+
+    def _without(self, one: RanOut, number: int) -> PhaseChoices:
+        """A phase in which the kind that ran out of memory with a choice has smaller ones."""
+        phase = self._phases[number]
+        pairs = zip(phase.kinds, self._keys(number), strict=True)
+        return replace(
+            phase,
+            kinds=tuple(
+                without(choices, one) if key == one.group else choices for choices, key in pairs
+            ),
+        )
 
     def _prepare(self, step: int) -> Chosen | None:
         """Chooses for a step; returns what is to be recorded."""
@@ -155,135 +161,101 @@ class Automatic:
         return None if self._is_settled else self._measure(step)
 
     @property
-    def _choices(self) -> Choices:
-        return self._phases[self._phase].choices
+    def _choices(self) -> tuple[Choices, ...]:
+        return self._phases[self._phase].kinds
 
     @property
-    def _key(self) -> str:
-        return _kind(self._choices, self._phase)
+    def _is_open(self) -> bool:
+        return any(len(kind.all) > 1 for kind in self._choices)
 
     def _begin(self, step: int) -> Chosen | None:
         """The first choice of a phase: the one of a group like this, or the smallest, or what
         follows from the phase before."""
-        choices, known = self._choices, self._known_choice()
-        if known:
+        choices, memory = self._choices, self._least_memory
+        if known := self._known.find(self._keys(self._phase), choices, memory):
             self._take(known)
             self._is_settled = True
             return self._news(step, "as before in such a group")
-        refuse_what_never_fits(choices, self._least_memory)
-        planned = choices.best(lambda one: choices.bytes(one) <= USABLE * self._least_memory)
-        self._correction.begin_phase()
-        self._take(self._correction.next(choices))
-        if len(choices.all) == 1:
-            return None
-        return self._news(step, f"first; the plan has {words(planned)}")
+        refuse_what_never_fits(choices, memory, self._names)
+        planned = best_together(choices, lambda n, one: choices[n].bytes(one) <= USABLE * memory[n])
+        for correction in self._corrections:
+            correction.begin_phase()
+        self._take(self._next())
+        return self._news(step, f"first; the plan has {self._words(planned)}")
 
     def _measure(self, step: int) -> Chosen | None:
-        assert self._choice is not None
+        assert self._chosen is not None
         peak = peak_memory_bytes(self._device)
-        short = peak - USABLE * self._memory
-        short, tokens, most = self._largest([short, self._tokens, peak])
-        correction, choices = self._correction, self._choices
-        correction.measured(choices, self._choice, int(tokens), -short)
-        self._take(correction.next(choices))
-        self._is_settled = correction.is_over
-        if not self._is_settled or len(choices.all) == 1:
+        measured = self._largest([peak - USABLE * self._memory, self._tokens, peak])
+        corrections, before = self._corrections, zip(self._choices, self._chosen, strict=True)
+        for own, (choices, choice), (short, tokens, _) in zip(
+            corrections, before, measured, strict=True
+        ):
+            own.measured(choices, choice, int(tokens), -short)
+        self._take(self._next())
+        self._is_settled = corrections[0].is_over
+        if not self._is_settled or not self._is_open:
             return None
-        needed = most + max(0.0, correction.more(choices, self._choice))
-        values = asdict(self._choice)
-        values = {key: value for key, value in values.items() if value != _USUAL.get(key)}
-        self._known[self._key] = {**values, "bytes": round(needed)}
-        room = f"{most / _GIB:.2f} GiB at the peak so far, of {self._least_memory / _GIB:.2f}"
-        return self._news(step, room)
+        for number, (_, _, most) in enumerate(measured):
+            choice = self._chosen[number]
+            more = corrections[number].more(self._choices[number], choice)
+            self._known.add(self._keys(self._phase)[number], choice, most + max(0.0, more))
+        rooms = zip((most for _, _, most in measured), self._least_memory, self._names, strict=True)
+        return self._news(step, "; ".join(_peak(*room) for room in rooms))
 
-    def _known_choice(self) -> Choice | None:
-        """The choice that a group of this layout has settled on, where it fits these workers,
-        too."""
-        known = self._known.get(self._key)
-        if known is None or known["bytes"] > self._least_memory:
-            return None
-        values = {key: value for key, value in known.items() if key != "bytes"}
-        return next((one for one in self._choices.all if asdict(one) == {**_USUAL, **values}), None)
+    def _next(self) -> JointChoice:
+        """The choice for the next step, by what was measured."""
+        choices, corrections = self._choices, self._corrections
+        if not corrections[0].has_measured:
+            return best_together(choices, lambda *_: False)
+        return best_together(choices, lambda n, one: corrections[n].fits(choices[n], one))
 
-    def _take(self, choice: Choice) -> None:
-        self._choice = choice
-        if choice.activation_checkpointing != self._way:
-            self._way = choice.activation_checkpointing
+    def _take(self, chosen: JointChoice) -> None:
+        self._chosen = chosen
+        if chosen[0].activation_checkpointing != self._way:
+            self._way = chosen[0].activation_checkpointing
             self._recompute(self._way)
-        self._synchronize(choice.gradient_sync)
+        self._synchronize(chosen[0].gradient_sync)
 
-    def _news(self, step: int, why: str) -> Chosen:
-        assert self._choice is not None
-        return Chosen(step=step, **asdict(self._choice), text=why)
+    def _news(self, step: int, why: str) -> Chosen | None:
+        assert self._chosen is not None
+        return Chosen(step=step, **self._values(self._chosen), text=why) if self._is_open else None
 
-    def _largest(self, values: Sequence[float]) -> list[float]:
-        """The largest value over all ranks."""
-        told = torch.tensor(values, dtype=torch.float64, device=self._device)
+    def _values(self, chosen: JointChoice) -> dict[str, Any]:
+        """Fields of `Chosen`."""
+        tokens = [choice.micro_batch_tokens for choice in chosen]
+        each = dict(zip(self._names, tokens, strict=True)) if len(set(tokens)) > 1 else {}
+        return {
+            "micro_batch_tokens": max(tokens),
+            "activation_checkpointing": chosen[0].activation_checkpointing,
+            "gradient_sync": chosen[0].gradient_sync,
+            **({"micro_batch_tokens_by_kind": each} if each else {}),
+        }
+
+    def _words(self, chosen: JointChoice) -> str:
+        if len(self._names) == 1:
+            return words(chosen[0])
+        pairs = zip(self._names, chosen, strict=True)
+        return "; ".join(f"{name}: {words(choice)}" for name, choice in pairs)
+
+    def _keys(self, phase: int) -> list[str]:
+        """The kind of each kind's group: what it chooses holds for others of it."""
+        group = f"{self._phases[phase].kinds[0].layout.division}, phase {phase}"
+        if len(self._names) == 1:
+            return [group]
+        return [f"{group}, {name} of {', '.join(self._names)}" for name in self._names]
+
+    def _largest(self, values: Sequence[float]) -> list[list[float]]:
+        """By kind, the largest values over its ranks."""
+        told = torch.full((len(self._names), len(values)), -torch.inf, dtype=torch.float64)
+        told[self._kind] = torch.tensor(values, dtype=torch.float64)
         if self._phases and dist.is_initialized():
+            told = told.to(self._device)
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        largest: list[float] = told.tolist()
+        largest: list[list[float]] = told.tolist()
         return largest
 
 
-def _kind(choices: Choices, phase: int) -> str:
-    """The kind of a group: what it chooses holds for others of it."""
-    return f"{choices.layout.division}, phase {phase}"
-
-
-def automatic(
-    recipe: Recipe,
-    phases: Sequence[Phase],
-    recompute: Callable[[Recomputation], None],
-    device: torch.device,
-    *,
-    world_size: int,
-    per_node: int,
-    synchronize: Callable[[GradientSync], None] = lambda _: None,
-) -> Automatic:
-    """A group's choices, as a recipe leaves them open. Collective.
-
-    Args:
-        recipe: that is trained.
-        phases: its data.
-        recompute: has the model's blocks compute again something else.
-        device: of this rank.
-        world_size: workers of the group.
-        per_node: of them, on this node.
-        synchronize: has the model's gradients summed at other times.
-    """
-    open_phases = []
-    if recipe.is_automatic:
-        name = device_name(device) if device.type == "cuda" else "CPU"
-        cluster = group_cluster(_of_rank_0(name), world_size, _of_rank_0(per_node))
-        layout = group_layout(recipe.parallel, world_size)
-        open_phases = [
-            PhaseChoices(
-                last_step=phase.last_step,
-                choices=phase_choices(
-                    recipe,
-                    part,
-                    model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len),
-                    (found.tokens_per_micro_batch, *found.larger_budgets),
-                    layout,
-                    cluster,
-                ),
-            )
-            for part, phase in zip(recipe.parts, phases, strict=True)
-            for found in [phase.batches]
-        ]
-    return Automatic(
-        open_phases,
-        way_at_first(recipe.activation_checkpointing),
-        recompute,
-        device,
-        memory_of_worker(device, per_node, recipe.workers.memory_gb),
-        synchronize=synchronize,
-    )
-
-
-def _of_rank_0(value: Any) -> Any:
-    """Its value, on every rank: they may differ from machine to machine."""
-    agreed = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]
+def _peak(most: float, memory: float, name: str) -> str:
+    room = f"{most / _GIB:.2f} GiB at the peak so far, of {memory / _GIB:.2f}"
+    return f"{name}: {room}" if name else room

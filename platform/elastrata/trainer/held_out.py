@@ -10,6 +10,7 @@ from elastrata.core.record import StepRecord
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.rank_kinds import RankKinds
 
 
 class HeldOut:
@@ -23,6 +24,7 @@ class HeldOut:
         done: steps that the run has done.
         has_parent: whether the run began with weights: how good they are is measured before its
             first step.
+        kinds: of the data ranks, by their memory; none: they are of one kind.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -37,13 +39,18 @@ class HeldOut:
         done: int,
         *,
         has_parent: bool = False,
+        kinds: RankKinds = (),
     ) -> None:
         self._config = config
         self._is_due_at_once = has_parent and done == 0
         self._parts = {
             phase.last_step: {
                 name: held_out_step(
-                    batches, samples=config.samples, rank=data.rank, num_ranks=data.dp_size
+                    batches,
+                    samples=config.samples,
+                    rank=data.rank,
+                    num_ranks=data.dp_size,
+                    kinds=kinds,
                 )
                 for name, batches in sets.items()
             }

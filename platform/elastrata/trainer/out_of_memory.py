@@ -55,36 +55,41 @@ def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
     return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
 
 
-def refuse_what_never_fits(choices: Choices, memory: float) -> None:
+def refuse_what_never_fits(
+    kinds: Sequence[Choices], memory: Sequence[float], names: Sequence[str]
+) -> None:
     """Of what can be chosen not even the smallest may need clearly more than there is.
 
     Args:
-        choices: that there are; a single one is taken as it is.
-        memory: bytes of the worker that has least.
+        kinds: all that each kind of workers may choose; a single choice is taken as it is.
+        memory: of each kind, bytes of the worker that has least.
+        names: of each kind; that of an only one is not told.
 
     Raises:
-        UserError: it does.
+        UserError: it does: a line for each kind.
     """
-    smallest = choices.smallest
-    needed = choices.bytes(smallest)
-    if len(choices.all) > 1 and needed > _ERROR * memory:
-        raise UserError(
-            f"micro_batch_tokens: 'auto': even with {words(smallest)} a worker is to need "
-            f"{needed / _GIB:.2f} GiB, and has {memory / _GIB:.2f}; {_DIVIDE}"
-        )
+    lines = []
+    for choices, room, name in zip(kinds, memory, names, strict=True):
+        smallest = choices.smallest
+        needed = choices.bytes(smallest)
+        if len(choices.all) > 1 and needed > _ERROR * room:
+            who = f"a worker on {name}" if len(kinds) > 1 else "a worker"
+            lines.append(
+                f"micro_batch_tokens: 'auto': even with {words(smallest)} {who} is to need "
+                f"{needed / _GIB:.2f} GiB, and has {room / _GIB:.2f}; {_DIVIDE}"
+            )
+    if lines:
+        raise UserError(*lines)
 
 
-def ran_out(choices: Choices, choice: Choice, group: str, device: torch.device) -> RanOut | None:
-    """A choice as one that ran out of memory; None where there is no smaller one.
+def ran_out(choice: Choice, group: str, device: torch.device) -> RanOut:
+    """A choice as one that ran out of memory.
 
     Args:
-        choices: that there were.
         choice: the one that was taken.
         group: the kind of the group that took it.
         device: that had too little memory.
     """
-    if not choices.smaller_than(choice).all:
-        return None
     text = f"{device_name(device)}: out of memory with {words(choice)}"
     return RanOut(group=group, choice=asdict(choice), text=text)
 

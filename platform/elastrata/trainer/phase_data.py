@@ -99,6 +99,7 @@ def _looked_at(
         *_missing_files(storage, manifest),
         *recipe.workload.problems(manifest),
         *_size_problems(part, place, manifest),
+        *_memory_problems(recipe, place, manifest),
     ]
     try:
         held_out = _held_out(recipe, storage, manifest)
@@ -106,6 +107,7 @@ def _looked_at(
         raise UserError(*problems, *error.problems) from None
     if held_out:
         problems += _held_out_problems(part, place, manifest, *held_out)
+        problems += _memory_problems(recipe, held_out[0].uri(), held_out[1])
     if recipe.is_automatic:
         problems += _plan_problems(recipe, manifest)
     if problems:
@@ -213,6 +215,17 @@ def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]
             "least that"
         )
     return problems
+
+
+def _memory_problems(recipe: Recipe, place: str, manifest: Manifest) -> list[str]:
+    """Kinds of workers whose micro-batches hold less than the longest sample."""
+    longest = longest_sample(manifest)
+    return [
+        f"workers.micro_batch_tokens.{name}: {most}: {place} has samples of {longest} tokens; "
+        "expected at least that"
+        for name, most in recipe.workers.micro_batch_tokens.items()
+        if most < longest
+    ]
 
 
 def longest_sample(manifest: Manifest) -> int:

@@ -23,18 +23,20 @@ from elastrata.core.ends import RanOutError
 from elastrata.core.evaluate import evaluate
 from elastrata.core.events import Chosen, RanOut
 from elastrata.core.loop import unmeasured
+from elastrata.core.mesh import ALONE, DataRank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.core.step_message import Effort
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.parent import Parent
-from elastrata.trainer.auto import automatic
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop, weight_average
+from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.rank_kinds import RankKinds
 
 
 class Trainer:
@@ -47,7 +49,8 @@ class Trainer:
         device: of this rank.
         world_size: ranks of the process group.
         per_node: how many of them share this machine, and its memory.
-        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
+        place: of this rank among those that have samples.
+        kinds: of the data ranks, by their memory; none: they are of one kind.
     """
 
     def __init__(
@@ -58,10 +61,11 @@ class Trainer:
         *,
         world_size: int,
         per_node: int,
-        is_primary: bool = True,
+        place: DataRank = ALONE,
+        kinds: RankKinds = (),
     ) -> None:
         self._recipe, self._device = recipe, device
-        self._world_size, self._is_primary = world_size, is_primary
+        self._world_size, self._is_primary = world_size, place.is_primary
         self._vocabulary = phases[0].batches.manifest.vocabulary
         self._seq_len = max(phase.batches.manifest.seq_len for phase in phases)
         self._divided = divided_model(
@@ -81,6 +85,8 @@ class Trainer:
             world_size=world_size,
             per_node=per_node,
             synchronize=self._divided.forward_backward.synchronizes,
+            kinds=kinds,
+            data_rank=place.rank,
         )
 
     def begin(self, parent: Parent | None = None) -> None:
