@@ -51,7 +51,7 @@ def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[Sizes],
     imbalance = time_imbalance(recipe, pace, group=group)
 
     def seconds(workers: Sizes) -> float:
-        together = sum(map(operator.mul, workers, pace.steps_per_second))
+        together = float(sum(map(operator.mul, workers, pace.steps_per_second)))
         return pace.fixed_seconds + imbalance(workers) / together
 
     return seconds
