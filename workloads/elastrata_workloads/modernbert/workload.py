@@ -73,10 +73,11 @@ class ModernBert(MaskedTransformer):
     @override
     def architecture(self) -> dict[str, Any]:
         """All that its objective, its initialization and its kernels do not concern."""
-        keys = ("hidden_size", "num_layers", "num_heads", "window", "global_every", "norm_eps")
+        keys = ("hidden_size", "num_layers", "num_heads", "window", "norm_eps")
         bases = ("global_rotary_base", "local_rotary_base")
         values = {key: getattr(self, key) for key in (*keys, *bases)}
-        return {**values, "intermediate_size": self.inner_size}
+        every = min(self.global_every, self.num_layers)  # the first alone, whatever it says beyond
+        return {**values, "global_every": every, "intermediate_size": self.inner_size}
 
     @classmethod
     def settings_of(cls, config: Any) -> dict[str, Any] | None:
