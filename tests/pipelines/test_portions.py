@@ -6,6 +6,7 @@ import bz2
 import gzip
 import lzma
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ def test_moving_a_corpus_leaves_its_identities_alone(tmp_path: Path) -> None:
         (folder / "b.txt").write_text("z")
         (folder / ".hidden").write_text("not this")
         found.append(documents(folder, LIMIT))
-    assert found[0] == found[1]
+    assert [replace(document, file="") for document in found[0]] == [
+        replace(document, file="") for document in found[1]
+    ]
     assert [document.text for document in found[0]] == ["z", "x\ny\n"]
 
 

@@ -156,7 +156,7 @@ PAIR = {"min": 2, "max": 4}
             {"workload": GPT, "parallel": {"tensor": 3}, "workers": {"min": 3, "max": 3}},
             ("parallel", "tensor"),
             "parallel.tensor: 3: expected a divisor of workload.num_heads (6), "
-            "workload.num_kv_heads (2), workload.intermediate_size (42); the nearest that is one "
+            "workload.intermediate_size (42), workload.num_kv_heads (2); the nearest that is one "
             "is 2",
         ),
         (

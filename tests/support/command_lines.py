@@ -92,6 +92,11 @@ TRAINING = {
     "elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt": Run(
         extra=("tokens=20_000", "schedule={warmup_steps: 1}", *_SHORT)
     ),
+    "elastrata prepare --text my/texts --tokenizer bpe --seq-len 512 --out data/mine-modern": Run(),
+    "elastrata train modernbert/tiny data.path=data/mine-modern --name first-modern": Run(
+        extra=("tokens=20_000", "schedule.warmup_steps=1", *_SHORT)
+    ),
+    "elastrata export first-modern --out models/first-modern": Run(),
     'elastrata generate first-gpt --prompt "Once upon a time"': Run(extra=("--tokens", "8")),
     "elastrata generate RUN|EXPORT --prompt TEXT": Run(
         words={"RUN|EXPORT": "runs/first-gpt", "TEXT": "Once"}, extra=("--tokens", "4")

@@ -23,7 +23,7 @@ import pytest
 _MODULES = (
     "elastrata.rehearsal.rehearse",
     "elastrata_workloads.bert.parallel",
-    "elastrata_workloads.gpt.parallel",
+    "elastrata_workloads.unpadded.stack_plan",
     "torch.distributed.pipelining",
 )
 """Forks have made these imports, which take a core seconds."""

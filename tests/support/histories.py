@@ -57,6 +57,7 @@ def record(step: int) -> StepRecord:
         "metrics": {},
         "layer_sparsity": {},
         "batch_tokens_by_source": {},
+        "micro_batch_tokens_by_kind": {},
         "memory_by_stage": (),
         "mfu": None,
         "bubble": None,
