@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 
 _DIGEST_CHARACTERS = 36  # MLflow's own limit
 
+_NOT_UNIQUE = "IntegrityError"
+"""In what SQLAlchemy says of a row that another client has added meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataInput:
@@ -50,9 +53,18 @@ def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
 
 
 def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Records what a run reads; what is recorded already stays as it is."""
+    """Records what a run reads; what is recorded already stays as it is.
+
+    MLflow's store looks whether it has a data set, and then adds it: of two runs that begin with the
+    same one in the same moment, one is refused, and finds it there the next time.
+    """
     if found := data_inputs(dict.fromkeys(inputs)):
-        client.log_inputs(run_id, found)
+        try:
+            client.log_inputs(run_id, found)
+        except Exception as error:  # the store's own, by any of its ways
+            if _NOT_UNIQUE not in str(error):
+                raise
+            client.log_inputs(run_id, found)
 
 
 def model_output(model_id: str, step: int) -> Any:
