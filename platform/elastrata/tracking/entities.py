@@ -55,8 +55,8 @@ def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
 def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
     """Records what a run reads; what is recorded already stays as it is.
 
-    MLflow's store looks whether it has a data set, and then adds it: of two runs that begin with the
-    same one in the same moment, one is refused, and finds it there the next time.
+    MLflow's store looks whether it has a data set, and then adds it: of two runs that begin with
+    the same one in the same moment, one is refused, and finds it there the next time.
     """
     if found := data_inputs(dict.fromkeys(inputs)):
         try:
