@@ -120,9 +120,9 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         self._tensor, self._peaks, self._fastest_first = tensor, peaks, fastest_first
         self._was_placed = False
         self._proposed: SizeProposed | None = None
-        self.prepare: Callable[[int, Mapping[str, str] | None], bool] | None = None
-        """Starts so many more workers on such nodes; returns whether they need be awaited no more.
-        None: newcomers start when the others have halted."""
+        self.prepare: Callable[[int, Mapping[str, str] | None], bool | None] | None = None
+        """Starts so many more workers on such nodes; returns whether they are there, or None where
+        there is no room for them. Without it newcomers start when the others have halted."""
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -220,7 +220,10 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         more -= more % self._multiple
         if more <= 0 or self.prepare is None or self.places_by_rules:
             return False
-        return not self.prepare(more, elsewhere(self._avoided))
+        are_there = self.prepare(more, elsewhere(self._avoided))
+        if are_there is None:
+            self._proposed = None
+        return not are_there
 
     def _demand(self) -> DemandSeen | None:
         if not launches_nodes():

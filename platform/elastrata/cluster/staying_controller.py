@@ -30,9 +30,10 @@ class StayingController(TrainController):
         policy.prepare = self._prepare
         super()._start()  # type: ignore[no-untyped-call]
 
-    def _prepare(self, count: int, selector: Mapping[str, str] | None) -> bool:
+    def _prepare(self, count: int, selector: Mapping[str, str] | None) -> bool | None:
         group: Any = self._worker_group
-        return group is None or group.prepare(count, selector)
+        found: bool | None = group.prepare(count, selector) if group else None
+        return found
 
     @override
     def _shutdown_worker_group(self) -> None:

@@ -42,7 +42,7 @@ _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_START = 15.0
 """For what is missing to be there."""
 _SECONDS_TO_PREPARE = 60.0
-"""For newcomers, while the others train; a group that is halted does not wait for them again."""
+"""For room for newcomers, while the others train: nobody is halted for those that do not come."""
 _logger = logging.getLogger(__name__)
 
 
@@ -57,10 +57,9 @@ class Newcomers:
     since: float
 
     @property
-    def are_awaited(self) -> bool:
-        """Whether any of them is still to come, and may be."""
-        _, coming = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)
-        return bool(coming) and time.monotonic() - self.since < _SECONDS_TO_PREPARE
+    def are_there(self) -> bool:
+        """Whether all of them are."""
+        return not ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[1]
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,11 @@ class StayingWorkerGroup(WorkerGroup):
     newcomers: Newcomers | None = None
     """For the group after it, should that be larger."""
 
-    def prepare(self, count: int, selector: Mapping[str, str] | None) -> bool:
+    def prepare(self, count: int, selector: Mapping[str, str] | None) -> bool | None:
         """Starts so many workers for the group after it, beside its own.
 
         Returns:
-            Whether all are there, or have had their time.
+            Whether all are there; None: there is no room for them after all, and they are given up.
         """
         state: Any = self._worker_group_state
         places: WorkerPlaces = state.placement_group_handle
@@ -104,7 +103,15 @@ class StayingWorkerGroup(WorkerGroup):
             actors = self._actors(places, places.reserve(resources, [selector] * count))
             calls = [actor.get_metadata.remote() for actor in actors.values()]
             self.newcomers = Newcomers(actors, calls, time.monotonic())
-        return not self.newcomers.are_awaited
+        if self.newcomers.are_there:
+            return True
+        is_late = time.monotonic() - self.newcomers.since > _SECONDS_TO_PREPARE
+        if not is_late or all(places[number].wait(0) for number in self.newcomers.actors):
+            return False
+        for number in self.newcomers.actors:
+            places.free(number)
+        self.newcomers = None
+        return None
 
     def let_go(self, staying: Collection[int], freed: Iterable[int]) -> Stayed:
         """Ends the group, but for the processes of workers that leave it in time.
