@@ -141,11 +141,6 @@ def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
         raylet.PrestartWorkers(request, timeout=seconds)
 
 
-def has_dashboard() -> bool:
-    """Whether the cluster has a dashboard."""
-    return bool(worker.get_dashboard_url())  # type: ignore[no-untyped-call]
-
-
 def replace_printer(printer: Callable[..., None]) -> Callable[..., None]:
     """Has a function print the lines of other processes in this one; returns the one before."""
     before: Callable[..., None] = worker.print_to_stdstream
