@@ -113,14 +113,14 @@ def taken_over(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
 
 def exported(run: Storage, recipe: Recipe) -> tuple[Meaning, list[str]]:
     """All that `export` reads of a run."""
-    if read_identity(run) is None:
+    if (identity := read_identity(run)) is None:
         raise UserError(f"{run.uri()}: no run here")
     checkpoints, commit = run.sub("checkpoints"), chosen_commit(run, "newest")
     if damaged := problems(checkpoints, commit):
         raise UserError(f"{checkpoints.uri(commit.folder)}: {damaged[0]}")
     held = read_metadata(checkpoints, commit).state_dict_metadata
     named = commit.model_copy(update={"folder": _place(commit.folder)})
-    return {"workload": read_recipe(run).workload, "commit": named, "held": held}, []
+    return {"workload": read_recipe(run, identity).workload, "commit": named, "held": held}, []
 
 
 def _place(folder: str | None) -> str:

@@ -48,7 +48,8 @@ def recorded(trained: Path) -> str:
     run_id = client.create_run(client.create_experiment("elastrata")).info.run_id
     identity = read_identity(run)
     assert identity is not None
-    write_identity(run, identity.model_copy(update={"mlflow_run_id": run_id}), read_recipe(run))
+    recorded = identity.model_copy(update={"mlflow_run_id": run_id})
+    write_identity(run, recorded, read_recipe(run, identity))
     return str(run_id)
 
 

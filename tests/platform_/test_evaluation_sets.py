@@ -14,7 +14,6 @@ from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.inference.held_out import evaluate_run
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
-from elastrata.run.folder import read_recipe
 from elastrata.run.pictures import evaluations
 from elastrata.run.status import status
 from elastrata.tracking.mixture_plots import held_out_losses
@@ -22,6 +21,7 @@ from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
+from support.histories import kept_recipe
 from support.lone_run import lone_run
 from support.synthetic import Sizes, tiny_recipe, write_data_set
 
@@ -93,7 +93,7 @@ def test_sets_and_sources_are_drawn(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_target_may_be_of_a_set(run: Path) -> None:
-    values = read_recipe(Storage(str(run))).model_dump(mode="json")
+    values = kept_recipe(run).model_dump(mode="json")
     for metric, is_known in (("eval/prose/loss", True), ("eval/poetry/loss", False)):
         file = run.parent / "target.yaml"
         file.write_text(yaml.safe_dump({**values, "target": {"metric": metric, "at_most": 1}}))
@@ -106,7 +106,7 @@ def test_a_target_may_be_of_a_set(run: Path) -> None:
 
 def test_sets_change_no_other_number(run: Path) -> None:
     """Not what is trained on, and not the evaluation of the run's own data."""
-    recipe = read_recipe(Storage(str(run)))
+    recipe = kept_recipe(run)
     alone = recipe.model_copy(
         update={"evaluation": recipe.evaluation.model_copy(update={"sets": ()})}
     )

@@ -16,7 +16,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
-from elastrata.run.folder import read_identity, read_recipe
+from elastrata.run.folder import read_identity
 from elastrata.run.fork import begin_fork
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
@@ -24,6 +24,7 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.mixture import UNITS
 from elastrata_pipelines.phase import positions_after
 from elastrata_pipelines.storage import Storage
+from support.histories import kept_recipe
 from support.lone_run import lone_run, train_alone
 from support.synthetic import Sizes, tiny_recipe, write_data_set
 
@@ -109,7 +110,7 @@ def test_a_resumed_run_does_the_same_steps(stem: Path, tmp_path: Path) -> None:
     for saved in (copy / "checkpoints").iterdir():
         if f"-{STEPS:09d}-" in saved.name or saved.name.startswith(f"{STEPS:09d}"):
             shutil.rmtree(saved)
-    train_alone(read_recipe(Storage(str(copy))), copy)
+    train_alone(kept_recipe(copy), copy)
     told = [(step["step"], step["digest"], step["tokens"]) for step in steps(copy)]
     assert told == [(step["step"], step["digest"], step["tokens"]) for step in steps(stem)]
     assert audit(Storage(str(copy))).partition_ok
@@ -288,7 +289,7 @@ def test_any_number_of_workers_has_the_same_batches(
 ) -> None:
     import elastrata
 
-    recipe = read_recipe(Storage(str(stem)))
+    recipe = kept_recipe(stem)
     group = recipe.workers.model_copy(update={"min": workers, "max": workers, "cpus": 0.4})
     name = f"at-{workers}"
     elastrata.train(recipe.model_copy(update={"workers": group, "name": name}))

@@ -110,6 +110,17 @@ def test_mistakes_are_told_where_they_were_made(folder: Path) -> None:
     ]
 
 
+def test_a_mistake_in_a_section_that_inherits_its_kind_is_told(folder: Path) -> None:
+    """What `level` a phase has no key for is read beside the method that the recipe gives."""
+    with pytest.raises(UserError) as caught:
+        load_recipe(
+            str(folder / "phases.yaml"),
+            ["sparsity={method: rigl, level: 0.5}", "phases.1.sparsity={levell: 0.6}"],
+        )
+    (line,) = caught.value.problems
+    assert line.startswith("command line: phases.1.sparsity.levell: 0.6: unknown key"), line
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

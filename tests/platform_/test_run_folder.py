@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import RECIPE_FILE, DataSet, RunIdentity, check_same_run, write_identity
+from elastrata.run.folder import (
+    RECIPE_FILE,
+    DataSet,
+    RunIdentity,
+    check_same_run,
+    read_identity,
+    read_recipe,
+    resumed_recipe,
+    write_identity,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
@@ -26,6 +36,21 @@ def test_keys_that_came_later_do_not_make_another_run(tmp_path: Path) -> None:
     lamb = Recipe.model_validate(tiny_recipe("d", "runs", optimizer={"name": "lamb", "lr": 1e-3}))
     with pytest.raises(UserError, match=r"optimizer.name: 'adamw' in the run of this name, 'lamb'"):
         check_same_run(run, IDENTITY, lamb, IDENTITY.data)
+
+
+@pytest.mark.parametrize("read", [read_recipe, lambda run, _: resumed_recipe(run)])
+def test_a_recipe_that_was_cut_is_not_taken_for_another(
+    tmp_path: Path, read: Callable[[Storage, RunIdentity], Recipe]
+) -> None:
+    """The workload comes last: without its sizes it would be one of the default sizes."""
+    run, recipe = Storage(str(tmp_path)), Recipe.model_validate(tiny_recipe("d", "runs"))
+    write_identity(run, IDENTITY, recipe)
+    identity = read_identity(run)
+    assert identity is not None
+    whole = run.read(RECIPE_FILE)
+    run.write(whole[: whole.index(b"hidden_size")], RECIPE_FILE)
+    with pytest.raises(UserError, match=r"recipe\.yaml: altered since .*; put back what it was"):
+        read(run, identity)
 
 
 def _continued(tmp_path: Path, before: dict[str, object], now: dict[str, object]) -> None:

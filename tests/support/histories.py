@@ -10,7 +10,7 @@ from typing import Any
 
 from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import DataSet, RunIdentity, write_identity
+from elastrata.run.folder import DataSet, RunIdentity, read_identity, read_recipe, write_identity
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 
@@ -101,3 +101,11 @@ def write_part(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 def read_part(path: Path) -> list[Entry]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def kept_recipe(folder: Path) -> Recipe:
+    """The recipe that the run in that folder was last continued with."""
+    run = Storage(str(folder))
+    identity = read_identity(run)
+    assert identity is not None
+    return read_recipe(run, identity)

@@ -44,7 +44,7 @@ def evaluate_run(
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
     checkpoints = run.sub("checkpoints")
     commit = chosen_commit(run, checkpoint)
-    recipe = _alone(read_recipe(run), identity)
+    recipe = _alone(read_recipe(run, identity), identity)
     state = None if weights is None else read_weights(run, commit, weights)
     if state is not None:
         recipe = recipe.model_copy(update={"average": None})

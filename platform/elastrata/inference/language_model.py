@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from elastrata.run.export import ExportedModel, export_model
-from elastrata.run.folder import RUN_FILE, read_recipe
+from elastrata.run.folder import RUN_FILE, read_identity, read_recipe
 from elastrata.run.weights import TRAINED
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation.packing import Frame, Texts, cut
@@ -65,8 +65,8 @@ def model_folder(
     Raises:
         UserError: there is no such model or checkpoint, or it predicts no next tokens.
     """
-    if Storage(place).exists(RUN_FILE):
-        workload = read_recipe(Storage(place)).workload
+    if (identity := read_identity(Storage(place))) is not None:
+        workload = read_recipe(Storage(place), identity).workload
         if workload.exported_as.task != TASK:
             raise UserError(f"{place}: workload {workload.name}: {_EXPECTED}")
         with TemporaryDirectory() as scratch:

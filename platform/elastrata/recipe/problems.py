@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from elastrata.recipe.phase import with_inherited
 from elastrata.recipe.value_types import (
     Model,
     allows,
@@ -53,9 +54,9 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
     """
     said: list[str] = []
     inherited: list[str] = []
-    flat = list(_flat(error, ()))
+    flat, values = list(_flat(error, ())), with_inherited(text.values)
     for problem in flat[:_SHOWN_PROBLEMS]:
-        place = _locate(model, problem["loc"], text.values)
+        place = _locate(model, problem["loc"], values)
         if place is not None and problem["type"] == "union_tag_invalid":
             place = _kind(place, problem["ctx"]["discriminator"].strip("'"))
         if place is not None and not _follows_from_others(problem, place):

@@ -94,7 +94,7 @@ def export_model(
     commit = chosen_commit(run, checkpoint)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
-    recipe = read_recipe(run)
+    recipe = read_recipe(run, identity)
     state = _state(run, commit, recipe, weights)
     metrics = commit.evaluation if weights == _evaluated(recipe) else {}
     manifests = [_manifest(data_set) for data_set in identity.data]

@@ -115,14 +115,17 @@ def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
     run.write(whole.model_dump_json(indent=1).encode(), RUN_FILE)
 
 
-def read_recipe(run: Storage) -> Recipe:
+def read_recipe(run: Storage, identity: RunIdentity) -> Recipe:
     """The recipe a run was started or last continued with.
 
     Raises:
-        UserError: it is missing or damaged; a line for each key.
+        UserError: it is missing, damaged or altered; a line for each key. A file that was cut short
+            can still be a whole recipe, of another model.
     """
     from elastrata.recipe.file import stored_recipe
 
+    if problems := recipe_problems(run, identity):
+        raise UserError(*(f"{line}; put back what it was" for line in problems))
     return stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
 
 
@@ -168,7 +171,7 @@ def check_same_run(
         UserError: the recipe differs in keys that may not change, or the data set is another one.
     """
     # Through the model: keys that came with a later version have their defaults.
-    stored = read_recipe(run)
+    stored = read_recipe(run, identity)
     before, now = _comparable(stored, recipe), _comparable(recipe, stored)
     problems = [
         f"{run.uri(RECIPE_FILE)}: {key}: {before.get(key)!r} in the run of this name, "
@@ -263,10 +266,10 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     identity = read_identity(run)
     if identity is None:
         raise UserError(f"{run.uri()}: no run here ({RUN_FILE} is missing)")
-    try:
-        text = run.read(RECIPE_FILE)
-    except FileNotFoundError:
-        raise UserError(f"{run.uri(RECIPE_FILE)}: missing") from None
+    if altered := recipe_problems(run, identity):
+        advice = "put back what it was, and give the keys to change on the command line"
+        raise UserError(*(f"{line}; {advice}" for line in altered))
+    text = run.read(RECIPE_FILE)
     places: dict[str, Any] = {"name": identity.name, "storage": run.uri().rpartition("/")[0]}
     places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
     written = [f"{key}={json.dumps(value)}" for key, value in places.items()]

@@ -48,7 +48,7 @@ def run_parent(
     commit = chosen_commit(run, folder or begin.revision or "newest", _KEY)
     if damaged := problems(checkpoints, commit):
         raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
-    before = read_recipe(run)
+    before = read_recipe(run, identity)
     given = _given(run, before, commit, identity.data[0], data, warn)
     lines = fit_problems(given, begin, recipe, data)
     if begin.optimizer:
