@@ -12,7 +12,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from elastrata import shipped
-from elastrata.cluster.gauges import BY_SET, BY_SOURCE, COUNTERS, GAUGES
+from elastrata.cluster.gauges import BY_SET, BY_SOURCE, BY_USE, COUNTERS, GAUGES
 from elastrata.cluster.ray_processes import NICENESS
 from elastrata.deploy.cluster_file import read_cluster
 from elastrata.shipped import cluster_files
@@ -181,7 +181,7 @@ def test_the_dashboard_shows_what_there_is() -> None:
         for target in panel["targets"]
     }
     counted = {f"{name}_total" for name in COUNTERS}
-    assert shown == {f"ray_{name}" for name in (*GAUGES, *BY_SOURCE, *BY_SET, *counted)}
+    assert shown == {f"ray_{name}" for name in (*GAUGES, *BY_SOURCE, *BY_SET, *BY_USE, *counted)}
 
 
 def test_the_readme_names_every_file() -> None:

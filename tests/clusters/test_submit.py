@@ -31,7 +31,7 @@ STEPS = 100_000
 METRICS = {
     *("ray_elastrata_step", "ray_elastrata_loss", "ray_elastrata_tokens_per_second"),
     *("ray_elastrata_imbalance", "ray_elastrata_world_size"),
-    "ray_elastrata_seconds_waiting_for_data",
+    *("ray_elastrata_seconds_waiting_for_data", "ray_elastrata_goodput_seconds"),
 }
 """Those that a run has from its first step, on a device whose peak is not known."""
 

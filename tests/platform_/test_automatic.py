@@ -35,7 +35,12 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rank_kinds import RankKind
 from elastrata_pipelines.rows import Rows
-from support.bare_loop import train_automatically, train_by_kinds, train_on_ranks
+from support.bare_loop import (
+    train_after_running_out,
+    train_automatically,
+    train_by_kinds,
+    train_on_ranks,
+)
 from support.published import gpt
 from support.ranks import run_ranks
 from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
@@ -308,6 +313,28 @@ def test_each_kind_of_rank_has_micro_batches_as_large_as_its_memory_allows(folde
     assert ranks[1][1:] == (chosen, state, held_out)
     group = "tp1 pp1 1x2, phase 0"
     assert list(state["chosen"]) == [f"{group}, {name} of A100, T4" for name in ("A100", "T4")]
+
+    # A group like it begins with what this one has settled on, whichever rank has which device.
+    again, before, _, _ = run_ranks(2, train_by_kinds, auto, kinds[::-1], (2.0, 8.0), state)[1]
+    assert [one.text for one in before] == ["as before in such a group"]
+    assert again[0].micro_batch_tokens_by_kind == by_kind
+
+    # One in which a kind has less memory than it took measures anew.
+    less, anew, _, _ = run_ranks(2, train_by_kinds, auto, kinds, (0.35, 0.35), state)[0]
+    assert anew[0].text.startswith("first; the plan has A100: ")
+    assert (less[-1].micro_batch_tokens, less[-1].micro_batch_tokens_by_kind) == (SEQ_LEN, {})
+
+    # A kind that ran out of memory gets smaller ones, until there is nothing smaller.
+    ran_out, after = run_ranks(2, train_after_running_out, auto, kinds, state, 0)[0]
+    assert ran_out is not None
+    assert (ran_out.group, ran_out.choice["micro_batch_tokens"]) == (
+        f"{group}, A100 of A100, T4",
+        SEQ_LEN * 32,
+    )
+    tokens = [r.micro_batch_tokens_by_kind.get("A100", r.micro_batch_tokens) for r in after]
+    assert max(tokens) < SEQ_LEN * 32
+    nothing, _ = run_ranks(2, train_after_running_out, auto, kinds, state, 1)[0]
+    assert nothing is None, "there is nothing smaller than one sample"
 
 
 def test_fewer_tokens_for_a_kind_change_no_sample(folder: Path) -> None:

@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastrata.core.control_signal import Action
 from elastrata.core.evaluate import evaluate, held_out_step
-from elastrata.core.events import Chosen
+from elastrata.core.events import Chosen, RanOut
 from elastrata.core.mesh import data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
@@ -78,6 +79,34 @@ def train_by_kinds(
     training = BareTraining(rank, world_size, wanted, extra, kinds)
     records = training.run(Start(), training.recipe.steps_in_all)
     return records, training.chosen, training.chooser.state(), training.evaluate(40).total
+
+
+def train_after_running_out(
+    rank: int,
+    world_size: int,
+    recipe: dict[str, Any],
+    kinds: RankKinds,
+    extra: Mapping[str, Any],
+    culprit: int,
+) -> tuple[RanOut | None, list[StepRecord]]:
+    """What one rank's choice was when it ran out of memory, and the records of a group that avoids
+    that.
+
+    Args:
+        rank: this one.
+        world_size: ranks.
+        recipe: that leaves something open.
+        kinds: of the ranks.
+        extra: what a commit says of the choices of such a group.
+        culprit: the rank whose memory was too small for a step.
+    """
+    first = BareTraining(rank, world_size, Recipe.model_validate(recipe), extra, kinds)
+    first.run(Start(), 1)
+    told: list[RanOut | None] = [first.chooser.ran_out() if rank == culprit else None]
+    dist.broadcast_object_list(told, src=culprit)
+    second = BareTraining(rank, world_size, Recipe.model_validate(recipe), extra, kinds)
+    second.chooser.avoid([one for one in told if one])
+    return told[0], second.run(Start(), second.recipe.steps_in_all)
 
 
 class BareTraining:

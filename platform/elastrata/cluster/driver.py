@@ -28,6 +28,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
 from elastrata.run.facts import flops_by_phase
+from elastrata.run.goodput import goodput
 from elastrata.run.history import HistoryWriter
 from elastrata.run.parent import Parent
 from elastrata.run.pictures import publish_pictures
@@ -172,7 +173,9 @@ class RunDriver:
 
     def _shown(self) -> Callable[[Event], None]:
         """Shows an event, and sets Ray's metrics by it."""
-        gauges = Gauges(self.run.uri().rsplit("/", 1)[-1])
+        entries = self.run.sub("history")
+        name = self.run.uri().rpartition("/")[2]
+        gauges = Gauges(name, lambda: goodput(history.read(entries)))
 
         def show(event: Event) -> None:
             gauges(event)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from ray.util.metrics import Counter, Gauge
 
 from elastrata.core.events import Committed, Evaluated, Event, Lost, Started
 from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.core.record import StepRecord
+from elastrata.run.goodput import Goodput
+from elastrata_pipelines.errors import UserError
 
 GAUGES: Mapping[str, str] = {
     "elastrata_step": "Optimizer steps done",
@@ -32,6 +35,11 @@ BY_SET: Mapping[str, str] = {
     "elastrata_set_evaluation_loss": "Loss on a further held-out set, at the last evaluation",
 }
 """Of `evaluation.sets`, by the label `set`."""
+BY_USE: Mapping[str, str] = {
+    "elastrata_goodput_seconds": "Seconds of the run, by what they went into: those of steps that "
+    "count and all others; at the last durable checkpoint or change of workers",
+}
+"""By the label `use`: the fields of `Goodput`."""
 COUNTERS: Mapping[str, str] = {
     "elastrata_faults": "Groups of workers lost since the driver started",
     "elastrata_checkpoints": "Durable checkpoints taken since the driver started",
@@ -45,9 +53,11 @@ class Gauges:
 
     Args:
         run: its name.
+        account: of its seconds so far; may take seconds itself where the history is long.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, account: Callable[[], Goodput]) -> None:
+        self._account, self._next_account = account, 0.0
         self._gauges = {name: Gauge(name, text, tag_keys=("run",)) for name, text in GAUGES.items()}
         self._counters = {
             name: Counter(name, text, tag_keys=("run",)) for name, text in COUNTERS.items()
@@ -58,7 +68,10 @@ class Gauges:
         self._by_set = {
             name: Gauge(name, text, tag_keys=("run", "set")) for name, text in BY_SET.items()
         }
-        own = self._gauges, self._by_source, self._by_set, self._counters
+        self._by_use = {
+            name: Gauge(name, text, tag_keys=("run", "use")) for name, text in BY_USE.items()
+        }
+        own = self._gauges, self._by_source, self._by_set, self._by_use, self._counters
         for metric in (metric for kind in own for metric in kind.values()):
             metric.set_default_tags({"run": run})
 
@@ -82,11 +95,13 @@ class Gauges:
                 self._evaluated(event)
             case Started():
                 self._set(world_size=event.world_size)
+                self._set_goodput()
             case Lost():
                 self._set(world_size=0)
                 self._counters["elastrata_faults"].inc()
             case Committed():
                 self._counters["elastrata_checkpoints"].inc()
+                self._set_goodput()
             case _:
                 pass
 
@@ -105,6 +120,20 @@ class Gauges:
             self._by_source["elastrata_source_evaluation_loss"].set(loss, {"source": name})
         for name, loss in losses_by_set(metrics).items():
             self._by_set["elastrata_set_evaluation_loss"].set(loss, {"set": name})
+
+    def _set_goodput(self) -> None:
+        """Takes up to a hundredth of the time."""
+        began = time.monotonic()
+        if began < self._next_account:
+            return
+        try:
+            seconds = self._account().to_metrics(prefix="")
+        except (UserError, OSError):  # a gauge does not end a run
+            seconds = {}
+        for use, value in seconds.items():
+            self._by_use["elastrata_goodput_seconds"].set(value, {"use": use})
+        now = time.monotonic()
+        self._next_account = now + 100 * (now - began)
 
     def _set(self, **values: float | None) -> None:
         for name, value in values.items():

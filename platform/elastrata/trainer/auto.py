@@ -243,7 +243,7 @@ class Automatic:
         group = f"{self._phases[phase].kinds[0].layout.division}, phase {phase}"
         if len(self._names) == 1:
             return [group]
-        return [f"{group}, {name} of {', '.join(self._names)}" for name in self._names]
+        return [f"{group}, {name} of {', '.join(sorted(self._names))}" for name in self._names]
 
     def _largest(self, values: Sequence[float]) -> list[list[float]]:
         """By kind, the largest values over its ranks."""
