@@ -185,9 +185,13 @@ def test_a_workload_that_is_not_installed_is_told(
     run.mkdir()
     for path in bert.iterdir():
         (run / path.name).symlink_to(path)
-    (run / "recipe.yaml").unlink()
+    for name in ("recipe.yaml", "run.json"):
+        (run / name).unlink()
     recipe = tiny_recipe("data", "runs", workload={"name": "lstm", "hidden_size": 32})
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    identity = json.loads((bert / "run.json").read_text())
+    undated = dict.fromkeys(("recipe_sha256", "digest"))
+    (run / "run.json").write_text(json.dumps({**identity, **undated}))
     options = {"export": ["--out", str(tmp_path / "out")], "generate": ["--prompt", "a"]}
     assert run_here([command, str(run), *options[command]]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -22,7 +22,7 @@ TINY = {
     "schedule.warmup_steps": 1,
     "optimizer.lr": 1e-3,
     "evaluation.samples": 16,
-    "micro_batch_tokens": 2048,
+    "micro_batch_tokens": 8192,
     "compile": False,
     "parallel.tensor": 1,
     "parallel.sequence": False,
@@ -34,6 +34,7 @@ TINY = {
 }
 """What makes any recipe small; all else is the recipe's own."""
 MOST_WORKERS = 2
+_OF_PHASES = ("steps", "batch_size", "batch_size_warmup", "schedule.warmup_steps", "data.path")
 _TEXT = {"data": {"prepare"}, "phases": {"__all__": {"data": {"prepare"}}}}
 
 
@@ -44,6 +45,7 @@ def _small(name: str, data: Path, storage: Path) -> Recipe:
     assert prepare is not None
     changes = {
         **TINY,
+        "batch_size_warmup": None,
         "workers.max": MOST_WORKERS
         if plain.workers.max == "auto"
         else min(plain.workers.max, MOST_WORKERS),
@@ -53,7 +55,7 @@ def _small(name: str, data: Path, storage: Path) -> Recipe:
     phases = {
         f"phases.{number}.{key}": changes[key]
         for number in range(len(plain.phases))
-        for key in ("steps", "batch_size", "schedule.warmup_steps", "data.path")
+        for key in _OF_PHASES
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**changes, **phases}.items()]
     return load_recipe(name, overrides)

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from elastrata.recipe.phase import with_inherited
 from elastrata.recipe.value_types import (
     Model,
     allows,
@@ -54,7 +53,7 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
     """
     said: list[str] = []
     inherited: list[str] = []
-    flat, values = list(_flat(error, ())), with_inherited(text.values)
+    flat, values = list(_flat(error, ())), _whole_phases(text.values)
     for problem in flat[:_SHOWN_PROBLEMS]:
         place = _locate(model, problem["loc"], values)
         if place is not None and problem["type"] == "union_tag_invalid":
@@ -66,6 +65,15 @@ def recipe_problems(error: ValidationError, model: Model, text: RecipeText) -> l
     if more := flat[_SHOWN_PROBLEMS:]:
         said.append(f"{text.file}: and {len(more)} more mistakes")
     return _fullest(list(dict.fromkeys(said or inherited)))
+
+
+def _whole_phases(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values that pydantic has validated: phases have what they take from the recipe."""
+    if "phases" not in values:
+        return values
+    from elastrata.recipe.phase import with_inherited  # torch, which other files need not wait for
+
+    return with_inherited(values)
 
 
 def _fullest(lines: list[str]) -> list[str]:
