@@ -46,6 +46,7 @@ def _small(name: str, data: Path, storage: Path) -> Recipe:
     changes = {
         **TINY,
         "batch_size_warmup": None,
+        "begin_with": None,
         "workers.max": MOST_WORKERS
         if plain.workers.max == "auto"
         else min(plain.workers.max, MOST_WORKERS),
