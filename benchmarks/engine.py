@@ -2,11 +2,12 @@
 
     python benchmarks/engine.py DATA_SET
 
-Both run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
-and the same clipping; the bare loop gets its micro-batches ready-made. They take turns, and the
-median over the rounds of the ratio of their median steps counts. Both run at the niceness that
-Elastrata gives its workers. DATA_SET is prepared by
-`elastrata prepare bert/wikitext-mini`.
+All run BERT-mini over the same micro-batches of the same steps with one thread, the same AdamW
+and the same clipping; the bare loop gets its micro-batches ready-made. `loop` is the engine's own
+loop on the model as it divides it, by itself: what it costs without the other processes of a run,
+which need a core of their own. They take turns, and the median over the rounds of the ratio of
+their median steps counts. All run at the niceness that Elastrata gives its workers. DATA_SET is
+prepared by `elastrata prepare bert/wikitext-mini`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,14 +23,17 @@ import torch
 from harness import parser_of, write_result
 from processes import last_line, trained_steps
 
+from elastrata.core.control_signal import Action
+from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import divided_model, training_loop
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
-from elastrata_pipelines.payload import decode
+from elastrata_pipelines.payload import RankStep, decode
 
-STEPS, WARM_UP = 60, 10
+STEPS, WARM_UP = 26, 6
 NICENESS = "0"
 """The niceness of the workers of Elastrata."""
 
@@ -62,11 +67,7 @@ def bare_seconds(recipe: Recipe) -> float:
     optimizer = build_optimizer(recipe.optimizer, model, workload.blocks(model))
     ready = [
         [workload.collate(rows, vocabulary, recipe.seed) for rows in step.micro_batches]
-        for group in batches.groups(
-            Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20
-        )
-        for payload in batches.payloads(group, 1)
-        for step in decode(payload, batches.manifest.token_dtype)
+        for step in stream(recipe)
     ]
     seconds = []
     for micro_batches in ready:
@@ -81,29 +82,62 @@ def bare_seconds(recipe: Recipe) -> float:
     return statistics.median(seconds[WARM_UP:])
 
 
+def loop_seconds(recipe: Recipe) -> float:
+    """Median seconds of a step of the engine's loop, without Ray."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    data = training_data(recipe).train
+    vocabulary, seq_len = data.manifest.vocabulary, data.manifest.seq_len
+    with lone_group(cpu):
+        divided = divided_model(recipe, vocabulary, seq_len, cpu, 1)
+        blocks = recipe.workload.blocks(divided.model)
+        optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+        loop = training_loop(recipe, divided.clip, vocabulary, cpu, 1, blocks=blocks)
+        run = loop.run(
+            divided.forward_backward, optimizer, stream(recipe), Start(), lambda: Action.GO_ON
+        )
+        ended = [time.perf_counter() for _ in run][WARM_UP:]
+    return statistics.median(later - earlier for earlier, later in pairwise(ended))
+
+
+def stream(recipe: Recipe) -> Iterator[RankStep]:
+    """The steps of a single rank."""
+    data = training_data(recipe).train
+    groups = data.groups(Start(), steps=STEPS, batch_size=recipe.batch_size, max_tokens=2**20)
+    for group in groups:
+        for payload in data.payloads(group, 1):
+            yield from decode(payload, data.manifest.token_dtype)
+
+
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
-    parser.add_argument("--bare", action="store_true", help="only print the bare loop's seconds")
+    alone = {"bare": bare_seconds, "loop": loop_seconds}
+    parser.add_argument("--only", choices=alone, help="print the seconds of that one")
     arguments = parser.parse_args()
     data = str(Path(arguments.data_set).resolve())
-    if arguments.bare:
-        print(bare_seconds(load_recipe("bert/wikitext-mini", overrides(data))))
+    if arguments.only:
+        print(alone[arguments.only](load_recipe("bert/wikitext-mini", overrides(data))))
         return
     rounds = []
     for _ in range(arguments.rounds):
-        command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--bare"]
-        bare_step, engine_step = last_line(command), engine_seconds(data)
+        command = ["nice", "-n", NICENESS, sys.executable, __file__, data, "--only"]
+        seconds = {name: last_line([*command, name]) for name in alone}
+        seconds["engine"] = engine_seconds(data)
+        bare_step = seconds["bare"]
         rounds.append(
             {
-                "bare_steps_per_second": round(1 / bare_step, 3),
-                "engine_steps_per_second": round(1 / engine_step, 3),
-                "engine_over_bare": round(bare_step / engine_step, 4),
+                **{f"{name}_steps_per_second": round(1 / s, 3) for name, s in seconds.items()},
+                "loop_over_bare": round(bare_step / seconds["loop"], 4),
+                "engine_over_bare": round(bare_step / seconds["engine"], 4),
             }
         )
-        print(rounds[-1])
+        print(rounds[-1], flush=True)
     figures = {
-        "engine_over_bare": statistics.median(r["engine_over_bare"] for r in rounds),
+        **{
+            name: statistics.median(r[name] for r in rounds)
+            for name in ("loop_over_bare", "engine_over_bare")
+        },
         "rounds": rounds,
     }
     write_result("engine", figures, ("elastrata", "ray", "torch"))

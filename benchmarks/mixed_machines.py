@@ -11,9 +11,10 @@ shares in all that is compared. The parts of a run, one after the other:
   speeds are not known yet are not counted;
 - freed: the slow ranks get the share of the fastest one, then theirs again: how the hands follow.
 
-`alone` trains every rank by itself on the same samples; what all do together at these speeds, as if
-they never waited and sent nothing, is the ideal. `cpu_elsewhere` is what other processes took of
-the machine's cores meanwhile.
+`alone` trains every rank by itself on the same samples, at the same time as the others, so that
+they share the machine's caches as in a run; what all do at these speeds, as if they never waited
+and sent nothing, is the ideal. `cpu_elsewhere` is what other processes took of the machine's cores
+meanwhile.
 
 Writes benchmarks/results/mixed_machines.json and mixed_machines.png.
 """
@@ -24,6 +25,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,11 +54,12 @@ from elastrata_pipelines.speeds import Speeds
 
 SHARES = ((0.8, 0.4), (0.6, 0.48, 0.3), (0.6, 0.48, 0.3, 0.15))
 """Of a core, by rank."""
-SAMPLES_EACH, BUDGET, SEQ_LEN = 16, 8192, 512
+SAMPLES_EACH, BUDGET, SEQ_LEN = 32, 8192, 512
 AHEAD = 20
 """Steps that are read by the time other speeds are asked for, as readers of a cluster may be."""
-EQUAL_STEPS, DEALT_STEPS, FREED_STEPS, WARM_UP = 14, 52, 44, 3
-ALONE_STEPS = 6
+EQUAL_STEPS, DEALT_STEPS, FREED_STEPS, WARM_UP = 12, 44, 40, 3
+ALONE_STEPS = 4
+"""Of the slowest rank; the others take more, in the same time."""
 CORES, PERIOD = 2, 10_000
 """Microseconds over which the kernel counts a quota."""
 CGROUPS = Path("/sys/fs/cgroup/cpu")
@@ -199,11 +202,23 @@ def on_rank(
     return {"records": found, "told": told}
 
 
-def alone(rank: int, share: float, ranks: int, histogram: Sequence[int]) -> float:
+def alone(rank: int, share: float, steps: int, ranks: int, histogram: Sequence[int]) -> float:
     """Tokens per second of one rank, held to a share, that gets whole batches."""
     # The other shares are nobody's: they say how large a batch is.
-    found = on_rank(0, 1, histogram, [[share] + [0.0] * (ranks - 1)] * ALONE_STEPS)
-    return tokens_per_second(found["records"][2:])
+    found = on_rank(0, 1, histogram, [[share] + [0.0] * (ranks - 1)] * steps)
+    return tokens_per_second(found["records"][1:])
+
+
+def each_alone(shares: Sequence[float], histogram: Sequence[int]) -> list[float]:
+    """Tokens per second of every rank by itself, all at the same time."""
+
+    def one(share: float) -> float:
+        steps = round(ALONE_STEPS * share / min(shares)) + 1
+        found: list[float] = on_ranks(1, alone, share, steps, len(shares), histogram)
+        return found[0]
+
+    with ThreadPoolExecutor(len(shares)) as threads:
+        return list(threads.map(one, shares))
 
 
 def tokens_per_second(records: Sequence[StepRecord]) -> float:
@@ -213,7 +228,7 @@ def tokens_per_second(records: Sequence[StepRecord]) -> float:
 def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]:
     ranks, freed = len(shares), [max(shares)] * len(shares)
     with elsewhere() as cpu:
-        each = [on_ranks(1, alone, share, ranks, histogram)[0] for share in shares]
+        each = each_alone(shares, histogram)
         held = [list(shares)] * (EQUAL_STEPS + DEALT_STEPS)
         there_and_back = [freed] * FREED_STEPS + [list(shares)] * FREED_STEPS
         found = on_ranks(
@@ -308,7 +323,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.axvline(step, color="black", lw=0.6, ls=":")
         axes.annotate(text, (step, 0.97), xycoords=("data", "axes fraction"), rotation=90, va="top")
     axes.set(xlabel="step", ylim=(0, 0.9))
-    axes.legend(loc="upper right", fontsize="small")
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
     figure.savefig(path)
 
 

@@ -14,16 +14,21 @@ from support.nodes import nodes, send, train_workers
 from support.throttled import throttled
 
 
+SLOW = ("workers.speeds=measured", "workers.exclude_slower_than=0.7")
+SMALL = ("micro_batch_tokens=auto", "workers.micro_batch_tokens={small: 96}")
+"""A node group with room for two samples at a time."""
+
+
 @pytest.mark.slow  # a cluster of two nodes
 def test_it_is_dealt_less_and_left_out_from_the_next_fault_on(
     recipe: Path, undisturbed: list[Any], tmp_path: Path
 ) -> None:
-    """With one worker on each of two nodes."""
+    """With one worker on each of two nodes, of which one has little memory."""
     with nodes() as cluster:
-        for _ in range(2):
-            cluster.add(cpus=1)
-        slow = ("workers.speeds=measured", "workers.exclude_slower_than=0.7")
-        live = LiveRun(recipe, "slow-node", tmp_path / "log", "--address", cluster.address, *slow)
+        cluster.add(cpus=1)
+        cluster.add(cpus=1, labels={"ray.io/node-group": "small"})
+        where = ("--address", cluster.address)
+        live = LiveRun(recipe, "slow-node", tmp_path / "log", *where, *SLOW, *SMALL)
         live.wait_for_size(2, 1, steps=20)
         worker = train_workers(cluster.address)[-1]
         with throttled(worker, 0.2):
@@ -33,6 +38,8 @@ def test_it_is_dealt_less_and_left_out_from_the_next_fault_on(
         live.end()
     assert_alike(live, undisturbed)
     assert [entry["world_size"] for entry in live.of_kind("started")] == [2, 1]
+    budgets = [step["micro_batch_tokens_by_kind"] for step in live.steps()]
+    assert any(len(one) == 2 and min(one.values()) == 96 for one in budgets), budgets
     named = live.of_kind("slowed")[0]
     assert named["factor"] < 0.7
     assert f"rank {named['rank']} (" in live.output

@@ -63,3 +63,10 @@ def test_without_a_compiler_one_line_says_so(
 def test_the_shim_is_refused_once_torch_is_there() -> None:
     with pytest.raises(RuntimeError, match="before torch"):
         shim.load_shim()
+
+
+def test_own_time_is_that_of_the_step_before_and_waits_for_nothing() -> None:
+    """By two events around each pass of one block, in training alone."""
+    told, waits = on_fake_cuda(rehearsed.own_time_of_steps)
+    assert told == [(0.0, 0.0), (1.0, 10.0), (2.0, 20.0)]
+    assert waits == 0

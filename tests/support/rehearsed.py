@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from elastrata.core.own_time import own_time
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.process import Request
 from elastrata_pipelines.errors import UserError
@@ -103,3 +106,34 @@ def numbers_that_are_read(ledger: Ledger) -> list[Any]:
     dist.all_reduce(told)
     unchanged = told.tolist()
     return [unchanged, told.mul_(2).tolist(), told.sum().item(), torch.tensor(5).item()]
+
+
+def own_time_of_steps(ledger: Ledger) -> tuple[list[tuple[float, float]], int]:
+    """What a rank on a GPU tells of three steps with 1, 2 and 3 micro-batches and of 10, 20 and 30
+    units of work, in seconds and work, where a second passes from event to event; and how often the
+    host waited for the device."""
+    clock = count()
+
+    class Ticking(torch.cuda.Event):  # type: ignore[misc,valid-type]
+        def record(self, stream: Any = None) -> Any:
+            self.at = next(clock)
+            return self
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1000.0 * (end.at - self.at)
+
+    torch.cuda.Event = Ticking  # type: ignore[misc]
+    blocks = [nn.Linear(2, 2, device=CUDA) for _ in range(2)]
+    rows = torch.ones(1, 2, device=CUDA)
+    ledger.take()
+    own, told = own_time(CUDA, blocks), []
+    for step in (1, 2, 3):
+        own.begin()
+        for _ in range(step):
+            blocks[1](blocks[0](rows))
+        with torch.no_grad():
+            blocks[0](rows)
+        effort = own.effort(10.0 * step)
+        told.append((effort.seconds, effort.work))
+    own.close()
+    return told, sum(ledger.take().waits.values())
