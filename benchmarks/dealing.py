@@ -5,7 +5,7 @@
 `deal` is the deal alone; `payloads` is all that a reading task does for a step but for the reading:
 the order, the deal, and every rank's rows written as its payload, from stripes in memory. Both are
 milliseconds of CPU time per step, the median of the rounds. Putting payloads into Ray's object
-store is not counted.
+store is not counted. `by_speed` deals to ranks of four kinds, by turns with the deal to equal ones.
 
 Beside it stands the time of a step of BERT-large on so many GPUs, estimated: FLOPs of a rank's
 share of the batch at 40% of the device's dense bf16 peak, and no time at all for communication, so
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -47,6 +47,8 @@ RECIPE = "bert/large"
 VOCABULARY = Vocabulary(
     size=30522, pad_id=0, mask_id=103, special_ids=(0, 100, 101, 102, 103), continuation_ids=()
 )
+FOUR_KINDS = (256, 205, 128, 64)
+"""Speeds: 1, 0.8, 0.5 and 0.25 of the fastest kind's."""
 PEAK_TFLOPS = {"A100": 312, "H100": 989}
 SHARE_OF_PEAK = 0.4
 
@@ -79,28 +81,37 @@ def _stripe(first: int, lengths: Ints) -> pa.Table:
     )
 
 
-def median_milliseconds(runs: Iterator[Callable[[], object]]) -> float:
-    """Median CPU time of all but the first run."""
-    taken = []
-    for run in runs:
-        began = time.process_time()
-        run()
-        taken.append(1e3 * (time.process_time() - began))
-    return statistics.median(taken[1:])
+def deal_milliseconds(
+    batches: Batches, drawn: Sequence[Ints], ranks: int
+) -> tuple[float, float, float]:
+    """Of a deal to equal ranks, of one by speed, and the latter's largest imbalance of time."""
+    kinds = (FOUR_KINDS * ranks)[:ranks]
+    imbalances = []
 
-
-def deal_milliseconds(batches: Batches, drawn: Sequence[Ints], ranks: int) -> float:
-    return median_milliseconds(
-        (
-            lambda lengths=lengths: deal(
-                lengths,
-                num_ranks=ranks,
-                work=batches.work,
-                tokens_per_micro_batch=batches.tokens_per_micro_batch,
-            )
+    def run(lengths: Ints, speeds: Sequence[int]) -> None:
+        dealt = deal(
+            lengths,
+            num_ranks=ranks,
+            work=batches.work,
+            tokens_per_micro_batch=batches.tokens_per_micro_batch,
+            speeds=tuple(speeds),
         )
+        if speeds:
+            imbalances.append(dealt.imbalance)
+
+    taken = [
+        [milliseconds(lambda s=s, lengths=lengths: run(lengths, s)) for s in ((), kinds)]
         for lengths in drawn
-    )
+    ]
+    equal, by_speed = (statistics.median(each) for each in zip(*taken[1:], strict=True))
+    return equal, by_speed, max(imbalances)
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """CPU time."""
+    began = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - began)
 
 
 def payload_milliseconds(
@@ -110,7 +121,8 @@ def payload_milliseconds(
         for _ in batches.payloads(group, ranks, cast(Stripes, stripes)):
             pass
 
-    return median_milliseconds(iter([write] * (ROUNDS // 2 + 1))) / group.num_steps
+    taken = [milliseconds(write) for _ in range(ROUNDS // 2 + 1)]
+    return statistics.median(taken[1:]) / group.num_steps
 
 
 def measure(histogram: Sequence[int], ranks: int) -> dict[str, Any]:
@@ -126,13 +138,16 @@ def measure(histogram: Sequence[int], ranks: int) -> dict[str, Any]:
         tokens_per_micro_batch=BUDGET,
     )
     group = Group(first_step=0, first_position=0, num_steps=steps, batch_size=size)
-    dealing = deal_milliseconds(batches, drawn, ranks)
+    dealing, by_speed, imbalance = deal_milliseconds(batches, drawn, ranks)
     writing = payload_milliseconds(batches, MemoryStripes(samples), group, ranks)
     return {
         "ranks": ranks,
         "samples_per_step": size,
         "deal_microseconds_per_sample": round(1e3 * dealing / size, 3),
         "deal_milliseconds_per_step": round(dealing, 3),
+        "by_speed_milliseconds_per_step": round(by_speed, 3),
+        "by_speed_over_equal": round(by_speed / dealing, 2),
+        "largest_time_imbalance_by_speed": round(imbalance, 4),
         "payloads_milliseconds_per_step": round(writing, 3),
         "steps_per_group": steps,
         "step_milliseconds": {

@@ -13,7 +13,6 @@ from support.live_run import LiveRun, assert_alike
 from support.nodes import nodes, send, train_workers
 from support.throttled import throttled
 
-
 SLOW = ("workers.speeds=measured", "workers.exclude_slower_than=0.7")
 SMALL = ("micro_batch_tokens=auto", "workers.micro_batch_tokens={small: 96}")
 """A node group with room for two samples at a time."""
