@@ -13,7 +13,11 @@ from support.live_run import LiveRun, assert_alike
 from support.nodes import nodes, send, train_workers
 from support.throttled import throttled
 
-SLOW = ("workers.speeds=measured", "workers.exclude_slower_than=0.7")
+SLOW = (
+    "workers.speeds=measured",
+    "workers.exclude_slower_than=0.7",
+    "workers.hang_seconds=120",  # one that is held to a third of its time does not hang
+)
 SMALL = ("micro_batch_tokens=auto", "workers.micro_batch_tokens={small: 96}")
 """A node group with room for two samples at a time."""
 
@@ -30,7 +34,7 @@ def test_it_is_dealt_less_and_left_out_from_the_next_fault_on(
         live = LiveRun(recipe, "slow-node", tmp_path / "log", *where, *SLOW, *SMALL)
         live.wait_for_size(2, 1, steps=20)
         worker = train_workers(cluster.address)[-1]
-        with throttled(worker, 0.2):
+        with throttled(worker, 0.3):
             wait_until(lambda: bool(live.of_kind("slowed")), 240, f"a slow rank\n{live.output}")
             wait_until(lambda: _is_dealt_less(live), 240, f"other hands\n{live.output}")
             send(worker, signal.SIGKILL)
