@@ -33,7 +33,7 @@ from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
 
-STEPS, WARM_UP = 26, 6
+STEPS, WARM_UP = 60, 10
 NICENESS = "0"
 """The niceness of the workers of Elastrata."""
 
