@@ -32,10 +32,11 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
-STEPS, WAYS = 300, ("read", "baked")
-EVERY, SAMPLES = 100, 256
-"""Steps between evaluations, and the samples of one, of each source."""
-MODEL = ("workload.num_layers=2",)
+WAYS = ("read", "baked")
+STEPS, EVERY, SAMPLES = 400, 200, 192
+"""Of a run; from one evaluation to the next; and of an evaluation, of each source."""
+SMALLER = ("workload.num_layers=2", "batch_size=8")
+"""Changes to the recipe, as there are ten runs."""
 LOSSES = {"wikitext": "eval/loss", "python": "eval/code/loss", "docs": "eval/pages/loss"}
 """The metric of what is held out of each source."""
 
@@ -57,8 +58,8 @@ def prepared_baked(changes: Sequence[str], texts: Mapping[str, str], scratch: Pa
 def check_alike(baked: Manifest, sources: Mapping[str, Manifest]) -> None:
     """Raises UserError where the baked data set has not the documents of the sources."""
     for entry in baked.sources:
-        (alone,) = sources[entry["name"]].sources
-        if entry["documents"] != alone["documents"]:
+        (alone,) = sources[entry.name].sources
+        if entry.documents != alone.documents:
             raise UserError(f"{entry['name']}: {entry['documents']}, alone {alone['documents']}")
 
 
@@ -76,7 +77,7 @@ def recipe_changes(seed: int, scratch: Path) -> list[str]:
         "sets": sets,
     }
     return [
-        *MODEL,
+        *SMALLER,
         "phases=[]",
         "data.prepare=null",
         f"steps={STEPS}",
@@ -89,7 +90,7 @@ def way_changes(way: str, baked: Manifest, scratch: Path) -> list[str]:
     """Where a way has its data, and its shares."""
     if way == "baked":
         return [f"data.path={scratch / 'baked'}", "data.sources=[]"]
-    shares = [{"name": entry["name"], "weight": entry["tokens"]} for entry in baked.sources]
+    shares = [{"name": entry.name, "weight": entry.tokens} for entry in baked.sources]
     return [f"data.path={scratch / 'mix'}", f"data.sources={json.dumps(shares)}"]
 
 
@@ -151,7 +152,7 @@ def main() -> None:
         seeds.append(found)
         figures = {
             "steps": STEPS,
-            "tokens_baked_by_source": {entry["name"]: entry["tokens"] for entry in baked.sources},
+            "tokens_baked_by_source": {entry.name: entry.tokens for entry in baked.sources},
             "by_step": summary(seeds),
             "seeds": seeds,
         }

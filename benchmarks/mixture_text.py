@@ -12,12 +12,14 @@ What is in the scratch folder, data or a run, is not made again. Writes `results
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alone import trained_alone
 from harness import RESULTS, parser_of, write_result
+from PIL import Image
 from processes import elastrata
 from texts import three_sources
 
@@ -74,6 +76,14 @@ def shares(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str
     return {name: round(count / whole, 4) for name, count in counts.items()}
 
 
+def draw(name: str, picture: Callable[[Path], None]) -> None:
+    """Draws into `results`, in few colors, which is all that lines need, and half as large."""
+    path = RESULTS / name
+    picture(path)
+    with Image.open(path) as drawn:
+        drawn.convert("RGB").quantize(64).save(path, optimize=True)
+
+
 def proof(found: Audit) -> dict[str, Any]:
     """What the audit says."""
     return {"digests_checked": found.digests_checked, "problems": list(found.problems)}
@@ -94,9 +104,9 @@ def main() -> None:
     entries = history.read(run.sub("history"))
     steps = history.effective_steps(entries)
     told = evaluations(entries, steps)
-    share_curves(steps, RESULTS / "mixture_shares.png")
-    source_losses(steps, RESULTS / "mixture_losses.png")
-    held_out_losses(told, RESULTS / "mixture_held_out.png")
+    draw("mixture_shares.png", partial(share_curves, steps))
+    draw("mixture_losses.png", partial(source_losses, steps))
+    draw("mixture_held_out.png", partial(held_out_losses, told))
     ends = [phase.steps for phase in recipe.phases]
     broad, annealed = steps[: ends[0]], steps[ends[0] :]
     names = [source.name for source in recipe.data.sources]
