@@ -4,9 +4,10 @@
 
 The text is that of `mixture_text.py`. Baked in, `prepare` makes one data set of all three sources,
 packed and shuffled together; at read time three are mixed, by the shares of tokens that the baked
-one has. Of a seed both have the same first weights, model, steps and batch size, the same documents
-to train on, and none twice; evaluated is what is held out of each source, the same for both. In one
-process, of one thread.
+one has. Of a seed both have the same first weights, model, steps and batch size, and draw from the
+same samples, none twice; evaluated is what is held out of each source, the same for both. A third
+way has the samples of the mixture at read time in random order over the whole run, so that no batch
+has exact shares. In one process, of one thread.
 
 Runs that are in the scratch folder are not trained again: the same command goes on where it was
 stopped. Writes `results/mixture_baked.json` of the seeds that are complete.
@@ -17,10 +18,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from alone import trained_alone
+from alone import Phases, trained_alone
 from harness import parser_of, write_result
 from mixture_text import RECIPE, prepared_sources
 from processes import elastrata
@@ -30,9 +34,11 @@ from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.hashing import permutation
+from elastrata_pipelines.mixed_order import MixedOrder, MixedPlaces
 from elastrata_pipelines.storage import Storage
 
-WAYS = ("read", "baked")
+WAYS = ("read", "baked", "shuffled")
 STEPS, EVERY, SAMPLES = 400, 200, 192
 """Of a run; from one evaluation to the next; and of an evaluation, of each source."""
 SMALLER = ("workload.num_layers=2", "batch_size=8")
@@ -106,27 +112,66 @@ def losses(run: Path) -> dict[str, Any]:
     return {"tokens": history.effective_steps(entries)[-1]["tokens"], "curve": curve}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shuffled(MixedOrder):
+    """The samples that a mixture has up to a position, in random order."""
+
+    samples: int
+    seed: int
+
+    def places(self, first: int, count: int) -> MixedPlaces:
+        """As those of the mixture itself."""
+        whole = super().places(0, self.samples)
+        entries = permutation(self.samples, self.seed)[first : first + count]
+        part = whole.part(entries)
+        return MixedPlaces(
+            epochs=part.epochs, stripes=part.stripes, rows=part.rows, sources=whole.sources[entries]
+        )
+
+
+def shuffled(phases: Phases, seed: int) -> Phases:
+    """A run of one phase, its samples in random order."""
+    (phase,) = phases
+    order = phase.batches.order
+    assert isinstance(order, MixedOrder)
+    values = {field.name: getattr(order, field.name) for field in fields(order)}
+    mixed = Shuffled(**values, samples=phase.size.samples(phase.steps), seed=seed)
+    return (replace(phase, batches=replace(phase.batches, order=mixed)),)
+
+
+def trained(way: str, seed: int, baked: Manifest, scratch: Path) -> dict[str, Any]:
+    """What a run tells, see `losses`; trained unless it is there."""
+    said = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
+    change = partial(shuffled, seed=seed) if way == "shuffled" else None
+    return losses(
+        trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}", change)
+    )
+
+
 def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """By step and source: the means of both ways, and of their differences by seed with their
-    standard error, beside the deviation of the seeds of one way."""
+    """By step and source: every way, and the differences of two by seed; means, deviations, and the
+    standard errors of the means."""
     return {
-        step: {name: _of_pairs(seeds, step, name) for name in (*LOSSES, "mean")}
+        step: {name: _of_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
         for step in seeds[0]["read"]["curve"]
     }
 
 
-def _of_pairs(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, float]:
-    read, baked = ([seed[way]["curve"][step][name] for seed in seeds] for way in WAYS)
-    differences = [one - other for one, other in zip(read, baked, strict=True)]
-    figures = {
-        "read": statistics.mean(read),
-        "baked": statistics.mean(baked),
-        "read_less_baked": statistics.mean(differences),
-    }
-    if len(seeds) > 1:
-        figures["standard_error"] = statistics.stdev(differences) / len(seeds) ** 0.5
-        figures["deviation_of_seeds_read"] = statistics.stdev(read)
-        figures["deviation_of_seeds_baked"] = statistics.stdev(baked)
+def _of_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
+    found = {way: [seed[way]["curve"][step][name] for seed in seeds] for way in WAYS}
+    figures: dict[str, Any] = {way: _mean(values) for way, values in found.items()}
+    for one, other in combinations(WAYS, 2):
+        pairs = zip(found[one], found[other], strict=True)
+        figures[f"{one}_less_{other}"] = _mean([a - b for a, b in pairs])
+    return figures
+
+
+def _mean(values: Sequence[float]) -> dict[str, float]:
+    """With the deviation and the standard error, where there are several."""
+    figures = {"mean": statistics.mean(values)}
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
+        figures |= {"deviation": deviation, "standard_error": deviation / len(values) ** 0.5}
     return {key: round(value, 4) for key, value in figures.items()}
 
 
@@ -144,12 +189,7 @@ def main() -> None:
     )
     seeds: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
-        found: dict[str, Any] = {"seed": seed}
-        for way in WAYS:
-            said = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
-            run = trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}")
-            found[way] = losses(run)
-        seeds.append(found)
+        seeds.append({"seed": seed, **{way: trained(way, seed, baked, scratch) for way in WAYS}})
         figures = {
             "steps": STEPS,
             "tokens_baked_by_source": {entry.name: entry.tokens for entry in baked.sources},
