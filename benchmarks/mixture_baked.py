@@ -151,16 +151,18 @@ def trained(way: str, seed: int, baked: Manifest, scratch: Path) -> dict[str, An
 def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
     """By step and source: every way, and the differences of two by seed; means, deviations, and the
     standard errors of the means."""
+    any_run = next(seeds[0][way] for way in WAYS if way in seeds[0])
     return {
         step: {name: _of_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
-        for step in seeds[0]["read"]["curve"]
+        for step in any_run["curve"]
     }
 
 
 def _of_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
-    found = {way: [seed[way]["curve"][step][name] for seed in seeds] for way in WAYS}
+    ways = [way for way in WAYS if way in seeds[0]]
+    found = {way: [seed[way]["curve"][step][name] for seed in seeds] for way in ways}
     figures: dict[str, Any] = {way: _mean(values) for way, values in found.items()}
-    for one, other in combinations(WAYS, 2):
+    for one, other in combinations(found, 2):
         pairs = zip(found[one], found[other], strict=True)
         figures[f"{one}_less_{other}"] = _mean([a - b for a, b in pairs])
     return figures
@@ -179,6 +181,7 @@ def main() -> None:
     parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--scratch", type=Path, required=True, help="keeps data and runs")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     scratch: Path = arguments.scratch.resolve()
     texts = three_sources(arguments.wikitext, scratch)
@@ -189,7 +192,8 @@ def main() -> None:
     )
     seeds: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
-        seeds.append({"seed": seed, **{way: trained(way, seed, baked, scratch) for way in WAYS}})
+        runs = {way: trained(way, seed, baked, scratch) for way in arguments.ways}
+        seeds.append({"seed": seed, **runs})
         figures = {
             "steps": STEPS,
             "tokens_baked_by_source": {entry.name: entry.tokens for entry in baked.sources},
