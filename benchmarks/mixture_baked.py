@@ -5,9 +5,8 @@
 The text is that of `mixture_text.py`. Baked in, `prepare` makes one data set of all three sources,
 packed and shuffled together; at read time three are mixed, by the shares of tokens that the baked
 one has. Of a seed both have the same first weights, model, steps and batch size, and draw from the
-same samples, none twice; evaluated is what is held out of each source, the same for both. A third
-way has the samples of the mixture at read time in random order over the whole run, so that no batch
-has exact shares. In one process, of one thread.
+same samples, none twice; evaluated is what is held out of each source, the same for both. In
+one process, of one thread.
 
 Runs that are in the scratch folder are not trained again: the same command goes on where it was
 stopped. Writes `results/mixture_baked.json` of the seeds that are complete.
@@ -18,13 +17,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from alone import Phases, trained_alone
+from alone import trained_alone
 from harness import parser_of, write_result
 from mixture_text import RECIPE, prepared_sources
 from processes import elastrata
@@ -34,11 +30,9 @@ from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.hashing import permutation
-from elastrata_pipelines.mixed_order import MixedOrder, MixedPlaces
 from elastrata_pipelines.storage import Storage
 
-WAYS = ("read", "baked", "shuffled")
+WAYS = ("read", "baked")
 STEPS, EVERY, SAMPLES = 400, 200, 192
 """Of a run; from one evaluation to the next; and of an evaluation, of each source."""
 SMALLER = ("workload.num_layers=2", "batch_size=8")
@@ -112,60 +106,25 @@ def losses(run: Path) -> dict[str, Any]:
     return {"tokens": history.effective_steps(entries)[-1]["tokens"], "curve": curve}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shuffled(MixedOrder):
-    """The samples that a mixture has up to a position, in random order."""
-
-    samples: int
-    seed: int
-
-    def places(self, first: int, count: int) -> MixedPlaces:
-        """As those of the mixture itself."""
-        whole = super().places(0, self.samples)
-        entries = permutation(self.samples, self.seed)[first : first + count]
-        part = whole.part(entries)
-        return MixedPlaces(
-            epochs=part.epochs, stripes=part.stripes, rows=part.rows, sources=whole.sources[entries]
-        )
-
-
-def shuffled(phases: Phases, seed: int) -> Phases:
-    """A run of one phase, its samples in random order."""
-    (phase,) = phases
-    order = phase.batches.order
-    assert isinstance(order, MixedOrder)
-    values = {field.name: getattr(order, field.name) for field in fields(order)}
-    mixed = Shuffled(**values, samples=phase.size.samples(phase.steps), seed=seed)
-    return (replace(phase, batches=replace(phase.batches, order=mixed)),)
-
-
 def trained(way: str, seed: int, baked: Manifest, scratch: Path) -> dict[str, Any]:
     """What a run tells, see `losses`; trained unless it is there."""
     said = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
-    change = partial(shuffled, seed=seed) if way == "shuffled" else None
-    return losses(
-        trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}", change)
-    )
+    return losses(trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}"))
 
 
 def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """By step and source: every way, and the differences of two by seed; means, deviations, and the
+    """By step and source: both ways, and their differences by seed; means, deviations, and the
     standard errors of the means."""
-    any_run = next(seeds[0][way] for way in WAYS if way in seeds[0])
     return {
         step: {name: _of_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
-        for step in any_run["curve"]
+        for step in seeds[0]["read"]["curve"]
     }
 
 
 def _of_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
-    ways = [way for way in WAYS if way in seeds[0]]
-    found = {way: [seed[way]["curve"][step][name] for seed in seeds] for way in ways}
-    figures: dict[str, Any] = {way: _mean(values) for way, values in found.items()}
-    for one, other in combinations(found, 2):
-        pairs = zip(found[one], found[other], strict=True)
-        figures[f"{one}_less_{other}"] = _mean([a - b for a, b in pairs])
-    return figures
+    read, baked = ([seed[way]["curve"][step][name] for seed in seeds] for way in WAYS)
+    differences = [one - other for one, other in zip(read, baked, strict=True)]
+    return {"read": _mean(read), "baked": _mean(baked), "read_less_baked": _mean(differences)}
 
 
 def _mean(values: Sequence[float]) -> dict[str, float]:
@@ -181,7 +140,6 @@ def main() -> None:
     parser = parser_of(__doc__, wikitext=True)
     parser.add_argument("--scratch", type=Path, required=True, help="keeps data and runs")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     scratch: Path = arguments.scratch.resolve()
     texts = three_sources(arguments.wikitext, scratch)
@@ -192,7 +150,7 @@ def main() -> None:
     )
     seeds: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
-        runs = {way: trained(way, seed, baked, scratch) for way in arguments.ways}
+        runs = {way: trained(way, seed, baked, scratch) for way in WAYS}
         seeds.append({"seed": seed, **runs})
         figures = {
             "steps": STEPS,
