@@ -5,8 +5,8 @@
 The text is that of `mixture_text.py`. Baked in, `prepare` makes one data set of all three sources,
 packed and shuffled together; at read time three are mixed, by the shares of tokens that the baked
 one has. Of a seed both have the same first weights, model, steps and batch size, and draw from the
-same samples, none twice; evaluated is what is held out of each source, the same for both. In
-one process, of one thread.
+same samples, none twice; evaluated is what is held out of each source, the same for both. In one
+process, of one thread.
 
 Runs that are in the scratch folder are not trained again: the same command goes on where it was
 stopped. Writes `results/mixture_baked.json` of the seeds that are complete.
