@@ -3,9 +3,11 @@
     python benchmarks/mixtures.py
 
 One data set of `SAMPLES` samples, and three of a third of them each with shares of 50, 30 and 20%,
-all of random tokens and lengths; a rank's payloads of consecutive groups of steps, read from files,
-ordered and dealt, by turns, in this process. Figures are the medians of the rounds in CPU time: of
-the first step, with a new order and a new reader, and of the groups behind it.
+all of random tokens and lengths; all ranks' payloads of consecutive groups of steps, read from
+files, ordered and dealt, a group of one stream and a group of the other by turns, in this process.
+Figures are medians over the rounds, in CPU time, as other work on the machine stretches the other:
+of the first step, with a new order and a new reader, and of the groups behind it. Then the seconds
+on the clock to the first batch through Ray Data, as a run has it, of one rank.
 
 Writes benchmarks/results/mixtures.json.
 """
@@ -15,12 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from harness import medians, parser_of, scratch_folder, write_result
 
+from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Source, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard
@@ -31,10 +35,12 @@ from elastrata_pipelines.mixture import Leg, Mixture, in_units
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.stream import RankStream, dealt, descriptors
 
 SAMPLES, SEQ_LEN, STRIPE, STRIPES_PER_SHARD = 98_304, 512, 1024, 16
 SHARES = (5, 3, 2)
-BATCH, STEPS, RANKS, ROUNDS = 256, 200, 4, 9
+STREAMS = {"one": ["one"], "mixture": ["a", "b", "c"]}
+BATCH, STEPS, RANKS, RAY_STEPS = 256, 200, 4, 8
 IDS = 30_522
 
 
@@ -115,48 +121,91 @@ def batches_of(folder: Path, names: list[str], seed: int) -> Batches:
     return replace(batches, order=order, sources=tuple(found))
 
 
-def milliseconds(batches: Batches) -> dict[str, float]:
-    """Of the first step, and of each behind it."""
-    (phase,) = one_after_another([Phase(batches=batches, steps=STEPS, batch_size=BATCH)])
-    groups = phase.groups(Start(), max_tokens=MAX_GROUP_TOKENS)
-    reader, spent = phase.batches.stripes(), list[float]()
-    for group in groups:
+def phase_of(batches: Batches, steps: int) -> Phase:
+    (phase,) = one_after_another([Phase(batches=batches, steps=steps, batch_size=BATCH)])
+    return phase
+
+
+def spent(batches: Batches) -> Iterator[float]:
+    """Milliseconds of CPU time that each group of steps takes."""
+    phase = phase_of(batches, STEPS)
+    reader = phase.batches.stripes()
+    for group in phase.groups(Start(), max_tokens=MAX_GROUP_TOKENS):
         began = time.process_time()
         for _ in phase.batches.payloads(group, RANKS, reader):
             pass
-        spent.append(time.process_time() - began)
-    return {"first": 1e3 * spent[0], "step": 1e3 * sum(spent[1:]) / (STEPS - 1)}
+        yield 1e3 * (time.process_time() - began)
+
+
+def round_of(folder: Path, seed: int) -> dict[str, float]:
+    """Both streams, a group of each by turns; who is first changes from turn to turn."""
+    streams = {name: spent(batches_of(folder, parts, seed)) for name, parts in STREAMS.items()}
+    taken: dict[str, list[float]] = {name: [] for name in STREAMS}
+    for turn in count(seed):
+        for name in sorted(streams, reverse=bool(turn % 2)):
+            if (milliseconds := next(streams[name], None)) is None:
+                del streams[name]
+            else:
+                taken[name].append(milliseconds)
+        if not streams:
+            break
+    first = {name: parts[0] for name, parts in taken.items()}
+    step = {name: sum(parts[1:]) / (STEPS - 1) for name, parts in taken.items()}
+    return {
+        **{f"{name}_first_milliseconds": value for name, value in first.items()},
+        **{f"{name}_step_milliseconds": value for name, value in step.items()},
+        "throughput_ratio": step["one"] / step["mixture"],
+        "first_step_ratio": first["mixture"] / first["one"],
+    }
+
+
+def seconds_to_first_batch(batches: Batches) -> float:
+    """Through Ray Data, from its plan on."""
+    phases = [phase_of(batches, RAY_STEPS)]
+    began = time.perf_counter()
+    (split,) = dealt(descriptors(phases, Start()), phases, 1)
+    steps = iter(RankStream(split, batches.manifest.token_dtype))
+    next(steps)
+    seconds = time.perf_counter() - began
+    assert sum(1 for _ in steps) == RAY_STEPS - 1
+    return seconds
+
+
+def ray_round(folder: Path, seed: int) -> dict[str, float]:
+    seconds = {
+        name: seconds_to_first_batch(batches_of(folder, STREAMS[name], seed))
+        for name in sorted(STREAMS, reverse=bool(seed % 2))
+    }
+    return {
+        **{f"{name}_first_seconds": value for name, value in seconds.items()},
+        "first_seconds_ratio": seconds["mixture"] / seconds["one"],
+    }
 
 
 def main() -> None:
-    parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__, rounds=25)
+    parser.add_argument("--ray-rounds", type=int, default=9)
+    arguments = parser.parse_args()
     with scratch_folder() as folder:
         write_data_set(folder / "one", SAMPLES, 0)
-        names = ["a", "b", "c"]
-        for seed, name in enumerate(names):
-            write_data_set(folder / name, SAMPLES // 3, seed + 1)
-        rounds = []
-        for seed in range(ROUNDS):  # a seed of its own: no order is known already
-            one = milliseconds(batches_of(folder, ["one"], seed))
-            mixed = milliseconds(batches_of(folder, names, seed))
-            rounds.append(
-                {
-                    **{f"one_{name}_milliseconds": value for name, value in one.items()},
-                    **{f"mixture_{name}_milliseconds": value for name, value in mixed.items()},
-                    "throughput_ratio": one["step"] / mixed["step"],
-                    "first_step_ratio": mixed["first"] / one["first"],
-                }
-            )
+        for number, name in enumerate(STREAMS["mixture"], start=1):
+            write_data_set(folder / name, SAMPLES // 3, number)
+        # every round has a seed of its own, so that no order is known already; the first warms up
+        rounds = [round_of(folder, seed) for seed in range(arguments.rounds + 1)][1:]
+        with ray_session("local"):
+            through_ray = [ray_round(folder, seed) for seed in range(arguments.ray_rounds + 1)][1:]
     figures = {
         "samples": SAMPLES,
         "shares": SHARES,
         "batch_size": BATCH,
         "steps": STEPS,
         "ranks": RANKS,
-        "rounds": ROUNDS,
+        "rounds": arguments.rounds,
         **medians(rounds, 3),
+        "rounds_through_ray": arguments.ray_rounds,
+        **medians(through_ray, 3),
     }
-    write_result("mixtures", figures, ["numpy", "pyarrow"])
+    write_result("mixtures", figures, ["numpy", "pyarrow", "ray"])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,43 @@ def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str
         *(wikitext_source(wikitext, part, documents) for part in ("train", "validation")),
         {"name": "python", "paths": str(library), "documents": file},
     ]
+
+
+def three_sources(wikitext: Path, folder: Path) -> dict[str, str]:
+    """The text of the recipe `gpt/mixture`: the paths of its sources, by their names.
+
+    Args:
+        wikitext: the folder with train.txt.
+        folder: gets copies of the modules of this Python's library, its packages apart, and of the
+            pages of documentation, Markdown and reStructuredText, that lie in installed packages.
+    """
+    library, packages = (Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib"))
+    pages = (page for page in packages.rglob("*") if page.suffix in (".md", ".rst"))
+    _copy(library.glob("*.py"), library, folder / "python")
+    _copy((page for page in pages if _is_documentation(page)), packages, folder / "docs")
+    return {
+        "wikitext": str((wikitext / "train.txt").resolve()),
+        "python": str(folder / "python"),
+        "docs": str(folder / "docs"),
+    }
+
+
+def _is_documentation(page: Path) -> bool:
+    return not any(name in part.lower() for part in page.parts for name in ("licens", "test"))
+
+
+def _copy(files: Iterable[Path], root: Path, folder: Path) -> None:
+    """Those that are UTF-8; one that is there already stays, so that its data set stays valid."""
+    for file in sorted(files):
+        target = folder / file.relative_to(root)
+        if target.exists():
+            continue
+        try:
+            text = file.read_text()
+        except UnicodeDecodeError:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
 
 
 def prepare(recipe: Path, values: dict[str, Any]) -> None:

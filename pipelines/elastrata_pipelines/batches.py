@@ -16,7 +16,7 @@ from elastrata_pipelines.batch_size_warmup import (
 )
 from elastrata_pipelines.deal import Deal, WorkModel, deal, num_micro_batches
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.mixed_order import MixedOrder
+from elastrata_pipelines.mixed_order import MixedOrder, MixedPlaces
 from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.order import Ints, Order
 from elastrata_pipelines.payload import Counts, StepLayout, encode
@@ -151,6 +151,7 @@ class Batches:
         places = self.order.places(group.first_position, group.num_steps * group.batch_size)
         table, index = (stripes or self.stripes()).rows(places)
         lengths = table["length"].to_numpy()[index]
+        sources = places.sources.astype(np.int32) if isinstance(places, MixedPlaces) else None
         parts = lengths.reshape(group.num_steps, group.batch_size)
         deals = [self._deal(part, num_ranks, speeds, kinds) for part in parts]
         counts = [self._counts(*both, kinds) for both in zip(deals, parts, strict=True)]
@@ -171,7 +172,13 @@ class Batches:
                 )
                 for k, (hand, dealt) in enumerate(zip(hands, deals, strict=True))
             ]
-            yield encode(table.take(index[rows]), places.epochs[rows], steps, speeds)
+            yield encode(
+                table.take(index[rows]),
+                places.epochs[rows],
+                steps,
+                speeds,
+                None if sources is None else sources[rows],
+            )
 
     def groups(
         self,

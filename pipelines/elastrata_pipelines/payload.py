@@ -15,9 +15,9 @@ from elastrata_pipelines.deal import cut
 from elastrata_pipelines.format.binary_column import values_of
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.speeds import Speeds
-from elastrata_pipelines.stripes import SOURCE
 
 _STEPS, _SPEEDS = b"steps", b"speeds"
+_SOURCE = "source"
 Counts = tuple[Mapping[int, int], ...]
 """By kind of rank and budget of tokens: the micro-batches of every rank, were all of that kind."""
 
@@ -82,6 +82,7 @@ def encode(
     epochs: npt.NDArray[np.int64],
     steps: Sequence[StepLayout],
     speeds: Speeds = (),
+    sources: npt.NDArray[np.int32] | None = None,
 ) -> pa.Buffer:
     """Writes rows, in order, and how they form steps.
 
@@ -90,8 +91,12 @@ def encode(
         epochs: the epoch each row is read in, shape [rows].
         steps: layouts whose last cuts add up to the number of rows.
         speeds: of all data ranks, that the steps were dealt by.
+        sources: of a mixture, the number of each row's source, shape [rows].
     """
-    table = table.append_column("epoch", pa.array(epochs)).combine_chunks()
+    table = table.append_column("epoch", pa.array(epochs))
+    if sources is not None:
+        table = table.append_column(_SOURCE, pa.array(sources))
+    table = table.combine_chunks()
     layout = json.dumps([vars(step) for step in steps]).encode()
     table = table.replace_schema_metadata({_STEPS: layout, _SPEEDS: json.dumps(speeds).encode()})
     sink = pa.BufferOutputStream()
@@ -132,7 +137,7 @@ def _rows(batch: pa.RecordBatch, token_dtype: str) -> Rows:
         lengths=batch["length"].to_numpy().astype(np.int64),
         tokens=values_of(batch["tokens"], token_dtype),
         boundaries=_boundaries(batch["boundaries"]) if "boundaries" in columns else None,
-        sources=batch[SOURCE].to_numpy() if SOURCE in columns else None,
+        sources=batch[_SOURCE].to_numpy() if _SOURCE in columns else None,
         second_starts=(
             batch["second_start"].to_numpy().astype(np.int64) if "second_start" in columns else None
         ),

@@ -14,8 +14,6 @@ from elastrata_pipelines.order import Ints, Places
 from elastrata_pipelines.retry import with_retries
 from elastrata_pipelines.storage import Storage
 
-SOURCE = "source"
-"""The column of rows of a mixture that has the number of their source."""
 _BOUNDARIES = "boundaries"
 
 
@@ -37,6 +35,7 @@ class Stripes:
         self._storage = storage
         self._manifest = manifest
         self._kept: dict[int, pa.Table] = {}
+        self._joined = _Joined()
 
     def read(self, stripes: Sequence[int]) -> list[pa.Table]:
         """The stripes of these numbers, one table each. A remote storage that does not answer for a
@@ -61,7 +60,7 @@ class Stripes:
             UserError: a shard is missing or damaged.
         """
         tables, index = self.parts(places)
-        return pa.concat_tables(tables).combine_chunks(), index
+        return self._joined.table(tables), index
 
     def parts(self, places: Places) -> tuple[list[pa.Table], Ints]:
         """The stripes that hold `places`, and the places as indices into them, end to end.
@@ -84,9 +83,10 @@ class MixedStripes:
 
     def __init__(self, readers: Sequence[Stripes]) -> None:
         self._readers = readers
+        self._joined = _Joined()
 
     def rows(self, places: Places) -> tuple[pa.Table, Ints]:
-        """As those of one data set, with a column `source`.
+        """As those of one data set.
 
         Args:
             places: of a mixed order.
@@ -102,13 +102,24 @@ class MixedStripes:
                 parts, own = reader.parts(places.part(inside))
                 index[inside] = begin + own
                 begin += sum(part.num_rows for part in parts)
-                tables += [_with_source(part, source) for part in parts]
-        return pa.concat_tables(_alike(tables)).combine_chunks(), index
+                tables += parts
+        return self._joined.table(tables), index
 
 
-def _with_source(table: pa.Table, source: int) -> pa.Table:
-    numbers = pa.array(np.full(table.num_rows, source, np.int32))
-    return table.append_column(SOURCE, numbers)
+class _Joined:
+    """Stripes as one table, which is kept: the first groups of a phase are small, and often lie in
+    the same windows as those before."""
+
+    def __init__(self) -> None:
+        self._tables: Sequence[pa.Table] = ()
+        self._table: pa.Table | None = None
+
+    def table(self, tables: Sequence[pa.Table]) -> pa.Table:
+        """The rows of all, end to end, a chunk a column."""
+        if self._table is None or list(map(id, tables)) != list(map(id, self._tables)):
+            self._tables, self._table = tables, None
+            self._table = pa.concat_tables(_alike(tables)).combine_chunks()
+        return self._table
 
 
 def _alike(tables: Sequence[pa.Table]) -> list[pa.Table]:

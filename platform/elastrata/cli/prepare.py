@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json as json_text
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,25 +97,36 @@ def _prepared(
     plans: dict[str, PrepareConfig], console: Console, address: str | None, *, overwrite: bool
 ) -> list[dict[str, Any]]:
     """Prepares data sets, one after the other; the JSON of each."""
-    from elastrata.cluster.ray_session import ray_session
     from elastrata.terminal.stage_progress import StageProgress
     from elastrata_pipelines.preparation import prepare as prepare_data
 
     results = []
-    for target, config in plans.items():
-        started = time.monotonic()
-        console.print(f"preparing {target}", markup=False)
-        with _told_what_is_kept(console, target), StageProgress(console) as progress:
-            manifest = prepare_data(
-                config,
-                target,
-                overwrite=overwrite,
-                progress=progress,
-                session=lambda: ray_session(address),
-            )
-        results.append(_result(manifest, target, time.monotonic() - started))
-        _summarize(console, results[-1])
+    with _one_session(address) as session:
+        for target, config in plans.items():
+            started = time.monotonic()
+            console.print(f"preparing {target}", markup=False)
+            with _told_what_is_kept(console, target), StageProgress(console) as progress:
+                manifest = prepare_data(
+                    config, target, overwrite=overwrite, progress=progress, session=session
+                )
+            results.append(_result(manifest, target, time.monotonic() - started))
+            _summarize(console, results[-1])
     return results
+
+
+@contextmanager
+def _one_session(address: str | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """What opens Ray for the first data set that needs it. It stays open for the others: to start
+    takes seconds, and on a busy machine Ray gives up now and then."""
+    from elastrata.cluster.ray_session import ray_session
+
+    with ExitStack() as until_the_end:
+
+        def session() -> AbstractContextManager[None]:
+            until_the_end.enter_context(ray_session(address))
+            return nullcontext()
+
+        yield session
 
 
 @contextmanager

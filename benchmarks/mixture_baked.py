@@ -1,0 +1,165 @@
+"""A mixture at read time beside the same mixture baked into one data set: GPT, seed by seed.
+
+    python benchmarks/mixture_baked.py ../shared/data/wikitext --scratch mixture --seeds 5
+
+The text is that of `mixture_text.py`. Baked in, `prepare` makes one data set of all three sources,
+packed and shuffled together; at read time three are mixed, by the shares of tokens that the baked
+one has. Of a seed both have the same first weights, model, steps and batch size, and draw from the
+same samples, none twice; evaluated is what is held out of each source, the same for both. In one
+process, of one thread.
+
+Runs that are in the scratch folder are not trained again: the same command goes on where it was
+stopped. Writes `results/mixture_baked.json` of the seeds that are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alone import trained_alone
+from harness import parser_of, write_result
+from mixture_text import RECIPE, prepared_sources
+from processes import elastrata
+from texts import three_sources
+
+from elastrata.recipe.file import load_recipe
+from elastrata.run import history
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.storage import Storage
+
+WAYS = ("read", "baked")
+STEPS, EVERY, SAMPLES = 400, 200, 192
+"""Of a run; from one evaluation to the next; and of an evaluation, of each source."""
+SMALLER = ("workload.num_layers=2", "batch_size=8")
+"""Changes to the recipe, as there are ten runs."""
+LOSSES = {"wikitext": "eval/loss", "python": "eval/code/loss", "docs": "eval/pages/loss"}
+"""The metric of what is held out of each source."""
+
+
+def prepared_baked(changes: Sequence[str], texts: Mapping[str, str], scratch: Path) -> Manifest:
+    """Makes one data set of all sources, unless it is there."""
+    baked = scratch / "baked"
+    if not (baked / "manifest.json").exists():
+        prepare = load_recipe(RECIPE, changes).data.prepare
+        assert prepare is not None
+        values = prepare.model_dump(mode="json", exclude_unset=True)
+        values["tokenizer"] = {"load": str(scratch / "mix" / "wikitext" / "tokenizer")}
+        elastrata(
+            "prepare", "gpt/quick", f"data.prepare={json.dumps(values)}", f"data.path={baked}"
+        )
+    return Manifest.read(Storage(str(baked)))
+
+
+def check_alike(baked: Manifest, sources: Mapping[str, Manifest]) -> None:
+    """Raises UserError where the baked data set has not the documents of the sources."""
+    for entry in baked.sources:
+        (alone,) = sources[entry.name].sources
+        if entry.documents != alone.documents:
+            raise UserError(f"{entry['name']}: {entry['documents']}, alone {alone['documents']}")
+
+
+def recipe_changes(seed: int, scratch: Path) -> list[str]:
+    """Those to the recipe that runs of both ways have."""
+    data = scratch / "mix"
+    sets = [
+        {"name": name, "path": str(data / source / "held_out")}
+        for name, source in (("code", "python"), ("pages", "docs"))
+    ]
+    evaluation = {
+        "path": str(data / "wikitext" / "held_out"),
+        "every": EVERY,
+        "samples": SAMPLES,
+        "sets": sets,
+    }
+    return [
+        *SMALLER,
+        "phases=[]",
+        "data.prepare=null",
+        f"steps={STEPS}",
+        f"seed={seed}",
+        f"evaluation={json.dumps(evaluation)}",
+    ]
+
+
+def way_changes(way: str, baked: Manifest, scratch: Path) -> list[str]:
+    """Where a way has its data, and its shares."""
+    if way == "baked":
+        return [f"data.path={scratch / 'baked'}", "data.sources=[]"]
+    shares = [{"name": entry.name, "weight": entry.tokens} for entry in baked.sources]
+    return [f"data.path={scratch / 'mix'}", f"data.sources={json.dumps(shares)}"]
+
+
+def losses(run: Path) -> dict[str, Any]:
+    """Held-out losses by source and their mean, by step; and the tokens that the run has seen."""
+    entries = history.read(Storage(str(run)).sub("history"))
+    curve = {
+        int(entry["step"]): {name: float(entry[key]) for name, key in LOSSES.items()}
+        for entry in history.surviving_evaluations(entries)
+    }
+    for found in curve.values():
+        found["mean"] = statistics.mean(found.values())
+    return {"tokens": history.effective_steps(entries)[-1]["tokens"], "curve": curve}
+
+
+def trained(way: str, seed: int, baked: Manifest, scratch: Path) -> dict[str, Any]:
+    """What a run tells, see `losses`; trained unless it is there."""
+    said = [*recipe_changes(seed, scratch), *way_changes(way, baked, scratch)]
+    return losses(trained_alone(load_recipe(RECIPE, said), scratch / "runs" / f"{way}-{seed}"))
+
+
+def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    """By step and source: both ways, and their differences by seed; means, deviations, and the
+    standard errors of the means."""
+    return {
+        step: {name: _of_seeds(seeds, step, name) for name in (*LOSSES, "mean")}
+        for step in seeds[0]["read"]["curve"]
+    }
+
+
+def _of_seeds(seeds: Sequence[Mapping[str, Any]], step: int, name: str) -> dict[str, Any]:
+    read, baked = ([seed[way]["curve"][step][name] for seed in seeds] for way in WAYS)
+    differences = [one - other for one, other in zip(read, baked, strict=True)]
+    return {"read": _mean(read), "baked": _mean(baked), "read_less_baked": _mean(differences)}
+
+
+def _mean(values: Sequence[float]) -> dict[str, float]:
+    """With the deviation and the standard error, where there are several."""
+    figures = {"mean": statistics.mean(values)}
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
+        figures |= {"deviation": deviation, "standard_error": deviation / len(values) ** 0.5}
+    return {key: round(value, 4) for key, value in figures.items()}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, wikitext=True)
+    parser.add_argument("--scratch", type=Path, required=True, help="keeps data and runs")
+    parser.add_argument("--seeds", type=int, default=5)
+    arguments = parser.parse_args()
+    scratch: Path = arguments.scratch.resolve()
+    texts = three_sources(arguments.wikitext, scratch)
+    changes = prepared_sources(arguments.wikitext, scratch)
+    baked = prepared_baked(changes, texts, scratch)
+    check_alike(
+        baked, {name: Manifest.read(Storage(str(scratch / "mix" / name))) for name in texts}
+    )
+    seeds: list[dict[str, Any]] = []
+    for seed in range(arguments.seeds):
+        runs = {way: trained(way, seed, baked, scratch) for way in WAYS}
+        seeds.append({"seed": seed, **runs})
+        figures = {
+            "steps": STEPS,
+            "tokens_baked_by_source": {entry.name: entry.tokens for entry in baked.sources},
+            "by_step": summary(seeds),
+            "seeds": seeds,
+        }
+        write_result("mixture_baked", figures, ("elastrata", "torch"))
+
+
+if __name__ == "__main__":
+    main()
