@@ -12,7 +12,11 @@ from support.fake_cuda import apart
 MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "gpt": ("gpt/125m", 8, ("data.prepare.tokenizer.vocab_size=8192",)),
     "bert": ("bert/base", 32, ()),
-    "modernbert": ("modernbert/base", 16, ("batch_size_warmup=null",)),
+    "modernbert": (
+        "modernbert/base",
+        16,
+        ("batch_size_warmup=null", "data.prepare.tokenizer.vocab_size=8192"),
+    ),
 }
 """Recipe, samples of a data rank in a step, and changes."""
 _SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")

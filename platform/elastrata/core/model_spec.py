@@ -52,6 +52,10 @@ class ModelSpec:
     """Additions for each feature of a token: one less than there are tables."""
     embedding_norm: bool = False
     """Whether embeddings are normed before the first block."""
+    first_norm: bool = True
+    """Whether the first block norms what it is given, as the others do."""
+    dropouts: int = 0
+    """Dropouts of a block, each with a mask of a byte for every feature of a token."""
     head_extra: int = 0
     """Parameters of the head's own matrices beside the one that gives logits."""
     sample_extra: int = 0

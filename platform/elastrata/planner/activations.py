@@ -16,15 +16,13 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
     As in arXiv 2205.05198, section 4.1, counted for the operations of each kind of block. What
     every tensor-parallel device keeps whole, unless tokens are divided: inputs of the two norms, of
-    the projections to query, key and value and of the feed-forward's first. What they divide:
-    query, key, value, attention's result, and the feed-forward's inner numbers.
+    the projections to query, key and value and of the feed-forward's first, and masks of dropout.
+    What they divide: query, key, value, attention's result, and the feed-forward's inner numbers.
     """
     e, h, f = stack.element_bytes, model.hidden, model.feed_forward
-    shared = 4 * e * h + (2 * h if stack.dropout else 0)
+    shared = 4 * e * h + (2 if stack.dropout else model.dropouts) * h
     inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
     own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
-    if model.position_rows == 0 and not stack.fused:
-        own += e * (h + model.kv_width)  # query and key before they were turned
     if model.qk_norm:
         own += e * (h + model.kv_width)  # ... and before they were normalised
     if stack.flash:
@@ -35,7 +33,14 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     # Inputs of the projections to query, key and value and of the feed-forward's first are whole.
     gathered = 2 * e * h * (1 - 1 / parts) if stack.keeps_gathered else 0.0
     tokens = layout.micro_batch * model.seq_len
-    return tokens * (shared / parts + gathered + own / layout.tensor)
+    return tokens * (shared / parts + gathered + _waves(model, stack) + own / layout.tensor)
+
+
+def _waves(model: ModelSpec, stack: Stack) -> float:
+    """Bytes per token of the sines and cosines that query and key are turned by, one of each for
+    two features of a head; what is turned is not kept."""
+    is_rotary = model.position_rows == 0
+    return 2 * FP32_BYTES * model.hidden / model.heads if is_rotary and not stack.fused else 0.0
 
 
 def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage: int) -> float:
@@ -148,6 +153,9 @@ def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
 def normed_embeddings(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """What a norm of the embeddings keeps of one micro-batch: their sum, whole on every
-    tensor-parallel device."""
-    tokens = layout.micro_batch * model.seq_len
-    return tokens * model.hidden * stack.element_bytes if model.embedding_norm else 0.0
+    tensor-parallel device. Less what a first block without a norm does not keep."""
+    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
+    kept = hidden if model.embedding_norm else 0.0
+    if model.first_norm or layout.checkpointing != "none":
+        return kept
+    return kept - hidden / (layout.tensor if layout.sequence else 1)
