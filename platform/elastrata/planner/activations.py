@@ -130,10 +130,24 @@ def logits_and_loss(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
 
 
+def computed_again(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Bytes of a block that goes backward, beside what was kept of it: what it computes again. And
+    with `selective` the feed-forward's last result, where it has three: nothing asks for it."""
+    if layout.checkpointing == "none":
+        return 0.0
+    block = block_activations(model, stack, layout)
+    again = max(0.0, block - kept_activations(model, stack, layout, block))
+    if layout.checkpointing == "full" or not model.gated:
+        return again
+    return again + layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
+
+
 def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """Gradients at once inside a block: of its feed-forward's inner numbers, and of its output."""
+    """Gradients at once inside a block, beside what it keeps: of its feed-forward's inner numbers,
+    with a gate of both factors and of their product, which itself is gone; and of its output."""
     parts = layout.tensor if layout.sequence and not stack.keeps_gathered else 1
-    numbers = model.feed_forward / layout.tensor + model.hidden / parts
+    inner = (2 if model.gated else 1) * model.feed_forward
+    numbers = inner / layout.tensor + model.hidden / parts
     return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
 
 

@@ -8,6 +8,7 @@ from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.activations import (
     block_activations,
     blocks_in_flight,
+    computed_again,
     head_activations,
     head_inputs,
     in_backward,
@@ -110,11 +111,9 @@ class Stage:
 
     def in_block(self) -> Moment:
         """Where its last block goes backward."""
-        layout, block = self.layout, block_activations(self.model, self.stack, self.layout)
+        layout = self.layout
         working = in_backward(self.model, self.stack, layout)
-        if layout.checkpointing != "none":
-            kept = kept_activations(self.model, self.stack, layout, block)
-            working += max(0.0, block - kept)
+        working += computed_again(self.model, self.stack, layout)
         if self.has_head:  # the gradient of its table is there until all blocks are done
             columns = self.model.vocabulary / layout.tensor
             working += columns * self.model.hidden * self.stack.element_bytes
