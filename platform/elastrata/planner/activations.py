@@ -152,10 +152,10 @@ def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
 
 def head_inputs(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """What the head keeps of one micro-batch beside the logits: the hidden states of predicted
-    tokens, before and after the norm."""
+    """What the head keeps of one micro-batch beside the logits: hidden states of predicted
+    tokens."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
-    return tokens * 2 * model.hidden * stack.element_bytes
+    return tokens * model.head_states * model.hidden * stack.element_bytes
 
 
 def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:

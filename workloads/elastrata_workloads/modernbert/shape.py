@@ -84,6 +84,7 @@ class ModernBertShape:
             tied=True,
             block_vectors=self.block(1).vectors,
             head_extra=self.hidden_size**2,
+            head_states=5,
             predicted=mask_probability,
             seq_len=seq_len,
         )
