@@ -151,6 +151,13 @@ def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
 
 
+def kept_product(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """The product of a gated feed-forward's two factors, where a backward pass keeps what it is
+    done with: zero bubble computes the gradients of weights from that, later."""
+    inner = model.feed_forward / layout.tensor if model.gated else 0.0
+    return layout.micro_batch * model.seq_len * inner * stack.element_bytes
+
+
 def head_inputs(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """What the head keeps of one micro-batch beside the logits: hidden states of predicted
     tokens."""

@@ -13,6 +13,7 @@ from elastrata.planner.activations import (
     head_inputs,
     in_backward,
     kept_activations,
+    kept_product,
     logits_and_loss,
     normed_embeddings,
     travelling,
@@ -119,6 +120,7 @@ class Stage:
             working += columns * self.model.hidden * self.stack.element_bytes
         if self.is_divided:
             working += self._waiting_gradients() / layout.virtual_stages
+            working += kept_product(self.model, self.stack, layout)
         return Moment(
             gathered=_gathered(self.model, self.stack, layout, self.own, 2),
             gradients=self._accumulated(),

@@ -68,7 +68,6 @@ class BertShape:
             dropouts=2 if self.dropout else 0,
             qk_norm=self.qk_norm,
             head_extra=e * e,
-            head_states=4,
             sample_extra=e * (e + 2) if self.next_sentence else 0,
             predicted=mask_probability,
             seq_len=seq_len,
