@@ -1,44 +1,51 @@
 """The deal's cost model held against measured times of micro-batches.
 
-    python benchmarks/cost_model.py
+    python benchmarks/cost_model.py [RECIPE]...
 
-The deal takes a sample of s tokens to cost a s + b s^2, with a and b counted from the shapes of the
-model's matrices. Here micro-batches of many shapes go forward and backward through BERT, turn by
-turn, in random order, on one thread; the median CPU time of each counts. Two fits by least squares
-of relative errors, each with a constant for what every micro-batch costs whatever is in it:
+The deal takes a sample of s tokens to cost a s + b s^2, and with windows c p(s) beside it, p being
+the pairs of tokens within one; a, b and c are counted from the shapes of the model's matrices. Here
+micro-batches of many shapes go forward and backward through a model, turn by turn, in random order,
+on one thread; the median CPU time of each counts. Fits by least squares of relative errors, each
+with a constant for what every micro-batch costs whatever is in it:
 
 - `model`: constant + scale * work, the work being what the deal takes it to be; its errors say how
-  well the deal knows times. `tokens_only` is the same with the number of tokens for the work.
-- `free`: constant + a * tokens + b * squares; `ratio` is b / a as measured over b / a as counted.
+  well the deal knows times. `tokens_only` is the same with the number of tokens for the work,
+  `without_windows` with work as if all layers attended to all tokens.
+- `free`: constant + a * tokens + b * squares, with windows constant + a * (all but squares) + b *
+  squares; `ratio` is b / a as measured over b / a as counted.
 
 Ranks run equally many micro-batches, so that the constant is the same for all.
-Writes benchmarks/results/cost_model.json.
+Writes benchmarks/results/cost_model.json; recipes that are not named stay as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from harness import cpu_milliseconds, parser_of, write_result
+from harness import cpu_milliseconds, known_result, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
+from elastrata_pipelines.deal import pairs_within
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.bert import Bert
+from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
 
 Floats = npt.NDArray[np.float64]
 
-RECIPES = ("bert/small", "bert/mini")
+RECIPES = ("bert/small", "bert/mini", "modernbert/mini")
 SHAPES = (
     *((16, 32), (4, 128), (1, 512)),
     *((32, 32), (16, 64), (8, 128), (4, 256), (2, 512)),
     *((64, 32), (16, 128), (8, 256), (4, 512)),
 )
 """Rows and length of even micro-batches: 512, 1,024 and 2,048 tokens."""
+LONG_SHAPES = ((1, 1024), (2, 1024))
+"""More of them, of models that take such samples."""
 UNEVEN_ROWS = (4, 8)
 ROUNDS = 5
 VOCABULARY = Vocabulary(
@@ -46,12 +53,15 @@ VOCABULARY = Vocabulary(
 )
 
 
-def micro_batches() -> dict[str, list[int]]:
+def micro_batches(longest: int) -> dict[str, list[int]]:
     """Lengths of the rows of each micro-batch, longest first."""
-    even = {f"{rows} x {length}": [length] * rows for rows, length in SHAPES}
+    shapes = [shape for shape in (*SHAPES, *LONG_SHAPES) if shape[1] <= longest]
+    even = {f"{rows} x {length}": [length] * rows for rows, length in shapes}
     rng = np.random.default_rng(0)
     uneven = {
-        f"{rows} of 16 to 512": sorted(rng.integers(16, 513, rows).tolist(), reverse=True)
+        f"{rows} of 16 to {longest}": sorted(
+            rng.integers(16, longest + 1, rows).tolist(), reverse=True
+        )
         for rows in UNEVEN_ROWS
     }
     return even | uneven
@@ -67,21 +77,28 @@ def rows_of(lengths: Sequence[int]) -> Rows:
     )
 
 
-def measure(bert: Bert, cases: dict[str, list[int]], rounds: int) -> dict[str, float]:
+def measure(
+    workload: MaskedTransformer, cases: dict[str, list[int]], rounds: int
+) -> dict[str, float]:
     """Milliseconds of forward and backward of each micro-batch."""
     torch.manual_seed(0)
-    model = bert.build_model(VOCABULARY, 512)
+    model = workload.build_model(VOCABULARY, workload.longest)
 
     def step(lengths: Sequence[int]) -> Callable[[], None]:
-        batch = bert.collate(rows_of(lengths), VOCABULARY, seed=0)
+        batch = workload.collate(rows_of(lengths), VOCABULARY, seed=0)
 
         def run() -> None:
             model.zero_grad()
-            bert.loss(model, batch).terms["mlm"].backward()
+            workload.loss(model, batch).terms["mlm"].backward()
 
         return run
 
     return cpu_milliseconds({name: step(lengths) for name, lengths in cases.items()}, rounds)
+
+
+def pairs_in(cases: Iterable[Sequence[int]], window: int) -> Floats:
+    """Pairs of tokens within a window, of each micro-batch."""
+    return np.array([float(pairs_within(np.array(case), window).sum()) for case in cases])
 
 
 def fit(columns: Sequence[Floats], times: Floats) -> tuple[Floats, Floats]:
@@ -103,23 +120,29 @@ def quality(predicted: Floats, times: Floats) -> dict[str, float]:
 
 def check(recipe: str, rounds: int) -> dict[str, Any]:
     """Measured times of one model beside those the cost model gives."""
-    bert = load_recipe(recipe).workload
-    assert isinstance(bert, Bert)
-    cases = micro_batches()
-    measured = measure(bert, cases, rounds)
-    work = bert.work(VOCABULARY)
+    workload = load_recipe(recipe).workload
+    assert isinstance(workload, MaskedTransformer)
+    cases = micro_batches(workload.longest)
+    measured = measure(workload, cases, rounds)
+    work = workload.work(VOCABULARY)
+    everywhere = replace(work, quadratic=work.quadratic + work.windowed, windowed=0)
     times = np.array(list(measured.values()))
-    works = np.array([float(work(lengths).sum()) for lengths in cases.values()])
+    works, global_works = (
+        np.array([float(of(lengths).sum()) for lengths in cases.values()])
+        for of in (work, everywhere)
+    )
     tokens = np.array([float(sum(lengths)) for lengths in cases.values()])
     squares = np.array([float(sum(s * s for s in lengths)) for lengths in cases.values()])
+    others = tokens + work.windowed / work.linear * pairs_in(cases.values(), work.window)
     _, by_model = fit([works], times)
-    _, by_tokens = fit([tokens], times)
-    (constant, linear, quadratic), by_both = fit([tokens, squares], times)
+    (constant, linear, quadratic), by_both = fit([others, squares], times)
     counted = work.quadratic / work.linear
+    windows = {"without_windows": quality(fit([global_works], times)[1], times)}
     return {
         "recipe": recipe,
         "model": quality(by_model, times),
-        "tokens_only": quality(by_tokens, times),
+        "tokens_only": quality(fit([tokens], times)[1], times),
+        **(windows if work.windowed else {}),
         "free": quality(by_both, times)
         | {
             "constant_milliseconds": round(float(constant), 2),
@@ -135,12 +158,19 @@ def check(recipe: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rounds = parser_of(__doc__, rounds=ROUNDS).parse_args().rounds
+    parser = parser_of(__doc__, rounds=ROUNDS)
+    parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
+    models = {one["recipe"]: one for one in known_result("cost_model").get("models", [])}
+    for recipe in arguments.recipes:
+        models[recipe] = {
+            **check(recipe, arguments.rounds),
+            "rounds": arguments.rounds,
+        }
     figures = {
         "unit": "CPU time of forward and backward, one thread",
-        "rounds": rounds,
-        "models": [check(recipe, rounds) for recipe in RECIPES],
+        "models": list(models.values()),
     }
     write_result("cost_model", figures, ("torch", "numpy"))
 

@@ -51,7 +51,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
-from elastrata_workloads.bert import Bert
+from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
 
 STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 8, 2, 16, 3
 RIVALS = {
@@ -136,14 +136,14 @@ class Bench:
 
 def settings(recipe: Recipe) -> str:
     """The recipe's values as the rivals' `Settings`."""
-    optimizer, bert = recipe.optimizer, recipe.workload
-    assert isinstance(bert, Bert)
+    optimizer, workload = recipe.optimizer, recipe.workload
+    assert isinstance(workload, MaskedTransformer)
     return json.dumps(
         {
             "steps": recipe.steps,
             "batch_size": recipe.batch_size,
             "seed": recipe.seed,
-            "mask_probability": bert.mask_probability,
+            "mask_probability": workload.mask_probability,
             "lr": optimizer.lr,
             "betas": optimizer.betas,
             "eps": optimizer.eps,
@@ -157,32 +157,44 @@ def settings(recipe: Recipe) -> str:
 def padded_flops(recipe: Recipe, length: int) -> int:
     """FLOPs of a padded batch: every position attends to all of its row, and goes through the
     head."""
-    bert = recipe.workload
-    assert isinstance(bert, Bert)
-    spec = bert.model_spec(training_data(recipe).train.manifest.vocabulary, length)
+    workload = recipe.workload
+    assert isinstance(workload, MaskedTransformer)
+    spec = workload.model_spec(training_data(recipe).train.manifest.vocabulary, length)
     return int(spec.training_flops([length] * BATCH_SIZE, BATCH_SIZE * length))
 
 
 def prepare_all(wikitext: Path, scratch: Path, documents: Documents) -> None:
+    """What trainers need, in a folder: BERT-mini on the texts that the docstring names."""
+    prepared = {
+        "sources": sources(wikitext, scratch / "python", documents),
+        "tokenizer": {"vocab_size": VOCABULARY},
+        "seq_len": 512,
+        "held_out": None,
+    }
+    prepare_trainers(scratch, "bert/mini", prepared, {"steps": STEPS})
+
+
+def prepare_trainers(
+    scratch: Path, base: str, prepared: dict[str, Any], changes: dict[str, Any]
+) -> None:
     """Writes the recipe, and what is missing of the data set, the same samples as plain arrays, and
-    the untrained model."""
+    the untrained model.
+
+    Args:
+        scratch: the folder that gets them.
+        base: the recipe that is extended.
+        prepared: its `data.prepare`.
+        changes: other keys of it.
+    """
     data = scratch / "data"
     values = {
-        "extends": "bert/mini",
-        "data": {
-            "path": str(data),
-            "prepare": {
-                "sources": sources(wikitext, scratch / "python", documents),
-                "tokenizer": {"vocab_size": VOCABULARY},
-                "seq_len": 512,
-                "held_out": None,
-            },
-        },
-        "steps": STEPS,
+        "extends": base,
+        "data": {"path": str(data), "prepare": prepared},
         "batch_size": BATCH_SIZE,
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 1000},
         "workers": {"threads": 1, "spares": False},
+        **changes,
     }
     prepare(scratch / "recipe.yaml", values)
     if not (scratch / "memmap").exists():
@@ -213,13 +225,15 @@ def measured(steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
-def measure(bench: Bench, rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Runs rounds of all trainers, turn by turn; returns these and those kept from earlier."""
+def measure(
+    bench: Bench, rounds: int, trainers: Sequence[str] = (*RIVALS, *OURS)
+) -> list[dict[str, dict[str, float]]]:
+    """Runs rounds of trainers, turn by turn; returns these and those kept from earlier."""
     kept = bench.scratch / "rounds.json"
     found = json.loads(kept.read_text()) if kept.exists() else []
     for _ in range(rounds):
         figures = {}
-        for trainer in (*RIVALS, *OURS):
+        for trainer in trainers:
             figures[trainer] = measured(bench.steps(trainer, seed=len(found)))
             figures[trainer]["load"] = os.getloadavg()[0]
             print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)

@@ -14,7 +14,7 @@ from support.command import run_json
 from support.live_run import LiveRun
 from support.nodes import nodes, send, train_workers
 from support.ranks import run_ranks
-from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, SEQ_LEN, tiny_recipe, write_data_set
 
 STEPS, HOT_STEPS = 200, 10
 PATIENCE = 400
@@ -39,12 +39,12 @@ CUBE = (
 PAIRS = ("workers.min=2", "workers.max=4", "parallel.tensor=2", "parallel.sequence=true")
 
 
-def _recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
+def _recipe(folder: Path, workload: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     write_data_set(folder / "data", samples=1000)
     values = tiny_recipe(
         folder / "data",
         folder / "runs",
-        workload=GPT,
+        workload=workload,
         steps=STEPS,
         optimizer={"lr": 1e-3},
         checkpoint={"every": 100, "hot_steps": HOT_STEPS},
@@ -56,11 +56,15 @@ def _recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("group", "layout"), [(2, PAIRS), (4, CUBE)], ids=["tp2", "pp2 tp2"])
+@pytest.mark.parametrize(
+    ("workload", "group", "layout"),
+    [(GPT, 2, PAIRS), (GPT, 4, CUBE), (MODERNBERT, 2, PAIRS)],
+    ids=["tp2", "pp2 tp2", "modernbert tp2"],
+)
 def test_a_lost_worker_and_a_lost_node_cost_a_few_steps(
-    group: int, layout: tuple[str, ...], tmp_path: Path
+    workload: dict[str, Any], group: int, layout: tuple[str, ...], tmp_path: Path
 ) -> None:
-    recipe, values = _recipe(tmp_path)
+    recipe, values = _recipe(tmp_path, workload)
     with nodes() as cluster:
         cluster.add(cpus=group)
         second = cluster.add(cpus=group)

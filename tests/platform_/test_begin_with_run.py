@@ -27,7 +27,7 @@ from elastrata_pipelines.storage import Storage
 from support.begin_ranks import Begun, first_losses, optimizer_states
 from support.lone_run import lone_run
 from support.ranks import run_fresh_ranks, run_ranks
-from support.synthetic import tiny_recipe
+from support.synthetic import MODERNBERT, tiny_recipe
 
 BERT = {"name": "bert", "hidden_size": 32, "num_layers": 2, "num_heads": 2}
 GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 48}
@@ -186,6 +186,78 @@ def test_another_model_is_refused_key_by_key(folder: Path, parent: Path) -> None
     assert f"workload.norm: rms: expected layer, {where}" in lines
     (line,) = _refused(folder, str(parent), workload=BERT)
     assert line == f"workload.name: bert: expected gpt, {where}"
+
+
+@pytest.fixture(scope="module")
+def modern(folder: Path) -> Path:
+    return lone_run(folder, "modern", workload=MODERNBERT)
+
+
+def test_keys_that_may_differ_do(folder: Path, modern: Path) -> None:
+    """Another rotary base for longer samples: the same weights, the same moments, another model."""
+    longer = {**MODERNBERT, "global_rotary_base": 9e5, "max_positions": 96}
+    where = f"as {modern}, step 4 has"
+    (line,) = _refused(folder, str(modern), workload=longer)
+    assert line == f"workload.global_rotary_base: 900000.0: expected 160000.0, {where}"
+
+    begin = {"weights": str(modern), "optimizer": True, "may_differ": ["global_rotary_base"]}
+    same = _begun(folder, str(modern), workload=MODERNBERT)
+    other = _begun(folder, begin, workload=longer)
+    expected, found = same.weights(), other.weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    moments = other.trainer.state()["optimizer"]
+    assert {float(v) for name, v in moments.items() if name.endswith(".step")} == {4.0}
+    assert other.trainer.model.shape.global_rotary_base == 9e5
+    with lone_group(torch.device("cpu")):
+        assert same.loss() == pytest.approx(_evaluations(modern)[4], rel=1e-6)
+        assert other.loss() != same.loss()
+
+
+@pytest.mark.parametrize(
+    ("changes", "may_differ", "told"),
+    [
+        (
+            {"global_rotary_base": 9e5, "window": 16},
+            ["global_rotary_base"],
+            ["workload.window: 16: expected 8, as "],
+        ),
+        (
+            {"global_rotary_base": 9e5},
+            ["global_rotary_bse"],
+            [
+                "workload.global_rotary_base: 900000.0: expected 160000.0, as ",
+                "begin_with.may_differ: global_rotary_bse: no such key "
+                "(did you mean 'global_rotary_base'?)",
+            ],
+        ),
+    ],
+    ids=["another key", "no such key"],
+)
+def test_no_other_key_may(
+    changes: dict[str, Any], may_differ: list[str], told: list[str], folder: Path, modern: Path
+) -> None:
+    begin = {"weights": str(modern), "may_differ": may_differ}
+    lines = _refused(folder, begin, workload={**MODERNBERT, **changes})
+    for line, start in zip(lines, told, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"intermediate_size": 64}, "blocks.0.feed_forward.down.weight has shape (32, 48)"),
+        ({"num_layers": 3}, "has blocks.3."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_changes_tensors_may_differ_in_vain(
+    changes: dict[str, Any], told: str, folder: Path, modern: Path
+) -> None:
+    begin = {"weights": str(modern), "may_differ": list(changes)}
+    lines = _refused(folder, begin, workload={**MODERNBERT, **changes})
+    assert all(line.startswith("begin_with.weights: ") for line in lines)
+    assert any(told in line for line in lines), lines
 
 
 def test_another_optimizer_cannot_take_its_state(folder: Path, parent: Path) -> None:

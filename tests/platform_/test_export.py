@@ -23,7 +23,7 @@ from elastrata.run.folder import read_identity
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.lone_run import lone_run
-from support.synthetic import tiny_recipe
+from support.synthetic import MODERNBERT, tiny_recipe
 
 GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 48}
 
@@ -41,6 +41,15 @@ def bert(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def gpt(folder: Path) -> Path:
     return lone_run(folder, "gpt", workload=GPT)
+
+
+@pytest.fixture(scope="module")
+def modernbert(folder: Path) -> Path:
+    return lone_run(folder, "modernbert", workload=MODERNBERT)
+
+
+MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
+LOADERS = {"bert": MASKED, "gpt": CAUSAL, "modernbert": MASKED}
 
 
 @pytest.fixture(params=[0o022, 0o027])
@@ -72,7 +81,7 @@ def test_a_folder_that_is_there_keeps_its_mode(bert: Path, tmp_path: Path) -> No
     assert _modes(tmp_path / "model")["."] == 0o2750
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt"])
+@pytest.mark.parametrize("kind", LOADERS)
 def test_the_class_that_is_recommended_loads_all_of_it(
     kind: str,
     request: pytest.FixtureRequest,
@@ -84,7 +93,7 @@ def test_the_class_that_is_recommended_loads_all_of_it(
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert list(result) == documented_keys("export")
-    loader = {"bert": "AutoModelForMaskedLM", "gpt": "AutoModelForCausalLM"}[kind]
+    loader = LOADERS[kind]
     assert result["loader"] == loader
     code = shown.err.splitlines()[1].removeprefix("next     ")
     assert code.startswith(f"from transformers import {loader}; {loader}.from_pretrained(")
@@ -108,7 +117,7 @@ def test_an_export_in_bf16_and_shards_is_the_rounded_model(gpt: Path, tmp_path: 
     assert "in bfloat16" in (cut / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt"])
+@pytest.mark.parametrize("kind", LOADERS)
 def test_the_card_says_what_the_model_comes_from(
     kind: str,
     request: pytest.FixtureRequest,
@@ -121,7 +130,7 @@ def test_the_card_says_what_the_model_comes_from(
     assert run_here(["audit", str(run), "--json"]) == 0
     audited = json.loads(capsys.readouterr().out)
     card = ModelCard.load(tmp_path / "model" / "README.md")
-    task = {"bert": "fill-mask", "gpt": "text-generation"}[kind]
+    task = {MASKED: "fill-mask", CAUSAL: "text-generation"}[LOADERS[kind]]
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", task)
     assert card.data.tags == ["elastrata", kind]
     commit = chosen_commit(Storage(str(run)), "newest")

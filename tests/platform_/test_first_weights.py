@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"name": "gpt", **SIZES, "positions": "rotary", "activation": "swiglu", "norm": "rms",
               "bias": False, "tied_embeddings": False},
     "bert": {"name": "bert", **SIZES, "next_sentence": True},
+    "modernbert": {"name": "modernbert", **SIZES, "window": 8},
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},

@@ -16,6 +16,7 @@ from elastrata.inference.continuation import Sampling, continuation
 from elastrata.inference.language_model import load_language_model
 from support.documented import ROOT
 from support.small_gpt import GPT, run_with_tokenizer
+from support.synthetic import MODERNBERT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and vLLM
 LLAMA = {
@@ -63,10 +64,15 @@ def test_vllm_serves_the_export(served: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+@pytest.mark.parametrize(
+    ("workload", "kind"),
+    [(BERT, "Bert"), (MODERNBERT, "ModernBert")],
+    ids=["bert", "modernbert"],
+)
 def test_a_classifier_is_made_of_a_bert_as_the_docs_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workload: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_with_tokenizer(tmp_path, "wordpiece", workload=BERT)
+    run = run_with_tokenizer(tmp_path, "wordpiece", workload=workload)
     monkeypatch.chdir(tmp_path)
     assert run_here(["export", str(run), "--out", "models/first"]) == 0
     page = (ROOT / "docs" / "begin-and-fork.md").read_text()
@@ -77,4 +83,4 @@ def test_a_classifier_is_made_of_a_bert_as_the_docs_show(
     assert 0.3 < names["before"]["eval_accuracy"] < 0.7
     assert names["after"]["eval_accuracy"] > 0.95
     tuned = AutoModelForSequenceClassification.from_pretrained("models/classifier")
-    assert type(tuned).__name__ == "BertForSequenceClassification"
+    assert type(tuned).__name__ == f"{kind}ForSequenceClassification"

@@ -18,7 +18,7 @@ from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
 from support.pipeline_ranks import travel
 from support.ranks import run_fresh_ranks, run_ranks
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 from support.tensor_ranks import train_all
 
 RELATIVE = 1e-5
@@ -45,6 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bert": {"workload": {"name": "bert", **SIZES, "embedding_multiple": 2}},
     "stable bert": {"workload": {"name": "bert", **SIZES, "qk_norm": True, "z_loss": 0.01}},
     "stable gpt": {"workload": {"name": "gpt", **SIZES, **LLAMA, "qk_norm": True, "z_loss": 0.01}},
+    "modernbert": {"workload": {**MODERNBERT, "num_layers": 5, "embedding_multiple": 2}},
 }
 PIPELINE = {"pipeline": 2}
 GPIPE = {"pipeline": 2, "schedule": "gpipe", "micro_batches": 4}
@@ -97,7 +98,9 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "ways"),
     [
-        pytest.param(2, [("llama", PIPELINE), ("llama", BY_SPEED)], id="pp2"),
+        pytest.param(
+            2, [("llama", PIPELINE), ("llama", BY_SPEED), ("modernbert", PIPELINE)], id="pp2"
+        ),
         pytest.param(2, [("bert", INTERLEAVED)], id="pp2 in turns", marks=SLOW),
         pytest.param(2, [("gpt2", INTERLEAVED), ("bert", PIPELINE)], id="pp2 too", marks=SLOW),
         pytest.param(2, [("stable bert", PIPELINE)], id="pp2 stable bert", marks=SLOW),
@@ -151,7 +154,7 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
         ("tied llama", 2, [{}, PIPELINE, INTERLEAVED]),
         *(
             (name, 4, [{}, PIPELINE, CUBE, INTERLEAVED, {"tensor": 2}])
-            for name in ("tied llama", "bert")
+            for name in ("tied llama", "bert", "modernbert")
         ),
     ],
 )

@@ -21,6 +21,19 @@ SHORT = (
 )
 
 
+@pytest.mark.slow  # a run of two workers
+def test_a_modernbert_is_trained_as_well(tmp_path: Path) -> None:
+    command = ("quickstart", "--model", "modernbert", *SHORT, "--out", "q")
+    result = run_json(*command, cwd=tmp_path)
+    assert list(result) == [*documented_keys("train"), *documented_keys("quickstart")]
+    assert (result["status"], result["steps"], result["world_sizes"]) == ("FINISHED", 4, [2])
+    model = AutoModelForMaskedLM.from_pretrained(result["model"])
+    assert type(model).__name__ == "ModernBertForMaskedLM"
+    assert all(len(guess["words"]) == 3 for guess in result["filled"])
+    assert result["packages_told"]["chance"] == 1 / 8
+    assert (tmp_path / "q" / "modernbert-data" / "manifest.json").exists()
+
+
 @pytest.mark.slow  # a run of two workers, and another process that has nothing left to do
 def test_the_main_job(tmp_path: Path) -> None:
     result = run_json("quickstart", *SHORT, "--out", "q", cwd=tmp_path)
@@ -32,6 +45,7 @@ def test_the_main_job(tmp_path: Path) -> None:
         assert (Path(result["plots"]) / picture).read_bytes().startswith(b"\x89PNG")
     AutoModelForMaskedLM.from_pretrained(result["model"])
     assert all(len(guess["words"]) == 3 for guess in result["filled"])
+    assert 0 < result["packages_told"]["untrained"] < 1
     client = MlflowClient(f"sqlite:///{tmp_path}/q/runs/mlflow.db")
     assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     plots = {item.path for item in client.list_artifacts(result["mlflow_run_id"], "plots")}

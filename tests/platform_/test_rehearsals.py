@@ -1,18 +1,17 @@
-"""Layouts of both models, rehearsed: memory as planned, waits where they may be, known messages."""
+"""Layouts of all models, rehearsed: memory as planned, waits where they may be, known messages."""
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import pytest
 from _pytest.mark import ParameterSet
 
 from support.allowed_waits import unexpected_waits
 from support.ledgers import golden, is_kept, ledger
-from support.rehearsed_layouts import LAYOUTS, MODELS, rehearse_layout, worlds
+from support.rehearsed_layouts import MODELS, layouts, rehearse_layout, worlds
 
-QUICK = {("gpt", "fsdp", 8), ("bert", "bf16-hsdp", 8)}
+QUICK = {("gpt", "fsdp", 8), ("bert", "bf16-hsdp", 8), ("modernbert", "sequence", 8)}
 ERROR = 0.02
 """Of the plan's memory, at most."""
 
@@ -24,12 +23,14 @@ def _case(model: str, layout: str, world_size: int) -> ParameterSet:
 
 EVERY = [
     _case(model, layout, size)
-    for model, layout in product(MODELS, LAYOUTS)
+    for model in MODELS
+    for layout in layouts(model)
     for size in worlds(layout)
 ]
 KEPT = [
     _case(model, layout, size)
-    for model, layout in product(MODELS, LAYOUTS)
+    for model in MODELS
+    for layout in layouts(model)
     if is_kept(model, layout)
     for size in worlds(layout)
 ]
@@ -51,5 +52,5 @@ def test_memory_is_as_planned_and_the_host_waits_where_it_may(
 def test_messages_are_those_of_the_ledger(model: str, layout: str, world_size: int) -> None:
     found = ledger(_rehearsed(model, layout, world_size))
     assert found == golden(model, layout, world_size), (
-        f"write it anew with PYTHONPATH=tests python -m support.ledgers {layout}"
+        f"write it anew with PYTHONPATH=tests python -m support.ledgers {model} {layout}"
     )

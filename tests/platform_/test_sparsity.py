@@ -10,7 +10,7 @@ import pytest
 
 from support.ranks import run_fresh_ranks, run_ranks
 from support.sparse_ranks import Sparse, resume_sparse, save_sparse, train_all_sparse, train_sparse
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 RELATIVE = 1e-5
 """As in `test_step.py`: fp32 sums in another order."""
@@ -20,6 +20,7 @@ SIZES = {"hidden_size": 44, "num_layers": 2, "num_heads": 2, "max_positions": 48
 ODD = {"workload": {"name": "gpt", **SIZES, "hidden_size": 34}}
 """Two ranks that compute together have 17 rows each, and FSDP2 divides these into 9 and 8."""
 BERT, GPT = ({"workload": {"name": name, **SIZES}} for name in ("bert", "gpt"))
+MODERN = {"workload": {**MODERNBERT, "hidden_size": 44}}
 EXACT = {
     "parallel": {"virtual_ranks": 4},
     "optimizer": {"lr": 5e-3, "fused": False},
@@ -71,6 +72,19 @@ def _methods(data: Path) -> list[dict[str, Any]]:
         )
         for name, method in METHODS.items()
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rigl", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "rigl")],
+)
+def test_modernbert_has_the_same_zeros_on_any_number_of_ranks(data: Path, name: str) -> None:
+    recipe = _recipe(data, **EXACT, **MODERN, sparsity=METHODS[name], steps=5)
+    alone = run_ranks(1, train_sparse, recipe)[0]
+    assert len(alone.masks) == (3 if name == "rigl" else 1)
+    assert all(np.array_equal(alone.zeros[key], mask) for key, mask in alone.masks[-1].items())
+    for found in run_ranks(3, train_sparse, recipe):
+        _assert_equal(found, alone, relative=0.0)
 
 
 def _assert_equal(found: Sparse, wanted: Sparse, relative: float = RELATIVE) -> None:
@@ -128,10 +142,18 @@ def test_rigl_replaces_weights_and_keeps_their_number(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"replicate": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)]
+    ("workload", "layout"),
+    [
+        (BERT, {"replicate": 2}),
+        pytest.param(ODD, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(MODERN, {"replicate": 2}, marks=pytest.mark.slow),
+        pytest.param(MODERN, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+    ],
 )
-def test_masks_are_the_same_in_other_layouts(data: Path, layout: dict[str, Any]) -> None:
-    recipe = _recipe(data, sparsity=STATIC, **(ODD if "tensor" in layout else BERT))
+def test_masks_are_the_same_in_other_layouts(
+    data: Path, workload: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    recipe = _recipe(data, sparsity=STATIC, **workload)
     alone = run_ranks(1, train_sparse, recipe)[0]
     for found in run_fresh_ranks(4, train_sparse, {**recipe, "parallel": layout}):
         _assert_equal(found, alone)

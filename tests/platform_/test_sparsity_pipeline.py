@@ -12,7 +12,7 @@ import pytest
 
 from support.ranks import run_fresh_ranks, run_ranks
 from support.sparse_ranks import Sparse, resume_sparse, save_sparse, train_all_sparse
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 RELATIVE = 1e-5
 """As in `test_step.py`: fp32 sums in another order."""
@@ -79,8 +79,9 @@ def test_stages_hold_the_same_weights_at_zero(data: Path) -> None:
         _recipe(data, sparsity={"level": 0.75}),
         _recipe(data, sparsity={"method": "two_four", "layers": ["*.query", "*.down"]}),
         _recipe(data, phases=LEVELS, optimizer={"name": "muon", "lr": 5e-3}),
+        _recipe(data, sparsity={"level": 0.75}, workload=MODERNBERT),
     ]
-    ways = [PIPELINE, INTERLEAVED, INTERLEAVED]
+    ways = [PIPELINE, INTERLEAVED, INTERLEAVED, INTERLEAVED]
     alone = run_ranks(1, train_all_sparse, cases)[0]
     staged = [{**case, "parallel": way} for case, way in zip(cases, ways, strict=True)]
     for wanted, *ranks in zip(alone, *run_fresh_ranks(2, train_all_sparse, staged), strict=True):

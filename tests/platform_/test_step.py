@@ -8,7 +8,7 @@ import pytest
 
 from support.bare_loop import train_on_ranks
 from support.ranks import run_fresh_ranks, run_ranks
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 RELATIVE = 1e-5
 """fp32 sums in another order differ by some 1e-7 each; eight steps of AdamW add to that."""
@@ -22,9 +22,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recipe(data: Path) -> dict[str, object]:
+def recipe(request: pytest.FixtureRequest, data: Path) -> dict[str, object]:
+    """BERT's, or another workload's where a test says so."""
     # 21 samples a step, so that no world size divides them; 8 steps run over the epoch's end
-    return tiny_recipe(data, data / "runs", steps=8, batch_size=21)
+    return tiny_recipe(data, data / "runs", steps=8, batch_size=21, **getattr(request, "param", {}))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,22 @@ def alone(recipe: dict[str, object]) -> list[object]:
     return run_ranks(1, train_on_ranks, recipe)[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+BERT: dict[str, object] = {}
+MODERN = {"workload": MODERNBERT}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [
+        *(pytest.param(BERT, size, id=f"bert {size}") for size in (2, 3, 4)),
+        pytest.param(MODERN, 3, id="modernbert 3"),
+        *(
+            pytest.param(MODERN, size, id=f"modernbert {size}", marks=pytest.mark.slow)
+            for size in (2, 4)
+        ),
+    ],
+    indirect=["recipe"],
+)
 def test_losses_are_equal_at_any_world_size(world_size, recipe, alone) -> None:
     for records in run_ranks(world_size, train_on_ranks, recipe):
         assert [r.digest for r in records] == [r.digest for r in alone]
@@ -52,6 +68,14 @@ def test_losses_are_equal_at_any_world_size(world_size, recipe, alone) -> None:
         {"parallel": {"replicate": 2}},
     ],
     ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(BERT, id="bert"),
+        pytest.param(MODERN, id="modernbert", marks=pytest.mark.slow),
+    ],
+    indirect=True,
 )
 def test_how_it_is_computed_does_not_change_the_losses(changes, recipe, alone) -> None:
     records = run_fresh_ranks(4, train_on_ranks, {**recipe, **changes})[0]

@@ -13,7 +13,7 @@ from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from support.ranks import run_fresh_ranks, run_ranks
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 from support.tensor_ranks import norms_of_weights, resume_all, save_all, train_all
 
 RELATIVE = 1e-5
@@ -49,6 +49,11 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "stable bert": {"workload": {"name": "bert", **SIZES, "qk_norm": True, "z_loss": 0.01}},
     "whole table": {"workload": {"name": "gpt", **SIZES, **LLAMA}},
+    "modernbert": {
+        "workload": {**MODERNBERT, "hidden_size": 36, "intermediate_size": 42, **EVEN},
+        "micro_batch_tokens": 64,
+        "activation_checkpointing": "selective",
+    },
 }
 
 
@@ -85,7 +90,7 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
 @pytest.mark.parametrize(
     ("names", "world_size", "ways"),
     [
-        pytest.param(["stable gpt"], 2, [SEQUENCE], id="tp2"),
+        pytest.param(["stable gpt", "modernbert"], 2, [SEQUENCE], id="tp2"),
         pytest.param(RUNS, 2, [{}], id="dp2", marks=pytest.mark.slow),
         pytest.param(RUNS, 2, [TENSOR, SEQUENCE], id="tp2 all", marks=pytest.mark.slow),
         pytest.param(RUNS, 4, [TENSOR, SEQUENCE], id="dp2 tp2", marks=pytest.mark.slow),
@@ -110,7 +115,7 @@ def test_checkpoints_go_on_with_the_model_divided_and_back(
     tmp_path: Path, recipes: dict[str, Any], alone: Callable[[str], list[Any]]
 ) -> None:
     """Over four ranks, two of them share a part of a matrix, unevenly."""
-    names = ["bert", "gpt2"]
+    names = ["bert", "gpt2", "modernbert"]
     whole, divided = (
         [
             ({**recipes[name], "parallel": way}, str(tmp_path / f"{name} {len(way)}"))

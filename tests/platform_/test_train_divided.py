@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
 from support.command import kill_group, run, start, wait_until
 from support.ranks import run_ranks
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 STEPS = 60
 DIVIDED = ("workers.min=2", "workers.max=2", "parallel.tensor=2", "parallel.sequence=true")
@@ -22,10 +23,13 @@ RELATIVE = 1e-4
 
 
 @pytest.mark.slow
-def test_killed_and_continued_by_one_worker_it_is_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"workload": MODERNBERT}], ids=["bert", "modernbert"])
+def test_killed_and_continued_by_one_worker_it_is_the_same_run(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     write_data_set(tmp_path / "data", samples=400)
     values = tiny_recipe(
-        tmp_path / "data", tmp_path / "runs", steps=STEPS, checkpoint={"every": 10}
+        tmp_path / "data", tmp_path / "runs", steps=STEPS, checkpoint={"every": 10}, **changes
     )
     recipe = tmp_path / "divided.yaml"
     recipe.write_text(yaml.safe_dump(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ from support.command import kill_group, run
 from support.live_run import LiveRun
 from support.nodes import send, workers_of
 from support.ranks import run_ranks
-from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, SEQ_LEN, tiny_recipe, write_data_set
 
 STEPS, HOT_STEPS = 80, 10
 RELATIVE = 1e-5
@@ -29,14 +30,15 @@ PIPELINE = ("workers.min=2", "workers.max=2", "parallel.pipeline=2")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workload", [GPT, MODERNBERT], ids=["gpt", "modernbert"])
 def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(
-    tmp_path: Path, workers_are_children: None
+    workload: dict[str, Any], tmp_path: Path, workers_are_children: None
 ) -> None:
     write_data_set(tmp_path / "data", samples=400)
     values = tiny_recipe(
         tmp_path / "data",
         tmp_path / "runs",
-        workload=GPT,
+        workload=workload,
         steps=STEPS,
         checkpoint={"every": 10, "hot_steps": HOT_STEPS},
     )

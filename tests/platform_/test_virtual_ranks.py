@@ -17,7 +17,7 @@ from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
 from support.bare_loop import train_on_ranks
 from support.ranks import run_ranks
-from support.synthetic import tiny_recipe, write_data_set
+from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 WORK = WorkModel(linear=100, quadratic=1)
 STEPS = 40
@@ -102,10 +102,19 @@ def _bits(recipe: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
     return [(record.loss, record.gradient_norm) for record in records]
 
 
-@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, (3,)),
+        pytest.param({}, (2, 4), marks=pytest.mark.slow),
+        ({"workload": MODERNBERT}, (3,)),
+        pytest.param({"workload": MODERNBERT}, (2, 4), marks=pytest.mark.slow),
+    ],
+)
 def test_losses_are_equal_to_the_bit_at_any_world_size(
-    recipe: dict[str, Any], sizes: tuple[int, ...]
+    recipe: dict[str, Any], changes: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
+    recipe = {**recipe, **changes}
     alone = _bits(recipe, 1)
     assert alone[-1][0] < alone[0][0] - 0.5
     assert any(norm > 0.5 for _, norm in alone)

@@ -27,6 +27,10 @@ class Run:
 
 
 _SHORT = ("evaluation.samples=16", "workers={max: 1, threads: 1, spares: false}")
+_QUICK = (
+    *("steps=4", "batch_size=8", "schedule.warmup_steps=1", "evaluation.samples=16"),
+    *("data.prepare.tokenizer.max_bytes=200000", "--out", "quick"),
+)
 _OF_RECIPE = {"RECIPE": "mine.yaml"}
 
 TO_A_BERT = {
@@ -139,12 +143,8 @@ TRAINING = {
         words={"steps=50000": "steps=12"}
     ),
     "elastrata export runs/lr/trials/0007 --out models/best": Run(),
-    "elastrata quickstart --model gpt": Run(
-        extra=(
-            *("steps=4", "batch_size=8", "schedule.warmup_steps=1", "evaluation.samples=16"),
-            *("data.prepare.tokenizer.max_bytes=200000", "--out", "quick"),
-        )
-    ),
+    "elastrata quickstart --model gpt": Run(extra=_QUICK),
+    "elastrata quickstart --model modernbert": Run(extra=_QUICK),
 }
 """After those, in this order: each takes Ray, or what such a one made."""
 
@@ -229,6 +229,7 @@ NOT_RUN = {
             "python benchmarks/cost_model.py",
             "python benchmarks/horizons.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
+            "python benchmarks/modernbert.py WIKITEXT",
             "python benchmarks/slow_network.py DATA_SET",
             "python benchmarks/trainers.py",
             "python benchmarks/trainers_loss.py WIKITEXT",

@@ -1,6 +1,6 @@
 """Golden ledgers: the messages of every layout's step, one file for each, written anew by
 
-    PYTHONPATH=tests python -m support.ledgers [LAYOUT]...
+    PYTHONPATH=tests python -m support.ledgers [MODEL|LAYOUT]...
 
 A change of what ranks send each other is then seen in a diff, a line for each kind of message.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from elastrata.rehearsal.figures import RankFigures
-from support.rehearsed_layouts import LAYOUTS, MODELS, rehearse_layout, worlds
+from support.rehearsed_layouts import LAYOUTS, MODELS, layouts, rehearse_layout, worlds
 
 FOLDER = Path(__file__).parents[1] / "ledgers"
 
@@ -43,9 +43,12 @@ def _path(model: str, layout: str) -> Path:
     return FOLDER / f"{model}-{layout}.json"
 
 
-def _write(layouts: Sequence[str]) -> None:
-    for model in MODELS:
-        for layout in layouts:
+def _write(names: Sequence[str]) -> None:
+    """Of all that are named; where no model is, or no layout, of all of these."""
+    models = [name for name in names if name in MODELS] or MODELS
+    named = [name for name in names if name in LAYOUTS] or LAYOUTS
+    for model in models:
+        for layout in (layout for layout in layouts(model) if layout in named):
             kept = {
                 str(size): ledger(rehearse_layout(model, layout, size)) for size in worlds(layout)
             }
@@ -54,4 +57,4 @@ def _write(layouts: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _write(sys.argv[1:] or list(LAYOUTS))
+    _write(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Layouts of both models that are rehearsed: small, so that each takes seconds, at 8 ranks, and at
+"""Layouts of all models that are rehearsed: small, so that each takes seconds, at 8 ranks, and at
 1,024 where that makes another mesh."""
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from support.fake_cuda import apart
 MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "gpt": ("gpt/125m", 8, ("data.prepare.tokenizer.vocab_size=8192",)),
     "bert": ("bert/base", 32, ()),
+    "modernbert": (
+        "modernbert/base",
+        16,
+        ("batch_size_warmup=null", "data.prepare.tokenizer.vocab_size=8192"),
+    ),
 }
 """Recipe, samples of a data rank in a step, and changes."""
 _SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")
@@ -56,9 +61,16 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "stable-all-axes": (*_STABLE, *_TENSOR, *_PIPELINE, "parallel.sequence=true"),
 }
 """By name, what a recipe says. WORLD stands for the number of ranks."""
+_LACKS: Mapping[str, tuple[str, ...]] = {"modernbert": ("stable", "stable-all-axes")}
+"""By model, layouts with keys that it has not."""
 
 WIDE = ("fsdp", "hsdp", "bf16-hsdp", "bucketwise", "all-axes", "virtual")
 """Of these, those at 1,024 ranks."""
+
+
+def layouts(model: str) -> list[str]:
+    """The names of those that a model is rehearsed in."""
+    return [layout for layout in LAYOUTS if layout not in _LACKS.get(model, ())]
 
 
 def worlds(layout: str) -> tuple[int, ...]:

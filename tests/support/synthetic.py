@@ -23,6 +23,18 @@ from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.storage import Storage
 
 SEQ_LEN, VOCABULARY, STRIPE, STRIPES_PER_SHARD = 48, 97, 32, 2
+MODERNBERT = {
+    "name": "modernbert",
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 2,
+    "max_positions": SEQ_LEN,
+    "window": 8,
+    "attention_dropout": 0.1,
+}
+"""A ModernBERT of all three kinds of blocks: the first, local ones, and a global one with a norm
+before it. Samples are shorter than its window, and up to six times as long as the half of it, and
+longer: attention takes each of its ways."""
 _LENGTHS_PER_MEAN = 3.84
 """The longest sample over the mean, before lengths are cut."""
 

@@ -34,7 +34,15 @@ BERT = {
     "num_heads": 4,
     "max_positions": SEQ_LEN,
 }
-WORKLOADS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
+MODERNBERT = {
+    **BERT,
+    "name": "modernbert",
+    "num_layers": 4,
+    "window": 8,
+    "global_rotary_base": 500.0,
+    "local_rotary_base": 50.0,
+}
+WORKLOADS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT, "modernbert": MODERNBERT}
 
 
 def save_theirs(kind: str, folder: Path, *, num_ids: int = VOCABULARY, **saving: Any) -> Any:
@@ -56,9 +64,31 @@ def _make(kind: str, num_ids: int) -> Any:
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        ModernBertConfig,
+        ModernBertForMaskedLM,
     )
 
     torch.manual_seed(3)
+    if kind == "modernbert":
+        return ModernBertForMaskedLM(
+            ModernBertConfig(
+                vocab_size=num_ids,
+                hidden_size=32,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                intermediate_size=48,
+                max_position_embeddings=SEQ_LEN,
+                local_attention=8,
+                global_rope_theta=500.0,
+                local_rope_theta=50.0,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                cls_token_id=1,
+                sep_token_id=2,
+                attn_implementation="sdpa",
+            )
+        )
     if kind == "bert":
         return BertForMaskedLM(
             BertConfig(

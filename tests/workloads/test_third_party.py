@@ -85,6 +85,11 @@ def test_its_costs_need_not_be_counted_by_hand(
     assert lstm.flops([4, 6], {}, ids) == 60 * matrices
 
 
+def test_its_class_stays_short() -> None:
+    class_file = EXAMPLE / "elastrata_lstm" / "workload.py"
+    assert len(class_file.read_text().splitlines()) <= 100
+
+
 def test_layouts_that_it_says_nothing_of_are_refused(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

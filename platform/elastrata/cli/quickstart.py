@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _NEXT = {
     "bert": "elastrata prepare --text YOUR_TEXT --out data/mine\n"
     "            elastrata train bert/tiny data.path=data/mine --name first",
+    "modernbert": "elastrata prepare --text YOUR_TEXT --tokenizer bpe --seq-len 512 "
+    "--out data/mine-modern\n"
+    "            elastrata train modernbert/tiny data.path=data/mine-modern --name first-modern",
     "gpt": "elastrata prepare --text YOUR_TEXT --tokenizer bpe --packing best_fit "
     "--seq-len 256 --out data/mine-gpt\n"
     "            elastrata train gpt/quick data.path=data/mine-gpt --name first-gpt",
@@ -39,11 +42,13 @@ def quickstart(
         "quickstart"
     ),
     model: Annotated[
-        Literal["bert", "gpt"], typer.Option(help="What is trained: a BERT or a GPT.")
+        Literal["bert", "modernbert", "gpt"],
+        typer.Option(help="What is trained: a BERT, a ModernBERT or a GPT."),
     ] = "bert",
     json: Json = False,
 ) -> None:
-    """Train a small BERT or GPT on Python's own library: text to shards to model, in minutes."""
+    """Train a small BERT, ModernBERT or GPT on Python's own library: text to shards to model, in
+    minutes."""
     from elastrata.cluster.ray_session import ray_session
     from elastrata.launch.quickstart import (
         collect_corpus,
@@ -67,7 +72,10 @@ def quickstart(
     evaluation = last_evaluation(run)
     console.print("4/5  export: the model as a folder for transformers")
     exported = _export(result, out / folder_of("model", model))
-    shown = _fill(console, exported) if model == "bert" else _write(console, exported)
+    is_encoder = model != "gpt"
+    shown = _fill(console, exported) if is_encoder else _write(console, exported)
+    if is_encoder:
+        shown |= _tell_packages(console, exported, corpus.folder)
     _summarize(console, recipe, result, evaluation, exported, time.monotonic() - started)
     if json:
         print_json_line(_result(result, evaluation, exported, shown))
@@ -81,6 +89,21 @@ def _fill(console: Console, model: Path) -> dict[str, Any]:
     for guess in filled:
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
     return {"filled": [asdict(guess) for guess in filled]}
+
+
+def _tell_packages(console: Console, model: Path, corpus: Path) -> dict[str, Any]:
+    """What pre-training gives: hidden states, and what a linear classifier makes of them."""
+    from elastrata.inference.origin_probe import probe
+
+    found = probe(model, corpus)
+    if found is not None:
+        console.print(
+            "     which package a paragraph is from, by its hidden states alone: "
+            f"{found.trained:.0%} right (with first weights {found.untrained:.0%}, "
+            f"by chance {found.chance:.0%})",
+            markup=False,
+        )
+    return {"packages_told": None if found is None else asdict(found)}
 
 
 def _write(console: Console, model: Path) -> dict[str, Any]:

@@ -52,8 +52,15 @@ class ModelSpec:
     """Additions for each feature of a token: one less than there are tables."""
     embedding_norm: bool = False
     """Whether embeddings are normed before the first block."""
+    first_norm: bool = True
+    """Whether the first block norms what it is given, as the others do."""
+    dropouts: int = 0
+    """Dropouts of a block, each with a mask of a byte for every feature of a token."""
     head_extra: int = 0
     """Parameters of the head's own matrices beside the one that gives logits."""
+    head_states: int = 2
+    """Hidden states of a predicted token that the head keeps: before and after a norm, and what
+    matrices of its own make of them."""
     sample_extra: int = 0
     """Parameters of matrices that are applied once to every sample."""
     qk_norm: bool = False

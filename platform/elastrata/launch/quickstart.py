@@ -1,5 +1,5 @@
-"""The quickstart: from the text of Python's own library to a BERT that fills in masked words, or to
-a GPT that goes on with a line."""
+"""The quickstart: from the text of Python's own library to a BERT or a ModernBERT that fills in
+masked words, or to a GPT that goes on with a line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
-Model = Literal["bert", "gpt"]
+Model = Literal["bert", "modernbert", "gpt"]
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_DOCUMENTS = {"bert": "paragraph", "gpt": "file"}
+_DOCUMENTS = {"bert": "paragraph", "modernbert": "paragraph", "gpt": "file"}
 """Paragraphs of code differ in length as texts do; whole files would all be cut at seq_len, which
 for a GPT are packed."""
 _BEGINNINGS = ("def __init__(self, ", "import ", "    if not isinstance(", "class ")
@@ -97,7 +97,7 @@ def _sources(library: Path) -> Iterator[tuple[Path, bytes]]:
 def quickstart_recipe(
     out: Path, corpus: Corpus, overrides: tuple[str, ...] = (), model: Model = "bert"
 ) -> Recipe:
-    """The recipe `bert/quickstart`, or `gpt/quickstart`, with all it reads and writes in `out`."""
+    """The recipe `<model>/quickstart`, with all it reads and writes in `out`."""
     source = {"name": "python", "paths": str(corpus.folder), "documents": _DOCUMENTS[model]}
     places = {
         "name": f"{model}-quickstart",

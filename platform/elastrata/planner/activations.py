@@ -16,15 +16,13 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
     As in arXiv 2205.05198, section 4.1, counted for the operations of each kind of block. What
     every tensor-parallel device keeps whole, unless tokens are divided: inputs of the two norms, of
-    the projections to query, key and value and of the feed-forward's first. What they divide:
-    query, key, value, attention's result, and the feed-forward's inner numbers.
+    the projections to query, key and value and of the feed-forward's first, and masks of dropout.
+    What they divide: query, key, value, attention's result, and the feed-forward's inner numbers.
     """
     e, h, f = stack.element_bytes, model.hidden, model.feed_forward
-    shared = 4 * e * h + (2 * h if stack.dropout else 0)
+    shared = 4 * e * h + (2 if stack.dropout else model.dropouts) * h
     inner = (3 if stack.fused else 4) * f if model.gated else 2 * f
     own = e * ((2 + stack.attention_copies) * h + 2 * model.kv_width + inner)
-    if model.position_rows == 0 and not stack.fused:
-        own += e * (h + model.kv_width)  # query and key before they were turned
     if model.qk_norm:
         own += e * (h + model.kv_width)  # ... and before they were normalised
     if stack.flash:
@@ -35,7 +33,14 @@ def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     # Inputs of the projections to query, key and value and of the feed-forward's first are whole.
     gathered = 2 * e * h * (1 - 1 / parts) if stack.keeps_gathered else 0.0
     tokens = layout.micro_batch * model.seq_len
-    return tokens * (shared / parts + gathered + own / layout.tensor)
+    return tokens * (shared / parts + gathered + _waves(model, stack) + own / layout.tensor)
+
+
+def _waves(model: ModelSpec, stack: Stack) -> float:
+    """Bytes per token of the sines and cosines that query and key are turned by, one of each for
+    two features of a head; what is turned is not kept."""
+    is_rotary = model.position_rows == 0
+    return 2 * FP32_BYTES * model.hidden / model.heads if is_rotary and not stack.fused else 0.0
 
 
 def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage: int) -> float:
@@ -125,18 +130,39 @@ def logits_and_loss(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     return logits * stack.logit_bytes + min(logits, stack.logits_at_once) * FP32_BYTES
 
 
+def computed_again(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """Bytes of a block that goes backward, beside what was kept of it: what it computes again. And
+    with `selective` the feed-forward's last result, where it has three: nothing asks for it."""
+    if layout.checkpointing == "none":
+        return 0.0
+    block = block_activations(model, stack, layout)
+    again = max(0.0, block - kept_activations(model, stack, layout, block))
+    if layout.checkpointing == "full" or not model.gated:
+        return again
+    return again + layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
+
+
 def in_backward(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """Gradients at once inside a block: of its feed-forward's inner numbers, and of its output."""
+    """Gradients at once inside a block, beside what it keeps: of its feed-forward's inner numbers,
+    with a gate of both factors and of their product, which itself is gone; and of its output."""
     parts = layout.tensor if layout.sequence and not stack.keeps_gathered else 1
-    numbers = model.feed_forward / layout.tensor + model.hidden / parts
+    inner = (2 if model.gated else 1) * model.feed_forward
+    numbers = inner / layout.tensor + model.hidden / parts
     return layout.micro_batch * model.seq_len * numbers * stack.element_bytes
 
 
+def kept_product(model: ModelSpec, stack: Stack, layout: Layout) -> float:
+    """The product of a gated feed-forward's two factors, where a backward pass keeps what it is
+    done with: zero bubble computes the gradients of weights from that, later."""
+    inner = model.feed_forward / layout.tensor if model.gated else 0.0
+    return layout.micro_batch * model.seq_len * inner * stack.element_bytes
+
+
 def head_inputs(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """What the head keeps of one micro-batch beside the logits: the hidden states of predicted
-    tokens, before and after the norm."""
+    """What the head keeps of one micro-batch beside the logits: hidden states of predicted
+    tokens."""
     tokens = layout.micro_batch * model.seq_len * model.predicted
-    return tokens * 2 * model.hidden * stack.element_bytes
+    return tokens * model.head_states * model.hidden * stack.element_bytes
 
 
 def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
@@ -148,6 +174,9 @@ def head_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
 def normed_embeddings(model: ModelSpec, stack: Stack, layout: Layout) -> float:
     """What a norm of the embeddings keeps of one micro-batch: their sum, whole on every
-    tensor-parallel device."""
-    tokens = layout.micro_batch * model.seq_len
-    return tokens * model.hidden * stack.element_bytes if model.embedding_norm else 0.0
+    tensor-parallel device. Less what a first block without a norm does not keep."""
+    hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes
+    kept = hidden if model.embedding_norm else 0.0
+    if model.first_norm or layout.checkpointing != "none":
+        return kept
+    return kept - hidden / (layout.tensor if layout.sequence else 1)

@@ -8,10 +8,12 @@ from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.activations import (
     block_activations,
     blocks_in_flight,
+    computed_again,
     head_activations,
     head_inputs,
     in_backward,
     kept_activations,
+    kept_product,
     logits_and_loss,
     normed_embeddings,
     travelling,
@@ -110,16 +112,15 @@ class Stage:
 
     def in_block(self) -> Moment:
         """Where its last block goes backward."""
-        layout, block = self.layout, block_activations(self.model, self.stack, self.layout)
+        layout = self.layout
         working = in_backward(self.model, self.stack, layout)
-        if layout.checkpointing != "none":
-            kept = kept_activations(self.model, self.stack, layout, block)
-            working += max(0.0, block - kept)
+        working += computed_again(self.model, self.stack, layout)
         if self.has_head:  # the gradient of its table is there until all blocks are done
             columns = self.model.vocabulary / layout.tensor
             working += columns * self.model.hidden * self.stack.element_bytes
         if self.is_divided:
             working += self._waiting_gradients() / layout.virtual_stages
+            working += kept_product(self.model, self.stack, layout)
         return Moment(
             gathered=_gathered(self.model, self.stack, layout, self.own, 2),
             gradients=self._accumulated(),

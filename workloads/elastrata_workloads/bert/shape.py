@@ -65,6 +65,7 @@ class BertShape:
             embedding_norm=True,
             tied=True,
             block_vectors=biases + norms,
+            dropouts=2 if self.dropout else 0,
             qk_norm=self.qk_norm,
             head_extra=e * e,
             sample_extra=e * (e + 2) if self.next_sentence else 0,

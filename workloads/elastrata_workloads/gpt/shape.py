@@ -82,6 +82,7 @@ class GptShape:
             position_rows=self.max_positions if self.positions == "learned" else 0,
             tied=self.tied_embeddings,
             block_vectors=self.block.vectors,
+            dropouts=2 if self.dropout else 0,
             qk_norm=self.qk_norm,
             seq_len=seq_len,
         )

@@ -79,9 +79,12 @@ class ModernBertShape:
             position_rows=0,
             embedding_additions=0,
             embedding_norm=True,
+            first_norm=False,
+            dropouts=1 if self.attention_dropout else 0,
             tied=True,
             block_vectors=self.block(1).vectors,
             head_extra=self.hidden_size**2,
+            head_states=5,
             predicted=mask_probability,
             seq_len=seq_len,
         )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastrata.core.batch import Batch, padded
@@ -23,37 +22,33 @@ from elastrata_pipelines.rows import Rows
 class LstmBatch(Batch):
     """N samples of L tokens, padding included."""
 
-    tokens: Tensor
+    ids: Tensor
     """Shape [N, L], int64."""
-    predicted: Tensor
-    """Shape [N, L - 1], bool: where the next token is one to predict."""
+    targets: Tensor
+    """Shape [N (L - 1)]: the next id, or -100 where there is none to predict."""
 
 
 class LstmModel(nn.Module):
     """Token embedding, LSTMs, head."""
 
-    def __init__(self, num_ids: int, hidden_size: int, num_layers: int) -> None:
+    def __init__(self, num_ids: int, size: int, depth: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_ids, hidden_size)
-        self.layers = nn.ModuleList(
-            nn.LSTM(hidden_size, hidden_size, batch_first=True) for _ in range(num_layers)
-        )
-        self.head = nn.Linear(hidden_size, num_ids)
+        self.embedding = nn.Embedding(num_ids, size)
+        self.layers = nn.ModuleList(nn.LSTM(size, size, batch_first=True) for _ in range(depth))
+        self.head = nn.Linear(size, num_ids)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape [N, L, V] for tokens of shape [N, L]."""
-        hidden = self.embedding(tokens)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of shape [N, L, V] for ids of shape [N, L]."""
+        hidden = self.embedding(ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)[0]
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Lstm(Workload):
     """LSTMs (Hochreiter and Schmidhuber 1997) with residual connections that predict tokens."""
 
     name: Literal["lstm"] = "lstm"
-    """This workload."""
     hidden_size: int = 64
     """Width of the model."""
     num_layers: int = 2
@@ -65,29 +60,23 @@ class Lstm(Workload):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The units of sharding."""
-        assert isinstance(model, LstmModel)
-        return list(model.layers)
+        return list(model.get_submodule("layers").children())
 
     def collate(self, rows: Rows, vocabulary: Vocabulary, seed: int) -> LstmBatch:
         """A micro-batch, maybe of no samples."""
         batch = padded(rows, vocabulary.pad_id)
-        predicted = batch.is_real[:, 1:]
-        return LstmBatch(
-            weights={"lm": float(predicted.sum())},
-            num_positions=batch.tokens.numel(),
-            tokens=batch.tokens,
-            predicted=predicted,
-        )
+        ids, is_predicted = batch.tokens, batch.is_real[:, 1:]
+        targets = ids[:, 1:].where(is_predicted, -100).flatten()
+        weights = {"lm": float(is_predicted.sum())}
+        return LstmBatch(weights=weights, num_positions=ids.numel(), ids=ids, targets=targets)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """Sums over the predictions, never means: the engine divides once."""
         assert isinstance(batch, LstmBatch)
-        logits, targets = model(batch.tokens)[:, :-1].float(), batch.tokens[:, 1:]
-        each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-        # An empty batch has nothing to predict; its zero still hangs on the weights.
-        total = (each * batch.predicted).sum() + 0.0 * logits.sum()
-        right = ((logits.argmax(-1) == targets) & batch.predicted).sum()
-        return Loss({"lm": total}, {"lm_accuracy": Metric(right.detach(), per="lm")})
+        logits = model(batch.ids)[:, :-1].float().flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+        right = (logits.argmax(-1) == batch.targets).sum()
+        return Loss({"lm": total}, {"lm_accuracy": Metric(right, per="lm")})
 
     def metrics(self) -> Sequence[str]:
         """Names of what `loss` tells."""

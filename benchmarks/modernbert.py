@@ -1,0 +1,83 @@
+"""Useful tokens per second of training a ModernBERT, beside the Hugging Face Trainer.
+
+    python benchmarks/modernbert.py ../shared/data/wikitext
+
+Both train ModernBERT-mini, the Trainer as `ModernBertForMaskedLM`, from the same weights and on the
+same samples of natural lengths: paragraphs of WikiText, functions and classes of this Python's
+standard library, up to 1,024 tokens, a BPE of 8,192 words. Equal batch size, fused AdamW, clipping
+and share of masked tokens; fp32, one thread. The Trainer's batches are drawn at random and padded
+to the longest of their samples, or grouped by length (five of every 50 batches are trained on,
+evenly spread); it calls PyTorch's fused attention. Elastrata runs as `elastrata train` with one
+worker, with its data pipeline, history and MLflow on the clock. Measured as in trainers.py; the
+Python that runs this has accelerate, which the Trainer needs.
+
+`--scratch DIR` keeps data and rounds for the next time; a later call adds its rounds to them.
+Writes results/modernbert.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from harness import parser_of, scratch_folder, write_result
+from texts import VOCABULARY, wikitext_source
+from trainers import (
+    BATCH_SIZE,
+    DEFAULT,
+    ONE,
+    Bench,
+    data_set,
+    measure,
+    prepare_trainers,
+    ratio,
+    row,
+)
+
+STEPS, ROUNDS, LONGEST = 12, 3, 1024
+RIVALS = (DEFAULT, "Hugging Face Trainer, grouped by length")
+DEFINITION = r"\s*(async def|def|class) "
+PACKAGES = ("elastrata", "ray", "torch", "transformers", "accelerate")
+
+
+def prepare_all(wikitext: Path, scratch: Path) -> None:
+    """What trainers need, in a folder."""
+    library = Path(sysconfig.get_path("stdlib")) / "*.py"
+    prepared = {
+        "sources": [
+            {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
+            {"name": "python", "paths": str(library), "document_start": DEFINITION},
+        ],
+        "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},
+        "seq_len": LONGEST,
+        "packing": "none",
+        "held_out": None,
+    }
+    prepare_trainers(scratch, "modernbert/mini", prepared, {"steps": STEPS})
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=ROUNDS, wikitext=True)
+    parser.add_argument("--scratch", type=Path, help="folder for data and rounds, kept")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with scratch_folder(arguments.scratch) as scratch:
+        prepare_all(arguments.wikitext, scratch)
+        python = Path(sys.executable)
+        rounds = measure(Bench(scratch, python, python), arguments.rounds, (*RIVALS, ONE))
+        data = data_set(scratch)
+    figures = {
+        "model": "ModernBERT-mini",
+        "data": data,
+        "samples_per_step": BATCH_SIZE,
+        "one_worker_over_the_default": ratio(ONE, RIVALS[:1], rounds),
+        "one_worker_over_the_best": ratio(ONE, RIVALS, rounds),
+        "rows": [row(trainer, rounds) for trainer in (*RIVALS, ONE)],
+    }
+    write_result("modernbert", figures, PACKAGES)
+
+
+if __name__ == "__main__":
+    main()
