@@ -60,7 +60,8 @@ def probe(model: Path, corpus: Path) -> Probe | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(str(model), dtype=torch.float32)
-        untrained: Any = AutoModel.from_config(config)
+        anew: Any = AutoModel.from_config
+        untrained = anew(config)
     return Probe(
         trained=_share_right(trained, tokenizer, *texts),
         untrained=_share_right(untrained, tokenizer, *texts),
