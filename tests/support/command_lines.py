@@ -229,6 +229,7 @@ NOT_RUN = {
             "python benchmarks/cost_model.py",
             "python benchmarks/horizons.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
+            "python benchmarks/mixture_text.py WIKITEXT --scratch DIR",
             "python benchmarks/modernbert.py WIKITEXT",
             "python benchmarks/slow_network.py DATA_SET",
             "python benchmarks/trainers.py",
