@@ -4,8 +4,8 @@
 
 Gloo ranks of one thread train BERT with the engine's own loop on samples of drawn lengths. Each is
 held to a share of a core by a quota of the kernel (a cgroup of its own, which needs root), the same
-shares in all that is compared. Every rank has a whole copy of the model (`parallel.replicate: all`),
-as small machines would. The parts of a run, one after the other:
+shares in all that is compared. Every rank has a whole copy of the model, as is best for a small one
+on a slow network (`parallel.replicate: all`). The parts of a run, one after the other:
 
 - equal: the deal takes all ranks for equally fast;
 - dealt: by measured speeds, as `workers.speeds: measured` has it; the hands that are read while the
