@@ -32,7 +32,7 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 
 MODELS = ("bert/mini", "modernbert/mini")
-STEPS, EVERY, SAMPLES, SEQ_LEN = 400, 50, 512, 512
+STEPS, EVERY, SAMPLES, SEQ_LEN = 240, 40, 256, 512
 DEFINITION = r"\s*(async def|def|class) "
 ACCURACY = "eval/mlm_accuracy"
 
