@@ -20,9 +20,7 @@ def test_the_rest_goes_on_from_what_follows_from_their_parts(
     """Three workers on a node each: two of them share a parity, which lies on the third."""
     with nodes() as cluster:
         added = [cluster.add(cpus=1) for _ in range(3)]
-        live = LiveRun(
-            recipe, "parity", tmp_path / "log", "--address", cluster.address, *PARITY
-        )
+        live = LiveRun(recipe, "parity", tmp_path / "log", "--address", cluster.address, *PARITY)
         live.wait_for_size(3, 1, steps=30)
         first = min(added, key=lambda node: node.node_id)  # in the group of two
         cluster.kill(first)
