@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 from harness import parser_of, write_result
+from typing_extensions import override
 
 from elastrata.bench.lengths import read_histogram
 from elastrata.recipe.file import load_recipe
@@ -35,6 +36,7 @@ from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.order import Order
+from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import CONCURRENT_READERS
 from elastrata_pipelines.stripes import Stripes
 
@@ -53,19 +55,19 @@ PEAK_TFLOPS = {"A100": 312, "H100": 989}
 SHARE_OF_PEAK = 0.4
 
 
-class MemoryStripes:
+class MemoryStripes(Stripes):
     """Stripes of random tokens that lie in memory."""
 
     def __init__(self, lengths: Ints) -> None:
+        super().__init__(cast(Storage, None), cast(Manifest, None))  # asked for nothing
         self._tables = [
             _stripe(first, -np.sort(-lengths[first : first + STRIPE]))
             for first in range(0, len(lengths), STRIPE)
         ]
 
-    def read(self, numbers: Sequence[int]) -> list[pa.Table]:
-        return [self._tables[number] for number in numbers]
-
-    rows, parts = Stripes.rows, Stripes.parts
+    @override
+    def read(self, stripes: Sequence[int]) -> list[pa.Table]:
+        return [self._tables[number] for number in stripes]
 
 
 def _stripe(first: int, lengths: Ints) -> pa.Table:
@@ -118,7 +120,7 @@ def payload_milliseconds(
     batches: Batches, stripes: MemoryStripes, group: Group, ranks: int
 ) -> float:
     def write() -> None:
-        for _ in batches.payloads(group, ranks, cast(Stripes, stripes)):
+        for _ in batches.payloads(group, ranks, stripes):
             pass
 
     taken = [milliseconds(write) for _ in range(ROUNDS // 2 + 1)]

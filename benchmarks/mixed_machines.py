@@ -4,7 +4,8 @@
 
 Gloo ranks of one thread train BERT with the engine's own loop on samples of drawn lengths. Each is
 held to a share of a core by a quota of the kernel (a cgroup of its own, which needs root), the same
-shares in all that is compared. The parts of a run, one after the other:
+shares in all that is compared. Every rank has a whole copy of the model, as is best for a small one
+on a slow network (`parallel.replicate: all`). The parts of a run, one after the other:
 
 - equal: the deal takes all ranks for equally fast;
 - dealt: by measured speeds, as `workers.speeds: measured` has it; the hands that are read while the
@@ -13,7 +14,9 @@ shares in all that is compared. The parts of a run, one after the other:
 
 `alone` trains every rank by itself on the same samples, at the same time as the others, so that
 they share the machine's caches as in a run; what all do at these speeds, as if they never waited
-and sent nothing, is the ideal. `cpu_elsewhere` is what other processes took of the machine's cores
+and sent nothing, is the ideal. `even_machines` is what as many ranks of equal shares do together,
+with the same sum: what they lack of the ideal is the price of training together, not of being
+unlike. `cpu_elsewhere` is what other processes took of the machine's cores
 meanwhile.
 
 Writes benchmarks/results/mixed_machines.json and mixed_machines.png.
@@ -54,13 +57,20 @@ from elastrata_pipelines.speeds import Speeds
 
 SHARES = ((0.8, 0.4), (0.6, 0.48, 0.3), (0.6, 0.48, 0.3, 0.15))
 """Of a core, by rank."""
+OVERRIDES = (
+    "data.path=/none",
+    "schedule.warmup_steps=0",
+    "steps=1000",
+    "parallel.replicate=all",
+)
 SAMPLES_EACH, BUDGET, SEQ_LEN = 32, 8192, 512
 AHEAD = 20
 """Steps that are read by the time other speeds are asked for, as readers of a cluster may be."""
 EQUAL_STEPS, DEALT_STEPS, FREED_STEPS, WARM_UP = 14, 52, 40, 3
 ALONE_STEPS = 6
 """Of the slowest rank; the others take more, in the same time."""
-CORES, PERIOD = 2, 10_000
+EVEN_STEPS = EQUAL_STEPS + DEALT_STEPS
+PERIOD = 10_000
 """Microseconds over which the kernel counts a quota."""
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 VOCABULARY = Vocabulary(
@@ -174,7 +184,7 @@ def on_rank(
         shares: of a core, by step and rank.
         first: the step since which speeds are measured.
     """
-    recipe = load_recipe("bert/tiny", ["data.path=/none", "schedule.warmup_steps=0", "steps=1000"])
+    recipe = load_recipe("bert/tiny", OVERRIDES)
     device, steps = torch.device("cpu"), len(shares)
     divided = divided_model(recipe, VOCABULARY, SEQ_LEN, device, ranks)
     blocks = recipe.workload.blocks(divided.model)
@@ -235,24 +245,27 @@ def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]
         found = on_ranks(
             ranks, on_rank, ranks, histogram, held + (there_and_back if ranks == 2 else [])
         )
-        whole = [[min(1.0, CORES / ranks)] * ranks] * len(held)
-        same = on_ranks(ranks, on_rank, ranks, histogram, whole, len(held) + 1)
+        even = [[sum(shares) / ranks] * ranks] * EVEN_STEPS
+        same = on_ranks(ranks, on_rank, ranks, histogram, even, EVEN_STEPS + 1)[0]["records"]
     records, told = found[0]["records"], found[0]["told"]
     first = next(r.step for r in records if r.speeds)
     equal = records[WARM_UP:EQUAL_STEPS]
     dealt = records[first + WARM_UP : EQUAL_STEPS + DEALT_STEPS]
     by_equal, by_speed = tokens_per_second(equal), tokens_per_second(dealt)
+    evenly = tokens_per_second(same[WARM_UP:])
     ideal = sum(each)
     return {
         "shares_of_a_core": list(shares),
         "tokens_per_second": {
             "equal_hands": round(by_equal),
             "dealt_by_speed": round(by_speed),
+            "even_machines": round(evenly),
             "each_alone": [round(one) for one in each],
             "ideal": round(ideal),
         },
         "dealt_over_equal": round(by_speed / by_equal, 3),
         "dealt_over_ideal": round(by_speed / ideal, 3),
+        "even_over_ideal": round(evenly / ideal, 3),
         "time_imbalance": {
             "equal_hands": median_imbalance(equal),
             "dealt_by_speed": median_imbalance(dealt),
@@ -261,11 +274,10 @@ def measure(shares: Sequence[float], histogram: Sequence[int]) -> dict[str, Any]
         "told": [event_of(event) for event in told],
         "largest_difference_of_losses": max(
             abs(one.loss - other.loss) / other.loss
-            for one, other in zip(records, same[0]["records"], strict=False)
+            for one, other in zip(records, same, strict=False)
         ),
         "digests_are_equal": all(
-            one.digest == other.digest
-            for one, other in zip(records, same[0]["records"], strict=False)
+            one.digest == other.digest for one, other in zip(records, same, strict=False)
         ),
         "cpu_elsewhere": round(cpu[0], 2),
         "speeds_by_step": {r.step: list(r.speeds) for r in records if r.speeds},

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastrata.core.events import Event, Paced, Slowed
 from elastrata.core.step_message import Effort
-from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks
+from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks, medians_of_others
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
 
@@ -105,3 +107,9 @@ def test_a_rank_too_slow_for_a_row_is_told_with_the_batch_that_gives_it_one() ->
     )
     assert list(idle_ranks((256, 256, 16), 33)) == []
     assert list(idle_ranks((), 1)) == []
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=40))
+def test_the_median_of_all_others(values: list[float]) -> None:
+    others = [values[:number] + values[number + 1 :] for number in range(len(values))]
+    assert medians_of_others(np.array(values)).tolist() == [np.median(each) for each in others]

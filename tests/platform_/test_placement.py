@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.train.v2.api.config import ScalingConfig
 
-from elastrata.cluster.nodes import on_nodes
 from elastrata.cluster.placement import in_order, place, split_groups, split_line
+from elastrata.cluster.ray_train_internals import label_selectors
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 
 ROOMS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 9), min_size=1)
@@ -67,9 +67,9 @@ def test_a_worker_that_would_split_a_group_waits_where_the_run_has_enough(cpus, 
 
 
 def test_ray_copies_a_selector_of_its_own_for_every_worker() -> None:
-    selector = on_nodes(["a", "a", "b"])
-    copies = [selector.copy() for _ in range(3)]
-    assert copies == [{"ray.io/node-id": node} for node in "aab"]
+    selectors = [{"ray.io/node-id": node} for node in "aab"]
+    returned = label_selectors(selectors)
+    assert [returned.copy() for _ in range(3)] == selectors
 
 
 def test_a_group_that_did_not_start_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,17 @@ def test_one_graph_serves_all_blocks_of_a_kind_and_all_lengths(
 
 @pytest.mark.slow
 @DYNAMO_LOOKS
+def test_the_next_group_of_the_same_processes_compiles_nothing(folder: Path, traced: None) -> None:
+    """As after a fault, where workers keep their processes."""
+    name, way = COMPILED
+    losses, graphs = _losses(WORKLOADS[name], folder, compile=True, activation_checkpointing=way)
+    again, more = _losses(WORKLOADS[name], folder, compile=True, activation_checkpointing=way)
+    assert again == losses
+    assert set(more) == {graphs[-1]}
+
+
+@pytest.mark.slow
+@DYNAMO_LOOKS
 def test_compiled_blocks_may_change_what_they_compute_again(folder: Path, traced: None) -> None:
     plain = _plain("llama", folder)
     ways: list[Recomputation] = ["selective", "none", "selective"]

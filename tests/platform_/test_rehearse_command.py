@@ -20,6 +20,7 @@ def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]
     assert list(result) == documented_keys("rehearse")
     assert [rank["rank"] for rank in result["ranks"]] == [0, 4]
     assert result["graphs"]["graphs"] > 0
+    assert result["graphs"]["next_group"] == 0  # what is compiled survives a fault
     assert "the plan has" in shown.err
     assert "allgather" in shown.err
 

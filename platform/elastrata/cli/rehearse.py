@@ -129,7 +129,7 @@ def _show_graphs(console: Console, graphs: Figures) -> None:
     console.print(
         f"\ntorch.compile over {graphs['steps']} steps of varying lengths: {graphs['graphs']} "
         f"graphs, {graphs['breaks']} breaks, {graphs['recompilations']} recompilations after the "
-        "first step",
+        f"first step; {graphs['next_group']} graphs more in the next group of the same processes",
         markup=False,
     )
     for reason in graphs["reasons"]:

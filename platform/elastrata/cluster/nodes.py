@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY
-from typing_extensions import override
 
 from elastrata.cluster.ray_internals import draining_nodes, is_infeasible
 
@@ -58,25 +57,9 @@ def elsewhere(avoided: Iterable[str]) -> dict[str, str] | None:
     return {NODE_ID_LABEL_KEY: f"!in({', '.join(ids)})"} if ids else None
 
 
-class _OneEach(dict[str, str]):
-    """A label selector for every worker: Ray's hook takes one and copies it for each, in order."""
-
-    def __init__(self, selectors: Sequence[Mapping[str, str]]) -> None:
-        super().__init__(selectors[0])
-        self._left = iter(selectors)
-
-    @override
-    def copy(self) -> dict[str, str]:
-        return dict(next(self._left))
-
-
-def on_nodes(ids: Sequence[str]) -> dict[str, str]:
-    """A label selector that places each worker on a node of its own choice.
-
-    Args:
-        ids: of the node of each worker, at least one.
-    """
-    return _OneEach([{NODE_ID_LABEL_KEY: node} for node in ids])
+def only_on(node: str) -> dict[str, str]:
+    """A label selector for one node, by its id."""
+    return {NODE_ID_LABEL_KEY: node}
 
 
 def peaks_by_node(peaks: Mapping[str, float]) -> dict[str, float]:

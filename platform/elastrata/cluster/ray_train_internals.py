@@ -5,7 +5,7 @@ Nothing else imports `ray.train.v2`; a new version of Ray is looked at here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from typing_extensions import override
 
 __all__ = [
     "CONTROLLER_MODULES",
@@ -66,6 +67,7 @@ __all__ = [
     "WorkerGroupStateBuilder",
     "bundle_to_remote_args",
     "invoke_context_managers",
+    "label_selectors",
     "training_has_ended",
     "with_controller",
 ]
@@ -89,6 +91,26 @@ def with_controller(kind: type[TrainController]) -> Iterator[None]:
         yield
     finally:
         module.TrainController = theirs
+
+
+class _OneForEach(dict[str, str]):
+    def __init__(self, selectors: Sequence[Mapping[str, str]]) -> None:
+        super().__init__(selectors[0])
+        self._left = iter(selectors)
+
+    @override
+    def copy(self) -> dict[str, str]:
+        return dict(next(self._left))
+
+
+def label_selectors(selectors: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What the hook before the start of a group returns for a label selector of every worker's own:
+    Ray takes a single one, and copies it for each worker, in order.
+
+    Args:
+        selectors: of each worker, at least one.
+    """
+    return _OneForEach(selectors)
 
 
 def training_has_ended(seconds: float) -> bool:

@@ -21,7 +21,7 @@ from elastrata.cluster.nodes import (
     elsewhere,
     launches_nodes,
     nodes,
-    on_nodes,
+    only_on,
     peaks_by_node,
     refuses,
     unreachable,
@@ -36,6 +36,7 @@ from elastrata.cluster.ray_train_internals import (
     ScalingDecision,
     TrainAutoscalingCoordinatorClient,
     TrainRunContext,
+    label_selectors,
 )
 from elastrata.cluster.scaling_machine import (
     ControllerStarted,
@@ -308,7 +309,7 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
             placed = self._placed(num_workers)
             self._was_placed = placed is not None
             if placed:
-                return on_nodes(placed)
+                return label_selectors([only_on(node) for node in placed])
         self._was_placed = False
         return elsewhere(self._avoided)
 

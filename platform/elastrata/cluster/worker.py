@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, NoReturn
 
 import ray.train
-import ray.util
 import torch
-import torch.distributed as dist
 
 from elastrata.checkpoints.commit import MARKER, Commit
 from elastrata.checkpoints.commit_storage import CommitStorage
@@ -19,6 +16,7 @@ from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaving import began, is_let_go, release
+from elastrata.cluster.membership import Membership, of_all_ranks
 from elastrata.cluster.node_kinds import kinds_by_node
 from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
@@ -26,10 +24,8 @@ from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
 from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.device import DeviceCapabilities, current_device, device_name
 from elastrata.core.ends import RanOutError, Stopped
 from elastrata.core.events import RanOut, Refused, Started, Substituted, Warned
-from elastrata.core.mesh import data_rank
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
@@ -41,10 +37,11 @@ from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.held_out import HeldOut
 from elastrata.trainer.newest_state import ResumePoint
 from elastrata.trainer.out_of_memory import what_fits
-from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks
+from elastrata.trainer.pacing import Pacing, idle_ranks
 from elastrata.trainer.saving import Saving
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 
@@ -93,101 +90,131 @@ def train_worker(config: dict[str, Any]) -> None:
 
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
-    stopwatch, context, recipe = Stopwatch(), ray.train.get_context(), job.recipe
-    if context.get_local_rank() == 0 and _is_first("reaper"):
+    stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first("group")
+    if ray.train.get_context().get_local_rank() == 0 and _is_first("reaper"):
         _start_reaper(recipe.workers.hang_seconds, job.channel)
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    per_node = context.get_local_world_size()
-    data = data_rank(rank, world_size, recipe.parallel.tensor, recipe.parallel.pipeline)
-    torch.set_num_threads(recipe.workers.threads or _fair_threads(per_node))
-    device, token_dtype = current_device(), job.phases[0].batches.manifest.token_dtype
-    members = _of_all_ranks((_place(device), os.getpid(), not _is_first("group")), world_size)
-    kinds = kinds_by_node(recipe)([place.node for place, *_ in members])
-    with ThreadPoolExecutor(1) as background:
-        opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
-        stopwatch.passed("shard")
-        trainer = Trainer(
-            recipe,
-            job.phases,
-            device,
-            world_size=world_size,
-            per_node=per_node,
-            place=data,
-            kinds=kinds,
-        )
-        stopwatch.passed("model")
-        stream = opening.result()
-        stopwatch.passed("data")
+    group = Membership.joined(recipe.parallel, has_served=has_served)
+    torch.set_num_threads(recipe.workers.threads or _fair_threads(group.per_node))
+    kinds = kinds_by_node(recipe)(group.nodes)
+    trainer, stream = _built(job, group, kinds, stopwatch)
     resumed = resume_point()
-    start, commit = resumed.start, _commit(job, resumed)
-    number = agreed(_take_over(job.run, commit, sender) if rank == 0 else None)
-    if commit:
-        trainer.restore(_storage(job, resumed), commit)
-    else:
-        trainer.begin(job.parent)
+    commit = _commit(job, resumed)
+    number = agreed(_take_over(job.run, commit, sender) if group.rank == 0 else None)
+    _load(trainer, job, resumed, commit)
     if recipe.is_automatic:
-        trainer.avoid(agreed(_ran_out(job.run, sender) if rank == 0 else None))
+        trainer.avoid(agreed(_ran_out(job.run, sender) if group.rank == 0 else None))
     stopwatch.passed("state")
     held_out = HeldOut(
         job.phases,
         job.held_out,
         recipe.evaluation,
-        data,
-        start.step,
+        group.data,
+        resumed.start.step,
         has_parent=job.parent is not None,
         kinds=kinds,
     )
     stopwatch.passed("held_out")
-    manager = CheckpointManager(
+    with _manager(job, group, number, trainer, sender) as manager:
+        manager.started(
+            Started(
+                attempt=number,
+                world_size=group.world_size,
+                step=resumed.start.step,
+                state=resumed.tier,
+                pids=group.pids,
+                seconds=stopwatch.seconds,
+                stayed=group.num_stayed,
+            )
+        )
+        _tell_of_layout(recipe, group, sender)
+        if recipe.workers.spares and group.local_rank == 0 and _is_first("spares"):
+            Spares(group.per_node, after=SPARES_AFTER_SECONDS)
+        if commit and is_over(
+            commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
+        ):
+            if resumed.tier == "hot":
+                manager.continued(_saving(commit))
+        else:
+            pacing = Pacing(
+                group.places,
+                group.data_ranks,
+                deals=recipe.workers.speeds == "measured",
+                tell=sender.send,
+            )
+            steps = attempt(
+                trainer,
+                manager,
+                held_out,
+                stream,
+                resumed.start,
+                steps=recipe.steps_in_all,
+                target=recipe.target,
+                measured=pacing,
+            )
+            for step in steps:
+                for line in idle_ranks(step.record.speeds, step.record.batch_samples):
+                    sender.send(Warned(text=line))
+                if step.action >= Action.HALT and not step.is_last:
+                    _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
+    ray.train.report({})
+
+
+def _built(
+    job: Job, group: Membership, kinds: RankKinds, stopwatch: Stopwatch
+) -> tuple[Trainer, RankStream]:
+    """The trainer, and this rank's stream, which opens meanwhile."""
+    token_dtype = job.phases[0].batches.manifest.token_dtype
+    with ThreadPoolExecutor(1) as background:
+        opening = background.submit(RankStream, ray.train.get_dataset_shard(STREAM), token_dtype)
+        stopwatch.passed("shard")
+        trainer = Trainer(
+            job.recipe,
+            job.phases,
+            group.device,
+            world_size=group.world_size,
+            per_node=group.per_node,
+            place=group.data,
+            kinds=kinds,
+        )
+        stopwatch.passed("model")
+        stream = opening.result()
+        stopwatch.passed("data")
+    return trainer, stream
+
+
+def _load(trainer: Trainer, job: Job, resumed: ResumePoint, commit: Commit | None) -> None:
+    """Gives the trainer the state that it goes on from, or begins with."""
+    if commit:
+        trainer.restore(_storage(job, resumed), commit)
+    else:
+        trainer.begin(job.parent)
+
+
+def _manager(
+    job: Job, group: Membership, attempt: int, trainer: Trainer, sender: Sender
+) -> CheckpointManager:
+    return CheckpointManager(
         job.run,
         job.replicas,
-        attempt=number,
-        rank=rank,
-        config=recipe.checkpoint,
+        attempt=attempt,
+        rank=group.rank,
+        config=job.recipe.checkpoint,
         channel=sender,
         state=trainer.state,
         extra=trainer.extra,
-        on_gpu=device.type == "cuda",
+        on_gpu=group.device.type == "cuda",
     )
-    started = Started(
-        attempt=number,
-        world_size=world_size,
-        step=start.step,
-        state=resumed.tier,
-        pids={rank: (place.node, pid) for rank, (place, pid, _) in enumerate(members)},
-        seconds=stopwatch.seconds,
-        stayed=sum(has_served for _, _, has_served in members),
-    )
-    with manager:
-        manager.started(started)
-        placed = [started.pids[number][0] for number in range(world_size)]
-        if rank == 0 and (line := split_line(placed, recipe.parallel.tensor)):
-            sender.send(Warned(text=line))
-        for line in _all_substitutions(recipe, looked_for(recipe, device), world_size):
-            sender.send(Substituted(text=line))
-        if recipe.workers.spares and context.get_local_rank() == 0 and _is_first("spares"):
-            Spares(per_node, after=SPARES_AFTER_SECONDS)
-        was_over = commit is not None and is_over(
-            commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
-        )
-        steps = attempt(
-            trainer,
-            manager,
-            held_out,
-            stream,
-            start,
-            steps=recipe.steps_in_all,
-            target=recipe.target,
-            measured=_pacing([place for place, *_ in members], recipe, sender),
-        )
-        for step in () if was_over else steps:
-            for line in idle_ranks(step.record.speeds, step.record.batch_samples):
-                sender.send(Warned(text=line))
-            if step.action >= Action.HALT and not step.is_last:
-                _rest(manager.halted(step.action), recipe.checkpoint.grace_seconds)
-        if commit and resumed.tier == "hot" and was_over:
-            manager.continued(_saving(commit))
-    ray.train.report({})
+
+
+def _tell_of_layout(recipe: Recipe, group: Membership, sender: Sender) -> None:
+    """Sends a line where tensor groups are split over nodes, and for each thing that any rank uses
+    instead of the one that the recipe asks for."""
+    if group.rank == 0 and (line := split_line(group.nodes, recipe.parallel.tensor)):
+        sender.send(Warned(text=line))
+    own = missing_here(recipe, looked_for(recipe, group.device))
+    lines = (line for lines in of_all_ranks(own, group.world_size) for line in lines)
+    for line in dict.fromkeys(lines):
+        sender.send(Substituted(text=line))
 
 
 def _start_reaper(seconds: float, channel: Any) -> None:
@@ -252,37 +279,6 @@ def _rest(request: ControlSignal, seconds: float) -> NoReturn:
     if is_let_go(seconds):
         raise LetGoError
     raise TimeoutError(f"halted for a {request.reason}, but no other group of workers took over")
-
-
-def _place(device: torch.device) -> RankPlace:
-    """Where this rank computes."""
-    kind = device_name(device) if device.type == "cuda" else "CPU"
-    node: str = ray.get_runtime_context().get_node_id()
-    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return RankPlace(node=node, host=host, device=kind)
-
-
-def _pacing(places: Sequence[RankPlace], recipe: Recipe, sender: Sender) -> Pacing:
-    """A look at how fast all ranks are; the sender of rank 0 alone tells of it."""
-    parallel, count = recipe.parallel, len(places)
-    data = [
-        data_rank(rank, count, parallel.tensor, parallel.pipeline).rank for rank in range(count)
-    ]
-    deals = recipe.workers.speeds == "measured"
-    return Pacing(places, data, deals=deals, tell=sender.send)
-
-
-def _all_substitutions(recipe: Recipe, here: DeviceCapabilities, world_size: int) -> list[str]:
-    """Things that any rank uses instead of those the recipe asks for: each line once."""
-    own = missing_here(recipe, here)
-    return list(dict.fromkeys(line for lines in _of_all_ranks(own, world_size) for line in lines))
-
-
-def _of_all_ranks(value: Any, world_size: int) -> list[Any]:
-    """Every rank's value, by rank."""
-    values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _fair_threads(local_world_size: int) -> int:

@@ -105,7 +105,7 @@ def _middle(logs: Floats) -> tuple[Floats, Floats, Floats]:
 
 def _median(values: Floats) -> Floats:
     """By column, of what is not NaN."""
-    ordered = np.sort(values, axis=0)  # NaN comes last
+    ordered = np.sort(np.ascontiguousarray(values.T), axis=1)  # NaN comes last
     last = np.maximum(np.sum(~np.isnan(values), axis=0) - 1, 0)
     columns = np.arange(values.shape[1])
-    return np.asarray((ordered[last // 2, columns] + ordered[(last + 1) // 2, columns]) / 2)
+    return np.asarray((ordered[columns, last // 2] + ordered[columns, (last + 1) // 2]) / 2)

@@ -118,6 +118,8 @@ class GraphFigures:
     """A line for each kind of break."""
     recompilations: int
     """Graphs that were made after the first step."""
+    next_group: int
+    """Graphs that the next group of workers made in the same processes, as after a fault."""
 
 
 def messages(entries: Entries) -> list[MessageFigures]:

@@ -20,6 +20,7 @@ from elastrata.rehearsal.samples import rank_steps, varying
 from elastrata.rehearsal.session import rehearsal
 from elastrata.trainer import engine
 from elastrata_pipelines.batches import Start
+from elastrata_pipelines.payload import RankStep
 
 _STEPS = 4
 
@@ -37,37 +38,42 @@ class Counting:
 
 
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
-    """Graphs, breaks and recompilations over some steps whose lengths vary."""
-    recipe, spec, place = task.recipe, task.spec, task.data_rank(rank)
-    lengths = varying(recipe, spec, _STEPS)
-    steps = rank_steps(recipe, task.tokens, spec, place, lengths)
-    after = []
+    """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the same
+    steps in another group of workers of the same processes, as after a fault."""
+    place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
+    steps = list(rank_steps(task.recipe, task.tokens, task.spec, place, lengths))
     with _counted() as backend, rehearsal(task.device, world_size=task.world_size, rank=rank):
-        divided = engine.divided_model(
-            recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size
-        )
-        blocks = recipe.workload.blocks(divided.model)
-        optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-        masks = engine.phase_masks(recipe, divided)
-        loop = engine.training_loop(
-            recipe,
-            divided.clip,
-            spec.vocabulary,
-            DEVICE,
-            task.world_size,
-            is_primary=place.is_primary,
-            masks=masks,
-        )
-        run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
-        for _ in run:
-            after.append(backend.graphs)
+        after = [backend.graphs for _ in _of_new_group(task, place.is_primary, steps)]
+        breaks = dict(counters["graph_break"])
+        for _ in _of_new_group(task, place.is_primary, steps):
+            pass
     return GraphFigures(
         steps=len(after),
         graphs=after[-1],
-        breaks=sum(counters["graph_break"].values()),
-        reasons=[reason.splitlines()[0] for reason in counters["graph_break"]],
+        breaks=sum(breaks.values()),
+        reasons=[reason.splitlines()[0] for reason in breaks],
         recompilations=after[-1] - after[0],
+        next_group=backend.graphs - after[-1],
     )
+
+
+def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
+    """These steps of a rank, as it takes them in a group of workers of its own."""
+    recipe, spec = task.recipe, task.spec
+    divided = engine.divided_model(recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size)
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    masks = engine.phase_masks(recipe, divided)
+    loop = engine.training_loop(
+        recipe,
+        divided.clip,
+        spec.vocabulary,
+        DEVICE,
+        task.world_size,
+        is_primary=is_primary,
+        masks=masks,
+    )
+    return loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
 
 
 @contextmanager

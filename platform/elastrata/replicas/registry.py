@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.checkpoints.commit import MARKER, FolderName
-from elastrata.replicas.store import start_store
+from elastrata.replicas.parity import Rebuildable, rebuildable
+from elastrata.replicas.store import CHUNK_BYTES, Contents, start_store
 
 START_SECONDS = 60.0
 """How long a new store may take to start: a process, on a machine that is busy training."""
@@ -26,9 +27,13 @@ class Listing:
     """The files in the stores that answer."""
 
     sizes: dict[str, int]
-    """Bytes of every file, by path."""
+    """Bytes of every file, by path; those that can be rebuilt, too."""
     holders: dict[str, list[str]]
     """Nodes that have a copy of a file, by path."""
+    rebuildable: dict[str, Rebuildable]
+    """The files that no node has, but that follow from others, by path."""
+    parities: set[str]
+    """Names of all parities, whole or not."""
     stores: dict[str, Any]
     """Handle of the store on each node."""
 
@@ -64,12 +69,7 @@ class ReplicaRegistry:
         Raises:
             OSError: the one on the same node does not start.
         """
-        if group != self._group:
-            self._group, self._assigned = group, {}
-            await self._drop_unfinished()
-        alive = _alive_nodes()
-        for gone in self._stores.keys() - alive:
-            self._forget(gone)
+        alive = await self._begin(group)
         self._assigned[node] = [node]
         stores = [await self._own_store(node)]
         for other in ring_from(node, alive, self._assigned):
@@ -80,17 +80,47 @@ class ReplicaRegistry:
                 self._assigned[node] = [node]
         return stores
 
+    async def assign_parity(self, node: str, group: str, hosts: Sequence[str]) -> list[Any]:
+        """The store on a writer's node, and those that take the parity of its files.
+
+        Args:
+            node: where the writer runs.
+            group: its group of workers, as in `assign`.
+            hosts: the nodes of the others.
+
+        Raises:
+            OSError: one of them does not answer.
+        """
+        await self._begin(group)
+        self._assigned[node] = [node, *hosts]
+        own = await self._own_store(node)
+        return [own, *await asyncio.gather(*map(self._answering, hosts))]
+
     async def listing(self) -> Listing:
         """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
-        listed = await asyncio.gather(*map(_files, stores.values()))
+        listed = await asyncio.gather(*map(_contents, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
-        for node, files in zip(stores, listed, strict=True):
-            sizes |= files
-            for path in files:
+        for node, contents in zip(stores, listed, strict=True):
+            sizes |= contents.files
+            for path in contents.files:
                 holders.setdefault(path, []).append(node)
-        return Listing(sizes, holders, stores)
+        parities = {node: held.parities for node, held in zip(stores, listed, strict=True)}
+        lost = rebuildable(sizes, parities, CHUNK_BYTES)
+        sizes |= {path: one.size for path, one in lost.items()}
+        names = {name for by_name in parities.values() for name in by_name}
+        return Listing(sizes, holders, lost, names, stores)
+
+    async def _begin(self, group: str) -> set[str]:
+        """Lets go of what another group of workers used; returns the nodes that are alive."""
+        if group != self._group:
+            self._group, self._assigned = group, {}
+            await self._drop_unfinished()
+        alive = _alive_nodes()
+        for gone in self._stores.keys() - alive:
+            self._forget(gone)
+        return alive
 
     async def delete(self, path: str) -> None:
         """Deletes a file or folder; stores without files that nobody writes to end."""
@@ -98,18 +128,20 @@ class ReplicaRegistry:
         await asyncio.gather(*(_quietly(store.delete.remote(path)) for store in stores))
         needed = {node for nodes in self._assigned.values() for node in nodes}
         for node in self._stores.keys() - needed:
-            if not await _files(self._stores[node]):
+            contents = await _contents(self._stores[node])
+            if not contents.files and not contents.parities:
                 self._end(node)
 
     async def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a store which answers."""
         stores = dict(self._stores)
-        listed = await asyncio.gather(*map(_files, stores.values()))
-        return {node: sum(files.values()) for node, files in zip(stores, listed, strict=True)}
+        used = await asyncio.gather(*(_quietly(store.used.remote()) for store in stores.values()))
+        return {node: one or 0 for node, one in zip(stores, used, strict=True)}
 
     async def _drop_unfinished(self) -> None:
         """Frees what a group before left half written: it would take the room for ever."""
-        held = (await self.listing()).sizes
+        listing = await self.listing()
+        held = {*listing.sizes, *listing.parities}
         whole = {path.partition("/")[0] for path in held if path.endswith(f"/{MARKER}")}
         for folder in {path.partition("/")[0] for path in held} - whole:
             if group_of(folder) != self._group:
@@ -147,7 +179,7 @@ class ReplicaRegistry:
     async def _waited_for(self, store: Any, node: str, seconds: float) -> Any:
         limit = seconds if node in self._started else START_SECONDS
         try:
-            await asyncio.wait_for(store.files.remote(), limit)
+            await asyncio.wait_for(store.contents.remote(), limit)
         except TimeoutError:
             raise OSError(f"the store on node {node[:8]} does not answer") from None
         self._started.add(node)
@@ -187,9 +219,9 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in nodes if node["Alive"]}
 
 
-async def _files(store: Any) -> dict[str, int]:
-    """The files of a store; none where it does not answer."""
-    return await _quietly(store.files.remote()) or {}
+async def _contents(store: Any) -> Contents:
+    """What a store has; nothing where it does not answer."""
+    return await _quietly(store.contents.remote()) or Contents({}, {})
 
 
 async def _quietly(answer: Any) -> Any:

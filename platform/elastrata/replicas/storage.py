@@ -11,16 +11,19 @@ import hashlib
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, commits, size_problems
 from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.replicas.parity import ParityPlan, Rebuildable
 from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_registry
 from elastrata.replicas.store import CHUNK_BYTES, answered
 
@@ -42,6 +45,7 @@ class Replicas:
     def __init__(self, registry: Any) -> None:
         self.registry = registry
         self._seen: Listing | None = None
+        self._parity: tuple[ParityPlan, int] | None = None
 
     def __reduce__(self) -> tuple[type[Replicas], tuple[Any]]:
         return Replicas, (self.registry,)
@@ -55,6 +59,15 @@ class Replicas:
     def node(self) -> str:
         """The node of this process."""
         return str(ray.get_runtime_context().get_node_id())
+
+    def hold_parity(self, plan: ParityPlan, rank: int) -> None:
+        """From now on the files that this process writes are held once, and in a parity.
+
+        Args:
+            plan: of all ranks.
+            rank: of this process.
+        """
+        self._parity = (plan, rank) if plan.is_needed else None
 
     def uri(self, *parts: str) -> str:
         """The name of a path in messages."""
@@ -84,7 +97,8 @@ class Replicas:
         return hashlib.sha256(self.open(*parts).getbuffer()).hexdigest()
 
     def open(self, *parts: str) -> io.BytesIO:
-        """A file, copied into the memory of this process; the copy on its own node is preferred.
+        """A file, copied into the memory of this process; the copy on its own node is preferred,
+        and one that no node has is rebuilt from its parity.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -92,9 +106,10 @@ class Replicas:
         """
         path = "/".join(parts)
         listing = self._holding(path)
-        here = ray.get_runtime_context().get_node_id()
+        if path in listing.rebuildable:
+            return self._rebuilt(listing, listing.rebuildable[path])
         problem = OSError()
-        for node in sorted(listing.holders[path], key=lambda node: node != here):
+        for node in sorted(listing.holders[path], key=lambda node: node != self.node):
             try:
                 return _fetched(listing.stores[node], path, listing.sizes[path])
             except OSError as error:
@@ -115,14 +130,12 @@ class Replicas:
             OSError: a store has died or has no room.
         """
         path = "/".join(parts)
-        here = ray.get_runtime_context().get_node_id()
-        stores = self._assigned(here, group_of(path.partition("/")[0]))
-        upload = ReplicaUpload(stores, path)
+        upload = self._upload(path, group_of(path.partition("/")[0]))
         try:
             yield cast("IO[bytes]", upload)
             upload.finish()
         except BaseException:
-            for answer in [store.delete.remote(path) for store in stores]:
+            for answer in [store.delete.remote(path) for store in upload.stores]:
                 with suppress(OSError):
                     answered(answer, _ANSWER_SECONDS)
             raise
@@ -136,10 +149,41 @@ class Replicas:
         """Bytes held on every node that has a store, by the node's id."""
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
 
-    def _assigned(self, node: str, group: str) -> list[Any]:
+    def _upload(self, path: str, group: str) -> ReplicaUpload:
+        plan, rank = self._parity or (None, 0)
+        name = plan and plan.name(rank, path)
+        if plan is None or name is None:
+            return ReplicaUpload(self._assigned("assign", self.node, group), path)
+        hosts = plan.outside(self.node)
+        own, *others = self._assigned("assign_parity", self.node, group, hosts)
+        return ReplicaUpload([own], path, parity=ParityStores(name, others))
+
+    def _rebuilt(self, listing: Listing, file: Rebuildable) -> io.BytesIO:
+        """A file that no node has.
+
+        Raises:
+            OSError: a store does not answer, or has lost what was listed.
+        """
+        try:
+            stream = io.BytesIO()
+            for index, begin in enumerate(range(0, file.size, CHUNK_BYTES)):
+                host = listing.stores[file.hosts[index]]
+                parts = [host.parity_chunk.remote(file.parity, index)]
+                for path, size in file.others.items():
+                    if size > begin:
+                        holder = listing.stores[listing.holders[path][0]]
+                        parts.append(holder.chunk.remote(path, index))
+                stream.write(_xor(parts)[: file.size - begin])
+        except OSError:
+            self._seen = None
+            raise
+        stream.seek(0)
+        return stream
+
+    def _assigned(self, question: str, *args: Any) -> list[Any]:
         """The stores for a node's files. They may take a minute to start; a registry that is away
         for seconds is not waited for."""
-        answer = self.registry.assign.remote(node, group)
+        answer = getattr(self.registry, question).remote(*args)
         deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
         while not ray.wait([answer], timeout=_ANSWER_SECONDS)[0] and time.monotonic() < deadline:
             self._ask(_ANSWER_SECONDS, "ping")
@@ -203,16 +247,40 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
     return stream
 
 
+def _xor(parts: Sequence[Any]) -> NDArray[np.uint8]:
+    """Of the chunks that these references stand for, filled up with zeros to the longest."""
+    whole = np.zeros(CHUNK_BYTES, np.uint8)
+    longest = 0
+    for part in parts:
+        chunk = answered(part, _ANSWER_SECONDS)
+        whole[: chunk.nbytes] ^= chunk
+        longest = max(longest, chunk.nbytes)
+    return whole[:longest]
+
+
+@dataclass(frozen=True)
+class ParityStores:
+    """Where the parity of a file goes."""
+
+    name: str
+    """Of the parity."""
+    stores: Sequence[Any]
+    """They take the file's chunks in turns."""
+
+
 class ReplicaUpload(io.RawIOBase):
     """A stream for writing; what goes into it is a file when `finish` returns.
 
     Args:
         stores: all get the file.
         path: of the file.
+        parity: where its parity goes.
     """
 
-    def __init__(self, stores: list[Any], path: str) -> None:
-        self._stores = stores
+    def __init__(self, stores: list[Any], path: str, parity: ParityStores | None = None) -> None:
+        self.stores = [*stores, *(parity.stores if parity else ())]
+        """All that have anything of the file."""
+        self._copies, self._parity = stores, parity
         self._path = path
         self._chunk = np.empty(CHUNK_BYTES, np.uint8)
         self._filled = 0
@@ -247,11 +315,18 @@ class ReplicaUpload(io.RawIOBase):
         Raises:
             OSError: one did not take it.
         """
+        size = self._sent * CHUNK_BYTES + self._filled
         if self._filled:
             self._send()
         while self._under_way:
             self._wait()
-        for answer in [store.finish.remote(self._path, self._sent) for store in self._stores]:
+        answers = [store.finish.remote(self._path, self._sent) for store in self._copies]
+        if self._parity:
+            number = len(self._parity.stores)
+            for place, store in enumerate(self._parity.stores):
+                indexes = range(place, self._sent, number)
+                answers.append(store.seal.remote(self._parity.name, self._path, size, indexes))
+        for answer in answers:
             answered(answer, _CHUNK_SECONDS)
 
     def _send(self) -> None:
@@ -259,9 +334,11 @@ class ReplicaUpload(io.RawIOBase):
             self._wait()
         # put() copies, so the buffer is free again, and both stores read one object.
         chunk = ray.put(self._chunk[: self._filled])
-        self._under_way.append(
-            [store.append.remote(self._path, self._sent, chunk) for store in self._stores]
-        )
+        answers = [store.append.remote(self._path, self._sent, chunk) for store in self._copies]
+        if self._parity:
+            host = self._parity.stores[self._sent % len(self._parity.stores)]
+            answers.append(host.fold.remote(self._parity.name, self._path, self._sent, chunk))
+        self._under_way.append(answers)
         self._sent += 1
         self._filled = 0
 

@@ -95,8 +95,8 @@ class Pacing:
         factors = np.full(len(paces), np.nan)
         for kind in set(kinds.tolist()):
             members = np.flatnonzero((kinds == kind) & np.isfinite(paces))
-            for member in members if len(members) > 1 else ():
-                factors[member] = paces[member] / np.median(paces[members[members != member]])
+            if len(members) > 1:
+                factors[members] = paces[members] / medians_of_others(paces[members])
         return factors
 
     def _slowed(
@@ -125,6 +125,20 @@ def idle_ranks(speeds: Speeds, samples: int) -> Iterator[str]:
                 f"too slow to get one of {samples} samples a step; a batch_size of {least} would "
                 "give it one"
             )
+
+
+def medians_of_others(values: Floats) -> Floats:
+    """For each of several numbers the median of all but it."""
+    order = np.argsort(values, kind="stable")
+    ordered, places = values[order], np.empty(len(values), dtype=np.int64)
+    places[order] = np.arange(len(values))
+
+    def other(number: int) -> Floats:
+        """The others' number in ascending order."""
+        return ordered[number + (places <= number)]
+
+    last = len(values) - 2
+    return (other(last // 2) + other((last + 1) // 2)) / 2
 
 
 def slowest_members(estimate: Estimate, data_ranks: np.ndarray) -> Estimate:

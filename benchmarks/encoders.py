@@ -1,0 +1,140 @@
+"""What ModernBERT-mini learns beside BERT-mini: accuracy of masked tokens, at equal tokens.
+
+    python benchmarks/encoders.py ../shared/data/wikitext --scratch encoders --seeds 3
+
+Both read paragraphs of WikiText and functions and classes of this Python's standard library, up to
+512 tokens of one BPE of 8,192, in the same order. Batches, optimizer, schedule and the share of
+masked tokens, ModernBERT's 30%, are the same, and the feed-forward has as many weights; so the
+architecture alone differs, and BERT's table of positions. Evaluated is what is held out of both
+texts. In one process, of one thread.
+
+Runs that are in the scratch folder are not trained again: the same command goes on where it was
+stopped. Writes results/encoders.json and encoders.png of the seeds that are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alone import trained_alone
+from harness import RESULTS, parser_of, picture, write_result
+from texts import VOCABULARY, prepare, wikitext_source
+
+from elastrata.core.workload import matmul_parameters
+from elastrata.recipe.file import load_recipe
+from elastrata.run import history
+from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.storage import Storage
+
+MODELS = ("bert/mini", "modernbert/mini")
+STEPS, EVERY, SAMPLES, SEQ_LEN = 240, 40, 256, 512
+DEFINITION = r"\s*(async def|def|class) "
+ACCURACY = "eval/mlm_accuracy"
+
+
+def prepare_text(wikitext: Path, scratch: Path) -> None:
+    """One data set for both models, unless it is there."""
+    library = Path(sysconfig.get_path("stdlib")) / "*.py"
+    text = {
+        "sources": [
+            {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
+            {"name": "python", "paths": str(library), "document_start": DEFINITION},
+        ],
+        "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},
+        "seq_len": SEQ_LEN,
+        "packing": "none",
+        "held_out": 0.05,
+    }
+    values = {"extends": MODELS[1], "data": {"path": str(scratch / "data"), "prepare": text}}
+    prepare(scratch / "text.yaml", values)
+
+
+def changes(seed: int, scratch: Path) -> list[str]:
+    """What runs of both models have."""
+    evaluation = {"path": str(scratch / "data" / "held_out"), "every": EVERY, "samples": SAMPLES}
+    return [
+        f"data={json.dumps({'path': str(scratch / 'data')})}",
+        "tokens=null",
+        f"steps={STEPS}",
+        "batch_size=32",
+        f"seed={seed}",
+        "workload.mask_probability=0.3",
+        f"workload.max_positions={SEQ_LEN}",
+        "optimizer.lr=1e-3",
+        "optimizer.weight_decay=0.01",
+        "schedule={shape: linear, warmup_ratio: 0.05}",
+        f"evaluation={json.dumps(evaluation)}",
+    ]
+
+
+def curve(run: Path) -> dict[str, list[float]]:
+    """Tokens seen at every evaluation, and its accuracy."""
+    entries = history.read(Storage(str(run)).sub("history"))
+    tokens = {entry["step"]: entry["tokens"] for entry in history.effective_steps(entries)}
+    evaluations = list(history.surviving_evaluations(entries))
+    return {
+        "tokens": [int(tokens.get(entry["step"], 0)) for entry in evaluations],
+        "accuracy": [round(float(entry[ACCURACY]), 5) for entry in evaluations],
+    }
+
+
+def measure(seed: int, scratch: Path) -> dict[str, Any]:
+    found = {}
+    for model in MODELS:
+        recipe = load_recipe(model, changes(seed, scratch))
+        run = scratch / "runs" / f"{recipe.workload.name}-{seed}"
+        found[model] = curve(trained_alone(recipe, run))
+    return {"seed": seed, **found}
+
+
+def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last accuracies, and their differences by seed."""
+    last = {model: [seed[model]["accuracy"][-1] for seed in seeds] for model in MODELS}
+    bert, modern = last.values()
+    return {
+        "tokens": seeds[0][MODELS[0]]["tokens"][-1],
+        "accuracy": {model: round(statistics.mean(each), 4) for model, each in last.items()},
+        "differences": [round(one - other, 5) for one, other in zip(modern, bert, strict=True)],
+    }
+
+
+def draw(seeds: Sequence[dict[str, Any]], path: Path) -> None:
+    figure = picture(6, 3)
+    axes = figure.subplots()
+    for model, color in zip(MODELS, ("gray", "tab:blue"), strict=True):
+        for seed in seeds:
+            label = model if seed is seeds[0] else None
+            axes.plot(*seed[model].values(), color=color, lw=1, label=label)
+    axes.set(xlabel="tokens", ylabel="accuracy of masked tokens, held out")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = parser_of(__doc__, wikitext=True)
+    parser.add_argument("--scratch", type=Path, required=True, help="keeps data and runs")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    scratch: Path = arguments.scratch.resolve()
+    scratch.mkdir(parents=True, exist_ok=True)
+    prepare_text(arguments.wikitext, scratch)
+    vocabulary = Manifest.read(Storage(str(scratch / "data"))).vocabulary
+    multiplied = {
+        model: matmul_parameters(load_recipe(model, changes(0, scratch)).workload, vocabulary)
+        for model in MODELS
+    }
+    seeds: list[dict[str, Any]] = []
+    for seed in range(arguments.seeds):
+        seeds.append(measure(seed, scratch))
+        figures = {"steps": STEPS, "matrix_parameters": multiplied, **summary(seeds)}
+        write_result("encoders", {**figures, "seeds": seeds}, ("elastrata", "torch"))
+        draw(seeds, RESULTS / "encoders.png")
+
+
+if __name__ == "__main__":
+    main()
