@@ -158,6 +158,7 @@ def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> 
     assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
 
 
+@pytest.mark.slow  # two more nodes
 def test_a_node_removed_is_rebuilt_from_parity(storage: Replicas, nodes: Nodes) -> None:
     """Three nodes, of which two share one parity; the parts are of several chunks."""
     added = [nodes.add(0) for _ in range(2)]
@@ -169,12 +170,13 @@ def test_a_node_removed_is_rebuilt_from_parity(storage: Replicas, nodes: Nodes) 
     for rank, (writer, part) in enumerate(zip(writers, parts, strict=True)):
         answers(writer.write_with_parity.remote(storage, plan, rank, part, folder, names[rank]))
     assert sum(storage.usage().values()) < 2 * sum(map(len, parts))
+    pids = store_pids(storage)
     pair = [node for node in added if plan.group(node.node_id) == 0]
     nodes.kill(pair[0])
     assert [storage.size(folder, name) for name in names] == [len(part) for part in parts]
     assert [storage.read(folder, name) for name in names] == parts
     last = next(node for node in added if node != pair[0])
-    os.kill(store_pids(storage)[last.node_id], signal.SIGKILL)
+    os.kill(pids[last.node_id], signal.SIGKILL)
     until(lambda: len(storage.names(folder)) < 3)
     nodes.kill(last)
 

@@ -105,17 +105,13 @@ class Replicas:
             OSError: no store of a copy answers.
         """
         path = "/".join(parts)
-        listing = self._holding(path)
-        if path in listing.rebuildable:
-            return self._rebuilt(listing, listing.rebuildable[path])
-        problem = OSError()
-        for node in sorted(listing.holders[path], key=lambda node: node != self.node):
-            try:
-                return _fetched(listing.stores[node], path, listing.sizes[path])
-            except OSError as error:
-                problem = error
-        self._seen = None
-        raise problem
+        try:
+            return self._copied(path)
+        except FileNotFoundError:
+            raise
+        except OSError:  # who had it may have died since the last look
+            self._seen = None
+            return self._copied(path)
 
     def write(self, data: bytes, *parts: str) -> None:
         """Writes a file whole or not at all."""
@@ -158,27 +154,17 @@ class Replicas:
         own, *others = self._assigned("assign_parity", self.node, group, hosts)
         return ReplicaUpload([own], path, parity=ParityStores(name, others))
 
-    def _rebuilt(self, listing: Listing, file: Rebuildable) -> io.BytesIO:
-        """A file that no node has.
-
-        Raises:
-            OSError: a store does not answer, or has lost what was listed.
-        """
-        try:
-            stream = io.BytesIO()
-            for index, begin in enumerate(range(0, file.size, CHUNK_BYTES)):
-                host = listing.stores[file.hosts[index]]
-                parts = [host.parity_chunk.remote(file.parity, index)]
-                for path, size in file.others.items():
-                    if size > begin:
-                        holder = listing.stores[listing.holders[path][0]]
-                        parts.append(holder.chunk.remote(path, index))
-                stream.write(_xor(parts)[: file.size - begin])
-        except OSError:
-            self._seen = None
-            raise
-        stream.seek(0)
-        return stream
+    def _copied(self, path: str) -> io.BytesIO:
+        listing = self._holding(path)
+        if path in listing.rebuildable:
+            return _rebuilt(listing, listing.rebuildable[path])
+        problem = OSError()
+        for node in sorted(listing.holders[path], key=lambda node: node != self.node):
+            try:
+                return _fetched(listing.stores[node], path, listing.sizes[path])
+            except OSError as error:
+                problem = error
+        raise problem
 
     def _assigned(self, question: str, *args: Any) -> list[Any]:
         """The stores for a node's files. They may take a minute to start; a registry that is away
@@ -243,6 +229,25 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
     stream = io.BytesIO()
     for index in range(-(-size // CHUNK_BYTES)):
         stream.write(answered(store.chunk.remote(path, index), _ANSWER_SECONDS))
+    stream.seek(0)
+    return stream
+
+
+def _rebuilt(listing: Listing, file: Rebuildable) -> io.BytesIO:
+    """A file that no node has.
+
+    Raises:
+        OSError: a store does not answer, or has lost what was listed.
+    """
+    stream = io.BytesIO()
+    for index, begin in enumerate(range(0, file.size, CHUNK_BYTES)):
+        host = listing.stores[file.hosts[index]]
+        parts = [host.parity_chunk.remote(file.parity, index)]
+        for path, size in file.others.items():
+            if size > begin:
+                holder = listing.stores[listing.holders[path][0]]
+                parts.append(holder.chunk.remote(path, index))
+        stream.write(_xor(parts)[: file.size - begin])
     stream.seek(0)
     return stream
 
