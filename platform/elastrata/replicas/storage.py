@@ -146,13 +146,13 @@ class Replicas:
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
 
     def _upload(self, path: str, group: str) -> ReplicaUpload:
-        plan, rank = self._parity or (None, 0)
-        name = plan and plan.name(rank, path)
-        if plan is None or name is None:
-            return ReplicaUpload(self._assigned("assign", self.node, group), path)
-        hosts = plan.outside(self.node)
-        own, *others = self._assigned("assign_parity", self.node, group, hosts)
-        return ReplicaUpload([own], path, parity=ParityStores(name, others))
+        if self._parity:
+            plan, rank = self._parity
+            if name := plan.name(rank, path):
+                hosts = plan.outside(self.node)
+                own, *others = self._assigned("assign_parity", self.node, group, hosts)
+                return ReplicaUpload([own], path, parity=ParityStores(name, others))
+        return ReplicaUpload(self._assigned("assign", self.node, group), path)
 
     def _copied(self, path: str) -> io.BytesIO:
         listing = self._holding(path)
@@ -247,7 +247,7 @@ def _rebuilt(listing: Listing, file: Rebuildable) -> io.BytesIO:
             if size > begin:
                 holder = listing.stores[listing.holders[path][0]]
                 parts.append(holder.chunk.remote(path, index))
-        stream.write(_xor(parts)[: file.size - begin])
+        stream.write(_xor(parts)[: file.size - begin].data)
     stream.seek(0)
     return stream
 

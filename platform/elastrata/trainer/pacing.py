@@ -135,10 +135,10 @@ def medians_of_others(values: Floats) -> Floats:
 
     def other(number: int) -> Floats:
         """The others' number in ascending order."""
-        return ordered[number + (places <= number)]
+        return np.asarray(ordered[number + (places <= number)])
 
     last = len(values) - 2
-    return (other(last // 2) + other((last + 1) // 2)) / 2
+    return np.asarray((other(last // 2) + other((last + 1) // 2)) / 2)
 
 
 def slowest_members(estimate: Estimate, data_ranks: np.ndarray) -> Estimate:
