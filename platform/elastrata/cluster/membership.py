@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-import ray.train
+import ray
 import ray.util
 import torch
 import torch.distributed as dist
@@ -17,6 +17,22 @@ from elastrata.core.device import current_device, device_name
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.trainer.pacing import RankPlace
+
+
+class TrainContext(Protocol):
+    """What Ray Train tells a worker."""
+
+    def get_world_rank(self) -> int:
+        """This process among all."""
+
+    def get_local_rank(self) -> int:
+        """This process among those of its node."""
+
+    def get_world_size(self) -> int:
+        """Processes in all."""
+
+    def get_local_world_size(self) -> int:
+        """Processes of its node."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +60,17 @@ class Membership:
     """By rank."""
 
     @classmethod
-    def joined(cls, parallel: ParallelConfig, *, has_served: bool) -> Membership:
+    def joined(
+        cls, context: TrainContext, parallel: ParallelConfig, *, has_served: bool
+    ) -> Membership:
         """Of the group of workers that Ray Train has started this process in. Collective.
 
         Args:
+            context: Ray Train's.
             parallel: how the ranks divide the model.
             has_served: whether this process was in a group before.
         """
-        context, device = ray.train.get_context(), current_device()
+        device = current_device()
         world_size = context.get_world_size()
         member = Member(_place(device), os.getpid(), has_served)
         return cls(

@@ -91,9 +91,10 @@ def train_worker(config: dict[str, Any]) -> None:
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first("group")
-    if ray.train.get_context().get_local_rank() == 0 and _is_first("reaper"):
+    context = ray.train.get_context()
+    if context.get_local_rank() == 0 and _is_first("reaper"):
         _start_reaper(recipe.workers.hang_seconds, job.channel)
-    group = Membership.joined(recipe.parallel, has_served=has_served)
+    group = Membership.joined(context, recipe.parallel, has_served=has_served)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
     trainer, stream = _built(job, group, kinds, stopwatch)
