@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from alone import trained_alone
 from harness import RESULTS, parser_of, picture, write_result
-from texts import VOCABULARY, prepare, wikitext_source
+from texts import VOCABULARY, natural_length_sources, prepare
 
 from elastrata.core.workload import matmul_parameters
 from elastrata.recipe.file import load_recipe
@@ -33,18 +32,13 @@ from elastrata_pipelines.storage import Storage
 
 MODELS = ("bert/mini", "modernbert/mini")
 STEPS, EVERY, SAMPLES, SEQ_LEN = 240, 40, 256, 512
-DEFINITION = r"\s*(async def|def|class) "
 ACCURACY = "eval/mlm_accuracy"
 
 
 def prepare_text(wikitext: Path, scratch: Path) -> None:
     """One data set for both models, unless it is there."""
-    library = Path(sysconfig.get_path("stdlib")) / "*.py"
     text = {
-        "sources": [
-            {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
-            {"name": "python", "paths": str(library), "document_start": DEFINITION},
-        ],
+        "sources": natural_length_sources(wikitext),
         "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},
         "seq_len": SEQ_LEN,
         "packing": "none",
@@ -78,7 +72,7 @@ def curve(run: Path) -> dict[str, list[float]]:
     tokens = {entry["step"]: entry["tokens"] for entry in history.effective_steps(entries)}
     evaluations = list(history.surviving_evaluations(entries))
     return {
-        "tokens": [int(tokens.get(entry["step"], 0)) for entry in evaluations],
+        "tokens": [int(tokens[entry["step"]]) for entry in evaluations],
         "accuracy": [round(float(entry[ACCURACY]), 5) for entry in evaluations],
     }
 

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
 from harness import parser_of, scratch_folder, write_result
-from texts import VOCABULARY, wikitext_source
+from texts import VOCABULARY, natural_length_sources
 from trainers import (
     BATCH_SIZE,
     DEFAULT,
@@ -38,18 +37,13 @@ from trainers import (
 
 STEPS, ROUNDS, LONGEST = 12, 3, 1024
 RIVALS = (DEFAULT, "Hugging Face Trainer, grouped by length")
-DEFINITION = r"\s*(async def|def|class) "
 PACKAGES = ("elastrata", "ray", "torch", "transformers", "accelerate")
 
 
 def prepare_all(wikitext: Path, scratch: Path) -> None:
     """What trainers need, in a folder."""
-    library = Path(sysconfig.get_path("stdlib")) / "*.py"
     prepared = {
-        "sources": [
-            {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
-            {"name": "python", "paths": str(library), "document_start": DEFINITION},
-        ],
+        "sources": natural_length_sources(wikitext),
         "tokenizer": {"train": "bpe", "vocab_size": VOCABULARY},
         "seq_len": LONGEST,
         "packing": "none",

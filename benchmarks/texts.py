@@ -85,17 +85,21 @@ def prepare(recipe: Path, values: dict[str, Any]) -> None:
         elastrata("prepare", str(recipe))
 
 
-def prepare_natural_lengths(wikitext: Path, out: Path) -> str:
-    """Makes a data set of what people and programmers write in one piece, cut at 512 tokens:
-    paragraphs of WikiText, functions and classes of the library. Returns its folder."""
+def natural_length_sources(wikitext: Path) -> list[dict[str, str]]:
+    """What people and programmers write in one piece, for a recipe: paragraphs of WikiText,
+    functions and classes of the library."""
     library = Path(sysconfig.get_path("stdlib")) / "*.py"
     definition = {"document_start": r"\s*(async def|def|class) "}
-    pieces = [
+    return [
         {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
         {"name": "python", "paths": str(library), **definition},
     ]
+
+
+def prepare_natural_lengths(wikitext: Path, out: Path) -> str:
+    """Makes a data set of `natural_length_sources`, cut at 512 tokens. Returns its folder."""
     overrides = [
-        f"data.prepare.sources={json.dumps(pieces)}",
+        f"data.prepare.sources={json.dumps(natural_length_sources(wikitext))}",
         "data.prepare.held_out=null",
         f"data.prepare.tokenizer={{train: wordpiece, vocab_size: {VOCABULARY}}}",
         f"data.prepare.seq_len={NATURAL_LENGTH}",
