@@ -8,9 +8,9 @@ The parts that a step has more, each by itself, in microseconds of CPU time:
 - message: the efforts of all ranks, written into the numbers that travel with the losses, and read;
 - pacing: rank 0's look at them (`trainer/pacing.py`), whose ranks differ by noise alone.
 
-The sum is that of rank 0; the others have no pacing. `share_of_step` is the sum over the time of the
-passes of BERT-mini on one CPU thread, 16 samples a rank of 128 tokens, measured here. The hooks are
-those of a model of BERT-large's depth.
+The sum is that of rank 0; the others have no pacing. `share_of_step` is the sum over the time of
+the passes of BERT-mini on one CPU thread, 16 samples a rank of 128 tokens, measured here. The
+hooks are those of a model of BERT-large's depth.
 
 Writes benchmarks/results/pacing.json.
 """
