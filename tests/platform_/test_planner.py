@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastrata.core.workload import model_spec
-from elastrata.planner.activations import blocks_in_flight
+from elastrata.planner.activations import micro_batches_in_flight
 from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.cluster_config import cluster_schema
@@ -22,8 +22,9 @@ from elastrata.planner.memory import memory
 from elastrata.planner.operations import gather_seconds, shape_efficiency, sum_seconds
 from elastrata.planner.plan import plan, problems_of, recipe_keys
 from elastrata.planner.search import search
-from elastrata.planner.stack import elastrata
-from elastrata.planner.step_time import StepTime, bubble_passes, step_time
+from elastrata.planner.stack import MEGATRON_2021, elastrata
+from elastrata.planner.stage import blocks_of_stages
+from elastrata.planner.step_time import StepTime, bubble_passes, stage_time, step_time
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_values import dump_yaml
@@ -187,16 +188,34 @@ def test_bubbles_by_schedule() -> None:
     assert bubble_passes(Layout(), 64) == 0
 
 
-def test_blocks_in_flight_by_schedule() -> None:
+def test_micro_batches_in_flight_by_schedule() -> None:
     plain = Layout(pipeline=4)
-    assert blocks_in_flight(SMALL, plain, 64, 0) == 6 * 4
-    assert blocks_in_flight(SMALL, plain, 64, 3) == 6
-    assert blocks_in_flight(SMALL, plain, 2, 0) == 6 * 2
-    assert blocks_in_flight(SMALL, replace(plain, schedule="gpipe"), 64, 3) == 6 * 64
+    assert [micro_batches_in_flight(plain, 64, stage) for stage in (0, 3)] == [4, 1]
+    assert micro_batches_in_flight(plain, 2, 0) == 2
+    assert micro_batches_in_flight(replace(plain, schedule="gpipe"), 64, 3) == 64
     divided = replace(plain, schedule="zero_bubble")
-    assert {blocks_in_flight(SMALL, divided, 64, stage) for stage in range(4)} == {6 * 4}
+    assert {micro_batches_in_flight(divided, 64, stage) for stage in range(4)} == {4}
     in_turns = replace(plain, schedule="interleaved_1f1b", virtual_stages=2)
-    assert [blocks_in_flight(SMALL, in_turns, 64, stage) for stage in (0, 3)] == [6 * 5.5, 6 * 2.5]
+    assert [micro_batches_in_flight(in_turns, 64, stage) for stage in (0, 3)] == [5.5, 2.5]
+
+
+def test_a_stage_whose_head_costs_much_has_fewer_blocks() -> None:
+    wide, layout = replace(gpt(4, 768, 12), vocabulary=50_368), Layout(pipeline=2, shards=4)
+    narrow = replace(wide, vocabulary=256)
+    assert blocks_of_stages(wide, MACHINE.stack, layout) == (3, 1)
+    assert blocks_of_stages(narrow, MACHINE.stack, layout) == (2, 2)
+    assert blocks_of_stages(wide, MEGATRON_2021, layout) == (2, 2)
+    slow_first = replace(layout, stage_speeds=(0.5, 1.0))
+    assert blocks_of_stages(narrow, MACHINE.stack, slow_first) == (1, 3)
+    cluster = read_cluster("8xA100")
+    first, last = (
+        stage_time(wide, cluster, MACHINE, layout, 64, blocks=blocks, has_head=has_head)
+        for blocks, has_head in ((3, False), (1, True))
+    )
+    assert first.head == 0 < last.head
+    slowest = step_time(wide, cluster, MACHINE, layout, 64)
+    assert slowest in (first, last)
+    assert slowest.total == max(first.total, last.total)
 
 
 def test_what_saves_memory_and_what_it_costs() -> None:

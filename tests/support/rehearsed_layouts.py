@@ -51,6 +51,7 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
         "parallel.schedule=zero_bubble",
         "parallel.reshard_after_forward=false",
     ),
+    "uneven": (*_PIPELINE, "data.prepare.tokenizer.vocab_size=50_368"),
     "all-axes": (*_TENSOR, *_PIPELINE, "parallel.replicate=2", "parallel.sequence=true"),
     "virtual": ("parallel.virtual_ranks=WORLD", "optimizer.fused=false", "workers.threads=1"),
     "muon": ("optimizer.name=muon",),
@@ -60,7 +61,8 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "stable": _STABLE,
     "stable-all-axes": (*_STABLE, *_TENSOR, *_PIPELINE, "parallel.sequence=true"),
 }
-"""By name, what a recipe says. WORLD stands for the number of ranks."""
+"""By name, what a recipe says. WORLD stands for the number of ranks. In `uneven` the head costs as
+much as two or three blocks, so that the last stage has fewer."""
 _LACKS: Mapping[str, tuple[str, ...]] = {"modernbert": ("stable", "stable-all-axes")}
 """By model, layouts with keys that it has not."""
 

@@ -118,7 +118,7 @@ class ModelSpec:
             window=self.window or 0,
         )
 
-    @property
+    @cached_property
     def block_flops(self) -> list[int]:
         """FLOPs of every block's forward pass for a sample of full length. The first block has
         those of the embeddings, too; the last those of the heads, with the expected predictions."""

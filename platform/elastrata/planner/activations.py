@@ -43,8 +43,8 @@ def _waves(model: ModelSpec, stack: Stack) -> float:
     return 2 * FP32_BYTES * model.hidden / model.heads if is_rotary and not stack.fused else 0.0
 
 
-def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage: int) -> float:
-    """Blocks times micro-batches whose activations a stage holds at once.
+def micro_batches_in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once.
 
     GPipe holds all micro-batches; 1F1B as many as there are stages from here to the end;
     interleaved stages of the first device (p - 1) / v more than these (arXiv 2104.04473, section
@@ -52,18 +52,17 @@ def blocks_in_flight(model: ModelSpec, layout: Layout, micro_batches: int, stage
     torch.distributed has it, holds p everywhere: what 1F1B holds, and what waits for its gradients
     of weights, of which the stage's number says how many (arXiv 2401.10241, ZB-H1).
     """
-    layers = layout.layers_of_stage(model.layers)
     if layout.pipeline == 1:
-        return layers
+        return 1
     if layout.schedule == "gpipe":
-        return layers * micro_batches
+        return micro_batches
     p, v = layout.pipeline, layout.virtual_stages
     held: float = p - stage
     if layout.schedule == "zero_bubble":
         held = p
     elif v > 1:
         held = p + (p - 1 - 2 * stage) / v
-    return layers * min(held, micro_batches)
+    return min(held, micro_batches)
 
 
 def travelling(
@@ -71,7 +70,7 @@ def travelling(
     stack: Stack,
     layout: Layout,
     micro_batches: int,
-    flight: float,
+    in_flight: float,
     stage: int,
 ) -> float:
     """Hidden states that come from other stages, and those that go there. torch.distributed's
@@ -83,13 +82,12 @@ def travelling(
     hidden = layout.micro_batch * model.seq_len * model.hidden * stack.element_bytes / parts
     before = layout.virtual_stages - (stage == 0)
     behind = layout.virtual_stages - (stage == layout.pipeline - 1)
-    in_flight = flight / layout.layers_of_stage(model.layers)
     received = (micro_batches - in_flight) * before  # the others are inputs that blocks keep
     return hidden * (received + micro_batches * behind + in_flight * behind)
 
 
 def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
-    """Gradients of what every matrix and norm of a stage has made of one micro-batch: zero bubble
+    """Gradients of what every matrix and norm of a block has made of one micro-batch: zero bubble
     computes those of the weights from them, later."""
     inner = (2 if model.gated else 1) * model.feed_forward
     own = 3 * model.hidden + 2 * model.kv_width + inner
@@ -97,7 +95,7 @@ def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
         own += model.hidden + model.kv_width
     tokens = layout.micro_batch * model.seq_len * stack.element_bytes
     whole = 2 * model.hidden / (layout.tensor if layout.sequence else 1)
-    return layout.layers_of_stage(model.layers) * tokens * (own / layout.tensor + whole)
+    return tokens * (own / layout.tensor + whole)
 
 
 def kept_activations(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:

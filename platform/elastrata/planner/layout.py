@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from elastrata.core.parallelize import GradientSync, Schedule
-from elastrata.core.pipeline.spans import stage_spans
 from elastrata.core.recomputation import Recomputation
 
 MOST_SAMPLES = 64
@@ -52,13 +50,6 @@ class Layout:
         """Micro-batches that each data-parallel rank runs through the model in a step."""
         return -(-batch_size // (self.data * self.micro_batch))
 
-    def layers_of_stage(self, layers: int) -> int:
-        """Layers of the device that has most."""
-        parts = self.pipeline * self.virtual_stages
-        if self.stage_speeds and layers >= parts:
-            return self.virtual_stages * _longest_span(layers, parts, self.stage_speeds)
-        return self.virtual_stages * -(-layers // parts)
-
     @property
     def division(self) -> str:
         """In words, without what may change from step to step."""
@@ -76,8 +67,3 @@ class Layout:
         pieces += [] if self.reshard else ["keep"]
         pieces += [] if self.gradient_sync == "step" else ["reduce each"]
         return " ".join(pieces)
-
-
-@cache
-def _longest_span(layers: int, parts: int, speeds: tuple[float, ...]) -> int:
-    return max(map(len, stage_spans([1] * layers, parts, speeds)))

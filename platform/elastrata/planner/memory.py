@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.hardware import Device
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import FP32_BYTES, Stack
-from elastrata.planner.stage import Stage
+from elastrata.planner.stage import Stage, blocks_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,32 @@ def memory(
         layout: how devices divide it.
         batch_size: samples of a step, over all devices.
     """
-    stages = [_first_stage, _last_stage] if layout.pipeline > 1 else [_only_stage]
-    needs = [stage_memory(stage(model, stack, layout, batch_size), device) for stage in stages]
+    blocks = blocks_of_stages(model, stack, layout)
+    needs = [
+        stage_memory(
+            Stage(
+                model=model,
+                stack=stack,
+                layout=layout,
+                batch_size=batch_size,
+                blocks=blocks[number],
+                number=number,
+            ),
+            device,
+        )
+        for number in _fullest(blocks)
+    ]
     return max(needs, key=lambda need: need.total)
+
+
+def _fullest(blocks: Sequence[int]) -> list[int]:
+    """Stages of which one needs most memory: the first, the last, and of those between them the
+    first and the last with most blocks."""
+    last = len(blocks) - 1
+    between = range(1, last)
+    most = max((blocks[number] for number in between), default=0)
+    longest = [number for number in between if blocks[number] == most]
+    return sorted({0, last, *longest[:1], *longest[-1:]})
 
 
 def stage_memory(stage: Stage, device: Device) -> Memory:
@@ -70,33 +94,6 @@ def stage_memory(stage: Stage, device: Device) -> Memory:
         fragmentation=stage.stack.fragmentation * (state + most.total),
         building=FP32_BYTES * (stage.own / stage.shards + _largest_parameter(stage.model)),
     )
-
-
-def _only_stage(model: ModelSpec, stack: Stack, layout: Layout, batch_size: int) -> Stage:
-    return Stage(
-        model=model,
-        stack=stack,
-        layout=layout,
-        batch_size=batch_size,
-        numbers=float(model.parameters),
-        number=0,
-        has_head=True,
-    )
-
-
-def _first_stage(model: ModelSpec, stack: Stack, layout: Layout, batch_size: int) -> Stage:
-    blocks = layout.layers_of_stage(model.layers) * model.block_parameters
-    numbers = float(blocks + model.embedding_parameters)
-    whole = _only_stage(model, stack, layout, batch_size)
-    return replace(whole, numbers=numbers, has_head=False)
-
-
-def _last_stage(model: ModelSpec, stack: Stack, layout: Layout, batch_size: int) -> Stage:
-    blocks = layout.layers_of_stage(model.layers) * model.block_parameters
-    extra = model.head_extra + model.sample_extra
-    numbers = float(blocks + model.vocabulary * model.hidden + extra)
-    whole = _only_stage(model, stack, layout, batch_size)
-    return replace(whole, numbers=numbers, number=layout.pipeline - 1)
 
 
 def _largest_parameter(model: ModelSpec) -> int:

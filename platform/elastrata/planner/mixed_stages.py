@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.pipeline.spans import stage_spans
 from elastrata.planner.block import again_seconds, block_passes
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import Memory, stage_memory
 from elastrata.planner.mixed import Kind, MixedStep, Part
 from elastrata.planner.operations import neighbour_seconds
-from elastrata.planner.stage import Stage
-from elastrata.planner.step_time import StepTime, step_time
+from elastrata.planner.stage import Stage, blocks_of_stages
+from elastrata.planner.step_time import StepTime, stage_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +31,6 @@ class _Setting:
     @property
     def micro_batches(self) -> int:
         return self.layout.micro_batches(self.batch_size)
-
-    def model_of(self, stage: int) -> ModelSpec:
-        """A model of which an equal part has as many blocks as a stage."""
-        return replace(self.model, layers=self.blocks[stage] * self.layout.pipeline)
 
 
 def kinds_of_stages(kinds: Sequence[Kind], stages: int) -> list[Kind]:
@@ -73,7 +67,8 @@ def staged_step(
         batch_size: samples of a step.
         speeds: of each stage, by which the blocks are cut; None: as if all were equally fast.
     """
-    blocks = _cut(tuple(model.block_flops), layout.pipeline, tuple(speeds or ()))
+    cut = replace(layout, stage_speeds=tuple(speeds or ()))
+    blocks = blocks_of_stages(model, kinds[0].machine.stack, cut)
     at = _Setting(model=model, kinds=kinds, layout=layout, batch_size=batch_size, blocks=blocks)
     stages = range(layout.pipeline)
     needs = [_memory(at, stage) for stage in stages]
@@ -114,10 +109,16 @@ def _parts(
 def _alone(at: _Setting, stage: int) -> StepTime:
     """The step of one stage as if no other were slower."""
     kind = at.kinds[stage]
-    time = step_time(at.model_of(stage), kind.cluster, kind.machine, at.layout, at.batch_size)
-    is_last = stage == at.layout.pipeline - 1
-    messages = at.micro_batches * _neighbour_seconds(at, stage)
-    return replace(time, head=time.head if is_last else 0.0, pipeline_messages=messages)
+    time = stage_time(
+        at.model,
+        kind.cluster,
+        kind.machine,
+        at.layout,
+        at.batch_size,
+        blocks=at.blocks[stage],
+        has_head=stage == at.layout.pipeline - 1,
+    )
+    return replace(time, pipeline_messages=at.micro_batches * _neighbour_seconds(at, stage))
 
 
 def _neighbour_seconds(at: _Setting, stage: int) -> float:
@@ -133,30 +134,19 @@ def _neighbour_seconds(at: _Setting, stage: int) -> float:
     return 2 * once
 
 
-@cache
-def _cut(costs: tuple[int, ...], stages: int, speeds: tuple[float, ...]) -> list[int]:
-    return [len(span) for span in stage_spans(costs, stages, speeds)]
-
-
 def _busy(time: StepTime) -> float:
     return time.matrices + time.recomputation + time.head + time.tensor_messages
 
 
 def _memory(at: _Setting, stage: int) -> Memory:
-    model, kind = at.model_of(stage), at.kinds[stage]
-    is_last = stage == at.layout.pipeline - 1
-    numbers = at.blocks[stage] * model.block_parameters
-    numbers += model.embedding_parameters if stage == 0 else 0
-    if is_last:
-        numbers += model.vocabulary * model.hidden + model.head_extra + model.sample_extra
+    kind = at.kinds[stage]
     part = Stage(
-        model=model,
+        model=at.model,
         stack=kind.machine.stack,
         layout=at.layout,
         batch_size=at.batch_size,
-        numbers=float(numbers),
+        blocks=at.blocks[stage],
         number=stage,
-        has_head=is_last,
     )
     return stage_memory(part, kind.cluster.device)
 

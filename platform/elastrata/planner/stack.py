@@ -57,6 +57,9 @@ class Stack:
     backward pass, not gathered again."""
     attention_copies: int = 0
     """Copies of attention's result that are kept beside it."""
+    equal_stages: bool = False
+    """Whether all stages of a pipeline have as many blocks, whatever the head costs; else they take
+    about as long as each other."""
     extra_micro_batches: int = 0
     """Micro-batches that a stage of a pipeline holds beyond those it must."""
     fragmentation: float = 0.04
@@ -103,6 +106,7 @@ MEGATRON_2021 = Stack(
     accumulates=True,
     whole_logits=False,
     logit_bytes=10,
+    equal_stages=True,
 )
 ZERO3_2021 = Stack(
     name="DeepSpeed ZeRO-3, 2021",
@@ -120,6 +124,7 @@ ZERO3_2021 = Stack(
     whole_logits=True,
     logit_bytes=10,
     network_factor=0.11,
+    equal_stages=True,
 )
 ALEPH_ALPHA_2023 = Stack(
     name="AA-Scaling, 2023",
@@ -140,4 +145,5 @@ ALEPH_ALPHA_2023 = Stack(
     network_factor=0.075,
     extra_micro_batches=1,
     fragmentation=0.0,
+    equal_stages=True,
 )

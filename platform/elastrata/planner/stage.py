@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from elastrata.core.model_spec import ModelSpec
+from elastrata.core.pipeline.spans import stage_spans
 from elastrata.planner.activations import (
     block_activations,
-    blocks_in_flight,
     computed_again,
     head_activations,
     head_inputs,
@@ -15,6 +16,7 @@ from elastrata.planner.activations import (
     kept_activations,
     kept_product,
     logits_and_loss,
+    micro_batches_in_flight,
     normed_embeddings,
     travelling,
     waiting_gradients,
@@ -46,11 +48,27 @@ class Stage:
     stack: Stack
     layout: Layout
     batch_size: int
-    numbers: float
-    """Its parameters, before tensor-parallel devices divide them."""
+    blocks: int
     number: int
     """From 0."""
-    has_head: bool
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it makes logits."""
+        return self.number == self.layout.pipeline - 1
+
+    @property
+    def numbers(self) -> float:
+        """Its parameters, before tensor-parallel devices divide them."""
+        model = self.model
+        numbers = self.blocks * model.block_parameters
+        if self.number == 0:
+            numbers += model.embedding_parameters
+        if not self.has_head:
+            return numbers
+        if self.number == 0:
+            return numbers + model.head_parameters
+        return numbers + model.vocabulary * model.hidden + model.head_extra + model.sample_extra
 
     @property
     def shards(self) -> int:
@@ -62,8 +80,7 @@ class Stage:
         """Of this device's share of the parameters, and of what the optimizer keeps."""
         spared = 0.0
         if not self.stack.has_second_moments:
-            blocks = self.layout.layers_of_stage(self.model.layers)
-            matrices = blocks * self.model.block_matrices / self.layout.tensor
+            matrices = self.blocks * self.model.block_matrices / self.layout.tensor
             spared = matrices * FP32_BYTES
         return (self.own * self.stack.state_bytes - spared) / self.shards
 
@@ -104,7 +121,7 @@ class Stage:
         logits = logits_and_loss(self.model, self.stack, self.layout)
         inputs = head_inputs(self.model, self.stack, self.layout)
         return Moment(
-            gathered=_gathered(self.model, self.stack, self.layout, self.own, 1),
+            gathered=self._gathered(1),
             gradients=self._accumulated(),
             activations=self._kept(newest=0),
             working=logits + inputs,
@@ -122,7 +139,7 @@ class Stage:
             working += self._waiting_gradients() / layout.virtual_stages
             working += kept_product(self.model, self.stack, layout)
         return Moment(
-            gathered=_gathered(self.model, self.stack, layout, self.own, 2),
+            gathered=self._gathered(2),
             gradients=self._accumulated(),
             activations=self._kept(newest=1 if self.is_divided else 0),
             working=working,
@@ -130,32 +147,31 @@ class Stage:
 
     def at_end(self) -> Moment:
         """Where the last backward pass ends."""
-        flight = self._in_flight()
         return Moment(
-            gathered=_gathered(self.model, self.stack, self.layout, self.own, 2),
-            gradients=_reduced(self.model, self.stack, self.layout, self.own),
-            activations=self._travelling(flight),
+            gathered=self._gathered(2),
+            gradients=self._reduced(),
+            activations=self._travelling(),
             working=block_activations(self.model, self.stack, self.layout),
         )
 
-    def _in_flight(self) -> float:
-        """Blocks times micro-batches."""
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches that wait for their backward pass, the newest with them."""
         stage = self.number - self.stack.extra_micro_batches
-        return blocks_in_flight(self.model, self.layout, self.micro_batches, stage)
+        return micro_batches_in_flight(self.layout, self.micro_batches, stage)
 
-    def _travelling(self, flight: float) -> float:
+    def _travelling(self) -> float:
         return travelling(
-            self.model, self.stack, self.layout, self.micro_batches, flight, self.number
+            self.model, self.stack, self.layout, self.micro_batches, self.in_flight, self.number
         )
 
     def _kept(self, *, newest: int) -> float:
         """Of all micro-batches in flight; of the newest one's head, too, where that is 1."""
-        model, stack, layout, flight = self.model, self.stack, self.layout, self._in_flight()
-        block = block_activations(model, stack, layout)
-        kept = kept_activations(model, stack, layout, block) * flight + self._travelling(flight)
+        model, stack, layout = self.model, self.stack, self.layout
+        block = kept_activations(model, stack, layout, block_activations(model, stack, layout))
+        kept = block * self.blocks * self.in_flight + self._travelling()
         if self.number == 0:
-            normed = normed_embeddings(model, stack, layout)
-            kept += normed * flight / layout.layers_of_stage(model.layers)
+            kept += normed_embeddings(model, stack, layout) * self.in_flight
         if self.is_divided:
             kept += self._waiting_gradients() * self.waiting
         return kept + self._heads(newest) if self.has_head else kept
@@ -172,46 +188,62 @@ class Stage:
         return (head + inputs) * (self.waiting + newest)
 
     def _waiting_gradients(self) -> float:
-        return waiting_gradients(self.model, self.stack, self.layout)
+        return self.blocks * waiting_gradients(self.model, self.stack, self.layout)
 
     def _accumulated(self) -> float:
+        """Gradients where a backward pass begins: those of the micro-batches before it, whole where
+        they are reduced once a step, else this shard's."""
         if self.goes_forward_first:
             return 0.0
-        return _accumulated(self.stack, self.layout, self.own, self.micro_batches)
+        if self.stack.sharding != "all":
+            return self.own * self.stack.gradient_bytes
+        if not self.stack.accumulates or self.micro_batches == 1:
+            return 0.0
+        parts = self.layout.shards if self.layout.gradient_sync == "micro_batch" else 1
+        return self.own / parts * self.stack.gradient_bytes
+
+    def _gathered(self, blocks: int) -> float:
+        """FSDP2 holds the block that is computed, the message of the next one, and what is outside
+        of blocks; a lone shard is copied, too. At the loss it holds the last block alone."""
+        if self.stack.sharding != "all" or not self.layout.reshard:
+            return self.own * self.stack.element_bytes
+        ahead, outside = self._buckets(blocks)
+        return (ahead + outside) * self.stack.element_bytes
+
+    def _reduced(self) -> float:
+        """Gradients where the last backward pass ends: this shard's, and those on their way, as
+        they are and as a message."""
+        stack = self.stack
+        if stack.sharding != "all":
+            return self.own * stack.gradient_bytes
+        on_their_way = max(self._buckets(2)) * (stack.gradient_bytes + stack.reduced_bytes)
+        return self.own / self.layout.shards * stack.gradient_bytes + on_their_way
+
+    def _buckets(self, most: int) -> tuple[float, float]:
+        """Parameters of so many blocks, and of what is outside of blocks."""
+        block = self.model.block_parameters / self.layout.tensor
+        outside = self.own - self.blocks * block
+        return min(most, self.blocks) * block, max(0.0, outside)
 
 
-def _gathered(model: ModelSpec, stack: Stack, layout: Layout, own: float, blocks: int) -> float:
-    """FSDP2 holds the block that is computed, the message of the next one, and what is outside of
-    blocks; a lone shard is copied, too. At the loss it holds the last block alone."""
-    if stack.sharding != "all" or not layout.reshard:
-        return own * stack.element_bytes
-    ahead, outside = _buckets(model, layout, own, blocks)
-    return (ahead + outside) * stack.element_bytes
+def blocks_of_stages(model: ModelSpec, stack: Stack, layout: Layout) -> tuple[int, ...]:
+    """The blocks of each device along a pipeline, of all its parts of the model together.
+
+    Args:
+        model: that is cut.
+        stack: the system that cuts it.
+        layout: with one part of the model, or several, on each of these devices.
+    """
+    parts = layout.pipeline * layout.virtual_stages
+    if parts == 1:
+        return (model.layers,)
+    if stack.equal_stages or model.layers < parts:
+        return (layout.virtual_stages * -(-model.layers // parts),) * layout.pipeline
+    lengths = _span_lengths(tuple(model.block_flops), parts, layout.stage_speeds)
+    return tuple(sum(lengths[stage :: layout.pipeline]) for stage in range(layout.pipeline))
 
 
-def _accumulated(stack: Stack, layout: Layout, own: float, micro_batches: int) -> float:
-    """Gradients where a backward pass begins: those of the micro-batches before it, whole where
-    they are reduced once a step, else this shard's."""
-    if stack.sharding != "all":
-        return own * stack.gradient_bytes
-    if not stack.accumulates or micro_batches == 1:
-        return 0.0
-    parts = layout.shards if layout.gradient_sync == "micro_batch" else 1
-    return own / parts * stack.gradient_bytes
-
-
-def _reduced(model: ModelSpec, stack: Stack, layout: Layout, own: float) -> float:
-    """Gradients where the last backward pass ends: this shard's, and those on their way, as they
-    are and as a message."""
-    if stack.sharding != "all":
-        return own * stack.gradient_bytes
-    ahead, outside = _buckets(model, layout, own, 2)
-    on_their_way = max(ahead, outside) * (stack.gradient_bytes + stack.reduced_bytes)
-    return own / layout.shards * stack.gradient_bytes + on_their_way
-
-
-def _buckets(model: ModelSpec, layout: Layout, own: float, most: int) -> tuple[float, float]:
-    """Parameters of so many blocks, and of what is outside of blocks."""
-    block = model.block_parameters / layout.tensor
-    blocks = layout.layers_of_stage(model.layers) * block
-    return min(blocks, most * block), max(0.0, own - blocks)
+@cache
+def _span_lengths(costs: tuple[int, ...], parts: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """By `core/pipeline/stages.py`."""
+    return tuple(map(len, stage_spans(costs, parts, speeds or None)))

@@ -20,6 +20,7 @@ from elastrata.planner.operations import (
     sum_seconds,
     traffic_seconds,
 )
+from elastrata.planner.stage import blocks_of_stages
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the
@@ -37,10 +38,10 @@ class StepTime:
     """Seconds. What is hidden behind computation is not in them."""
 
     matrices: float
-    """Forward and backward of the device with most layers, over all its micro-batches."""
+    """Forward and backward of the slowest device's blocks, over all its micro-batches."""
     recomputation: float
     head: float
-    """Logits and loss, as far as they make the last stage the slowest."""
+    """Logits and loss, where the last stage is the slowest."""
     tensor_messages: float
     pipeline_messages: float
     bubble: float
@@ -92,7 +93,7 @@ class _Setting:
 def step_time(
     model: ModelSpec, cluster: Cluster, machine: Machine, layout: Layout, batch_size: int
 ) -> StepTime:
-    """The time of a step of `batch_size` samples.
+    """The time of a step of `batch_size` samples: that of the slowest stage.
 
     Args:
         model: that is trained.
@@ -101,26 +102,56 @@ def step_time(
         layout: how they are used.
         batch_size: samples of a step, over all devices.
     """
+    *before, last = blocks_of_stages(model, machine.stack, layout)
+    stages = [(last, True), *([(max(before), False)] if before else [])]
+    times = [
+        stage_time(model, cluster, machine, layout, batch_size, blocks=blocks, has_head=has_head)
+        for blocks, has_head in stages
+    ]
+    return max(times, key=lambda time: time.total)
+
+
+def stage_time(
+    model: ModelSpec,
+    cluster: Cluster,
+    machine: Machine,
+    layout: Layout,
+    batch_size: int,
+    *,
+    blocks: int,
+    has_head: bool,
+) -> StepTime:
+    """The time of a step for a device with so many blocks, where no other device is slower.
+
+    Args:
+        model: see `step_time`, like the following.
+        cluster: see there.
+        machine: see there.
+        layout: see there.
+        batch_size: see there.
+        blocks: of this device.
+        has_head: whether it makes logits.
+    """
     at = _Setting(model, cluster, machine, layout, batch_size)
     micro_batches = layout.micro_batches(batch_size)
-    layers = layout.layers_of_stage(model.layers)
     shape = (layout.micro_batch, layout.tensor, layout.sequence and layout.tensor > 1)
     block = block_passes(model, machine, *shape)
     again = again_seconds(model, machine, *shape, layout.checkpointing)
     talk = _tensor_messages(at)
-    head = _head_excess(at, block, again, layers)
-    per_layer = block.forward + block.backward + again + talk
-    stage = per_layer * model.layers / layout.pipeline + head / layout.pipeline
+    logits = head_passes(model, machine, layout.micro_batch, layout.tensor)
+    head = logits.forward + logits.backward
+    per_block = block.forward + block.backward + again + talk
+    mean = (per_block * model.layers + head) / layout.pipeline
     return StepTime(
-        matrices=micro_batches * layers * (block.forward + block.backward),
-        recomputation=micro_batches * layers * again,
-        head=micro_batches * head,
-        tensor_messages=micro_batches * layers * talk,
+        matrices=micro_batches * blocks * (block.forward + block.backward),
+        recomputation=micro_batches * blocks * again,
+        head=micro_batches * head if has_head else 0.0,
+        tensor_messages=micro_batches * blocks * talk,
         pipeline_messages=micro_batches * _neighbour_messages(at),
-        bubble=bubble_passes(layout, micro_batches) * stage,
-        data_messages=_data_messages(at, block, again, layers, micro_batches),
-        update=_update(at),
-        loading=_loading(at, micro_batches * layers * per_layer),
+        bubble=bubble_passes(layout, micro_batches) * mean,
+        data_messages=_data_messages(at, block, again, blocks, micro_batches),
+        update=_update(at, blocks),
+        loading=_loading(at, micro_batches * blocks * per_block),
     )
 
 
@@ -135,15 +166,6 @@ def bubble_passes(layout: Layout, micro_batches: int) -> float:
         return 0.0
     idle = (layout.pipeline - 1) / layout.virtual_stages
     return idle * (_ZERO_BUBBLE if layout.schedule == "zero_bubble" else 1.0)
-
-
-def _head_excess(at: _Setting, block: Passes, again: float, layers: int) -> float:
-    """Seconds that logits and loss add to the slowest stage: all, unless the last stage has fewer
-    layers than the first."""
-    passes = head_passes(at.model, at.machine, at.layout.micro_batch, at.layout.tensor)
-    missing = layers * at.layout.pipeline - at.model.layers if at.layout.pipeline > 1 else 0
-    spared = missing * (block.forward + block.backward + again)
-    return max(0.0, passes.forward + passes.backward - spared)
 
 
 def _tensor_messages(at: _Setting) -> float:
@@ -169,20 +191,24 @@ def _neighbour_messages(at: _Setting) -> float:
 
 
 def _data_messages(
-    at: _Setting, block: Passes, again: float, layers: int, micro_batches: int
+    at: _Setting, block: Passes, again: float, blocks: int, micro_batches: int
 ) -> float:
     stack = at.machine.stack
     if at.layout.data == 1:
         return 0.0
     if stack.sharding != "all":
-        outside = at.model.embedding_parameters + at.model.head_parameters
-        own = layers * at.model.block_parameters + outside / at.layout.pipeline
-        numbers = own / at.layout.tensor
-        return _sum_at_the_end(at, numbers, block, layers)
-    return _sharded(at, block, again, layers, micro_batches)
+        numbers = (blocks * at.model.block_parameters + _outside(at)) / at.layout.tensor
+        return _sum_at_the_end(at, numbers, block, blocks)
+    return _sharded(at, block, again, blocks, micro_batches)
 
 
-def _sum_at_the_end(at: _Setting, numbers: float, block: Passes, layers: int) -> float:
+def _outside(at: _Setting) -> float:
+    """Parameters of the embeddings and heads, for each device along a pipeline."""
+    outside = at.model.embedding_parameters + at.model.head_parameters
+    return outside / at.layout.pipeline
+
+
+def _sum_at_the_end(at: _Setting, numbers: float, block: Passes, blocks: int) -> float:
     """Gradients are summed, or scattered and the parameters gathered: the same bytes."""
     stack, layout = at.machine.stack, at.layout
     whole = sum_seconds(
@@ -192,34 +218,33 @@ def _sum_at_the_end(at: _Setting, numbers: float, block: Passes, layers: int) ->
         layout.data,
         at.data_stride,
     )
-    return whole - stack.overlap * min(whole, layers * block.backward)
+    return whole - stack.overlap * min(whole, blocks * block.backward)
 
 
-def _sharded(at: _Setting, block: Passes, again: float, layers: int, micro_batches: int) -> float:
+def _sharded(at: _Setting, block: Passes, again: float, blocks: int, micro_batches: int) -> float:
     """FSDP (arXiv 2304.11277): a block's parameters are gathered while the one before is computed,
     its gradients scattered while the next one's are. What is outside of blocks is gathered before
     anything can be computed."""
     stack, layout = at.machine.stack, at.layout
     scatter, reduction = _reduction(at, at.model.block_parameters / layout.tensor)
     gather = _gather(at, at.model.block_parameters / layout.tensor)
-    outside = at.model.embedding_parameters + at.model.head_parameters
-    first = _gather(at, outside / layout.tensor / layout.pipeline)
+    first = _gather(at, _outside(at) / layout.tensor)
     again_gathered = gather if layout.reshard else 0.0
     backward = block.backward + again
     plain = _exposed(at, gather, block.forward) + _exposed(at, again_gathered, backward)
     last = _exposed(at, again_gathered + reduction, backward) + _exposed(at, gather, block.forward)
     kept = _exposed(at, reduction, backward)
     if not stack.accumulates:
-        return micro_batches * (layers * last + first)
+        return micro_batches * (blocks * last + first)
     before = micro_batches - 1
     each = scatter if layout.gradient_sync == "micro_batch" else 0.0
     if layout.reshard:
         if each:
             plain = _exposed(at, gather, block.forward)
             plain += _exposed(at, again_gathered + each, backward)
-        return layers * (before * plain + last) + micro_batches * first
+        return blocks * (before * plain + last) + micro_batches * first
     kept += before * _exposed(at, each, backward)
-    return layers * (_exposed(at, gather, block.forward) + kept) + first
+    return blocks * (_exposed(at, gather, block.forward) + kept) + first
 
 
 def _exposed(at: _Setting, messages: float, computed: float) -> float:
@@ -243,11 +268,11 @@ def _reduction(at: _Setting, numbers: float) -> tuple[float, float]:
     return scattered, scattered + summed
 
 
-def _update(at: _Setting) -> float:
+def _update(at: _Setting, blocks: int) -> float:
     """The optimizer reads and writes this device's share of the states."""
     layout, stack = at.layout, at.machine.stack
-    numbers = at.model.parameters / (layout.tensor * layout.pipeline)
-    numbers /= 1 if stack.sharding == "none" else layout.shards
+    numbers = blocks * at.model.block_parameters + _outside(at)
+    numbers /= layout.tensor * (1 if stack.sharding == "none" else layout.shards)
     return traffic_seconds(at.machine.device, at.machine.efficiency, numbers * _UPDATE_BYTES)
 
 
