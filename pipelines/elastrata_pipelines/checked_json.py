@@ -79,8 +79,8 @@ def list_names(storage: Storage, *parts: str) -> list[str]:
     where = storage.uri(*parts)
     path = Path(storage.path(*parts))
     try:
-        if storage.is_local and not path.is_dir() and os.path.lexists(path):
-            path.stat()  # says of a link why it leads nowhere
+        # One look decides: a folder may appear meanwhile. Of a link it says why it leads nowhere.
+        if storage.is_local and os.path.lexists(path) and not stat.S_ISDIR(path.stat().st_mode):
             raise UserError(f"{where}: a file, expected a folder")
         return storage.names(*parts)
     except UserError:
