@@ -16,10 +16,10 @@ from support.live_run import LiveRun, assert_alike
 from support.nodes import nodes, send, train_workers
 from support.synthetic import tiny_recipe, write_data_set
 
-STEPS = 200
-SMALL = 96
-"""Tokens of a micro-batch on a node with little memory: two samples."""
-WIDE = {"name": "bert", "hidden_size": 512, "num_layers": 2, "num_heads": 8}
+STEPS = 240
+SMALL = 192
+"""Tokens of a micro-batch on a node with little memory: four samples."""
+WIDE = {"name": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4}
 """Its passes take longer than a kernel lets a process compute before another one's turn."""
 
 
@@ -31,6 +31,7 @@ def _recipe(folder: Path) -> Path:
         workload=WIDE,
         steps=STEPS,
         batch_size=64,
+        parallel={"replicate": "all"},
         micro_batch_tokens=512,
         checkpoint={"every": 1000, "hot_steps": 20},
     )

@@ -26,6 +26,8 @@ def busy_neighbours(process: psutil.Process, number: int) -> Iterator[None]:
         for _ in range(number)
     ]
     try:
+        for neighbour in neighbours:  # Ray's workers are nice
+            psutil.Process(neighbour.pid).nice(process.nice())
         _keep_on(core, [neighbour.pid for neighbour in neighbours])
         _keep_on(core, _threads(process))
         yield

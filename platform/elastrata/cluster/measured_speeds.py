@@ -12,11 +12,14 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.speed_book import GroupKey
+from elastrata.cluster.speed_book import STEPS_AHEAD, GroupKey
 from elastrata_pipelines.speeds import Speeds, SpeedSource, of_groups, quantized
+from elastrata_pipelines.stream import PREFETCHED_PAYLOADS
 
-STEPS_IN_A_GROUP = 8
-"""Most steps that are read and dealt together: all by the same speeds."""
+STEPS_IN_A_GROUP = STEPS_AHEAD // (PREFETCHED_PAYLOADS + 1)
+"""Most steps that are read and dealt together: all by the same speeds. Ray Data hands a rank a
+payload when it has so many more for it: were these further ahead than readers may be, training and
+reading would wait for each other."""
 _ANSWER_SECONDS, _PAUSE_SECONDS = 10.0, 0.2
 
 
