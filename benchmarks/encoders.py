@@ -103,8 +103,10 @@ def draw(seeds: Sequence[dict[str, Any]], path: Path) -> None:
     for model, color in zip(MODELS, ("gray", "tab:blue"), strict=True):
         for seed in seeds:
             label = model if seed is seeds[0] else None
-            axes.plot(*seed[model].values(), color=color, lw=1, label=label)
-    axes.set(xlabel="tokens", ylabel="accuracy of masked tokens, held out")
+            tokens, accuracy = seed[model].values()
+            millions = [number / 1e6 for number in tokens]
+            axes.plot(millions, accuracy, color=color, lw=1, label=label)
+    axes.set(xlabel="million tokens", ylabel="accuracy of masked tokens, held out")
     axes.legend()
     figure.savefig(path)
 
