@@ -15,7 +15,13 @@ from elastrata_pipelines.mixed_order import MixedOrder
 from elastrata_pipelines.mixture import UNITS, Leg, Mixture, in_units
 from elastrata_pipelines.order import Order
 
-weights = st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any).map(in_units)
+
+def weights(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Of so many sources, in units."""
+    drawn = st.lists(st.integers(0, 1000), min_size=least, max_size=most)
+    return drawn.filter(any).map(in_units)
+
+
 firsts = st.integers(0, 10**12) | st.integers(0, 100)
 
 
@@ -35,7 +41,7 @@ def still(*shares: float) -> Mixture:
     return Mixture((Leg(shares=in_units(shares)),))
 
 
-@given(weights)
+@given(weights(1, 9))
 def test_shares_add_up(units: tuple[int, ...]) -> None:
     assert sum(units) == UNITS
     assert min(units) >= 0
@@ -83,7 +89,7 @@ def widest(error: np.ndarray) -> np.ndarray:
     return error.max(axis=0) - error.min(axis=0)
 
 
-@given(weights, firsts)
+@given(weights(1, 9), firsts)
 def test_every_window_has_its_shares(units: tuple[int, ...], first: int) -> None:
     mixture = Mixture((Leg(shares=units),))
     shares = np.tile(np.array(units) / UNITS, (400, 1))
@@ -91,7 +97,7 @@ def test_every_window_has_its_shares(units: tuple[int, ...], first: int) -> None
     assert np.all(widest(errors(mixture, shares, first, 400)) <= np.array(bounds) + 1e-6)
 
 
-@given(weights.filter(lambda units: len(units) == 2), firsts)
+@given(weights(2, 2), firsts)
 def test_every_window_of_two_sources_is_off_by_less_than_one(
     units: tuple[int, ...], first: int
 ) -> None:
@@ -101,7 +107,7 @@ def test_every_window_of_two_sources_is_off_by_less_than_one(
     assert mixture.largest_error(0) <= 1
 
 
-@given(weights.filter(lambda units: len(units) == 3), st.integers(1, 10**12))
+@given(weights(3, 3), st.integers(1, 10**12))
 def test_three_sources_are_off_by_less_than_one_since_the_first(
     units: tuple[int, ...], position: int
 ) -> None:

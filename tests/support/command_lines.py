@@ -228,6 +228,7 @@ NOT_RUN = {
             "python benchmarks/clipping.py WIKITEXT",
             "python benchmarks/cost_model.py",
             "python benchmarks/dealing.py LENGTHS",
+            "python benchmarks/encoders.py WIKITEXT --scratch FOLDER",
             "python benchmarks/horizons.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
             "python benchmarks/mixture_text.py WIKITEXT --scratch DIR",
