@@ -71,14 +71,14 @@ def memory(
     return max(needs, key=lambda need: need.total)
 
 
-def _fullest(blocks: Sequence[int]) -> list[int]:
-    """Stages of which one needs most memory: the first, the last, and of those between them the
-    first and the last with most blocks."""
-    last = len(blocks) - 1
-    between = range(1, last)
-    most = max((blocks[number] for number in between), default=0)
-    longest = [number for number in between if blocks[number] == most]
-    return sorted({0, last, *longest[:1], *longest[-1:]})
+def _fullest(blocks: Sequence[int]) -> set[int]:
+    """Stages of which one needs most memory: the first, the last, and between them the first and
+    the last with most blocks, where these are more than the first stage has."""
+    last, most = len(blocks) - 1, max(blocks[:-1], default=0)
+    if most <= blocks[0]:
+        return {0, last}
+    longest = [number for number in range(last) if blocks[number] == most]
+    return {0, last, longest[0], longest[-1]}
 
 
 def stage_memory(stage: Stage, device: Device) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.pipeline.spans import stage_spans
@@ -57,7 +57,7 @@ class Stage:
         """Whether it makes logits."""
         return self.number == self.layout.pipeline - 1
 
-    @property
+    @cached_property
     def numbers(self) -> float:
         """Its parameters, before tensor-parallel devices divide them."""
         model = self.model
@@ -90,7 +90,7 @@ class Stage:
         moments = [self.in_block(), self.at_end(), *([self.at_loss()] if self.has_head else [])]
         return max(moments, key=lambda moment: moment.total)
 
-    @property
+    @cached_property
     def own(self) -> float:
         """Parameters of each tensor-parallel device: positions are whole on all of them."""
         whole = self.model.position_rows * self.model.hidden if self.number == 0 else 0

@@ -103,7 +103,9 @@ def step_time(
         batch_size: samples of a step, over all devices.
     """
     *before, last = blocks_of_stages(model, machine.stack, layout)
-    stages = [(last, True), *([(max(before), False)] if before else [])]
+    stages = [(last, True)]
+    if (most := max(before, default=0)) > last:
+        stages.append((most, False))
     times = [
         stage_time(model, cluster, machine, layout, batch_size, blocks=blocks, has_head=has_head)
         for blocks, has_head in stages
