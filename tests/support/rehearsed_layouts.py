@@ -22,6 +22,7 @@ MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
 _SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")
 _TENSOR = ("parallel.tensor=2",)
 _PIPELINE = ("parallel.pipeline=2",)
+_FOUR_STAGES = ("parallel.pipeline=4", "workload.num_layers=10")
 _STABLE = ("workload.qk_norm=true", "workload.z_loss=1e-4")
 
 LAYOUTS: Mapping[str, Sequence[str]] = {
@@ -52,6 +53,8 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
         "parallel.reshard_after_forward=false",
     ),
     "uneven": (*_PIPELINE, "data.prepare.tokenizer.vocab_size=50_368"),
+    "four-stages": _FOUR_STAGES,
+    "four-stages-full": (*_FOUR_STAGES, "workload.num_layers=20", "activation_checkpointing=full"),
     "all-axes": (*_TENSOR, *_PIPELINE, "parallel.replicate=2", "parallel.sequence=true"),
     "virtual": ("parallel.virtual_ranks=WORLD", "optimizer.fused=false", "workers.threads=1"),
     "muon": ("optimizer.name=muon",),
@@ -62,7 +65,8 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "stable-all-axes": (*_STABLE, *_TENSOR, *_PIPELINE, "parallel.sequence=true"),
 }
 """By name, what a recipe says. WORLD stands for the number of ranks. In `uneven` the head costs as
-much as two or three blocks, so that the last stage has fewer."""
+much as two or three blocks, so that the last stage has fewer. In `four-stages` those between the
+first and the last have three blocks, those two; in the other one all have five."""
 _LACKS: Mapping[str, tuple[str, ...]] = {"modernbert": ("stable", "stable-all-axes")}
 """By model, layouts with keys that it has not."""
 
@@ -86,7 +90,8 @@ def request(model: str, layout: str, world_size: int) -> Request:
     settings = [setting.replace("WORLD", str(world_size)) for setting in LAYOUTS[layout]]
     if set(_TENSOR) <= set(settings):
         samples //= 2  # so many ranks have them together
-    batch = f"batch_size={samples * world_size}"  # with a pipeline, twice for each data rank
+    # With a pipeline, twice for each data rank.
+    batch = f"batch_size={samples * world_size * 2 // max(2, _stages(settings))}"
     return Request(
         recipe=recipe,
         overrides=(*changes, *_SMALL, batch, *settings),
@@ -97,9 +102,14 @@ def request(model: str, layout: str, world_size: int) -> Request:
 
 def rehearse_layout(model: str, layout: str, world_size: int) -> list[RankFigures]:
     """The figures of its ranks, each rehearsed in a process of its own."""
-    asked = request(model, layout, world_size)
-    ranks = [0, world_size // 2] if set(_PIPELINE) <= set(LAYOUTS[layout]) else [0]
+    asked, stages = request(model, layout, world_size), _stages(LAYOUTS[layout])
+    ranks = [world_size // stages * stage for stage in range(stages)]
     return [apart(_rehearse, asked, rank) for rank in ranks]
+
+
+def _stages(settings: Sequence[str]) -> int:
+    sizes = [setting for setting in settings if setting.startswith("parallel.pipeline=")]
+    return int(sizes[-1].split("=")[1]) if sizes else 1
 
 
 def _rehearse(asked: Request, rank: int) -> RankFigures:

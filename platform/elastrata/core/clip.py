@@ -22,6 +22,10 @@ from elastrata.core.norms import (
     gradient_norm,
     reproducible_norm,
 )
+from elastrata.core.sharding import local
+
+_EPSILON = 1e-6
+"""Added to the norm that the gradient is divided by, as PyTorch does."""
 
 
 class ClipConfig(Config):
@@ -120,8 +124,10 @@ class WholeClip:
     def after_backward(self) -> Tensor:
         """The norm before clipping."""
         norm = self._norm()
-        if self._max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                self._parameters, self._max_norm, norm, foreach=True
-            )
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if self._max_norm is not None and gradients:
+            # As `torch.nn.utils.clip_grads_with_norm_`, whose DTensors take seconds of the first
+            # step for each axis of a mesh.
+            scale = torch.clamp(self._max_norm / (norm + _EPSILON), max=1.0)
+            torch._foreach_mul_(gradients, scale)
         return norm

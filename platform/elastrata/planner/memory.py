@@ -66,14 +66,18 @@ def memory(
             ),
             device,
         )
-        for number in _fullest(blocks)
+        for number in fullest(blocks)
     ]
     return max(needs, key=lambda need: need.total)
 
 
-def _fullest(blocks: Sequence[int]) -> set[int]:
+def fullest(blocks: Sequence[int]) -> set[int]:
     """Stages of which one needs most memory: the first, the last, and between them the first and
-    the last with most blocks, where these are more than the first stage has."""
+    the last with most blocks, where these are more than the first stage has.
+
+    Args:
+        blocks: of each stage.
+    """
     last, most = len(blocks) - 1, max(blocks[:-1], default=0)
     if most <= blocks[0]:
         return {0, last}

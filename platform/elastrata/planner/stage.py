@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from elastrata.core.model_spec import ModelSpec
@@ -87,7 +87,11 @@ class Stage:
     @property
     def peak(self) -> Moment:
         """The moment that needs most."""
-        moments = [self.in_block(), self.at_end(), *([self.at_loss()] if self.has_head else [])]
+        moments = [self.at_end()]
+        for before in (0, 1) if self.all_go_forward_first else (1,):
+            moments += [self.in_block(before), self.at_front(before)]
+            if self.has_head:
+                moments.append(self.at_loss(before))
         return max(moments, key=lambda moment: moment.total)
 
     @cached_property
@@ -107,6 +111,12 @@ class Stage:
         return self.layout.pipeline > 1 and self.layout.schedule == "gpipe"
 
     @property
+    def all_go_forward_first(self) -> bool:
+        """Whether it has no gradients when most micro-batches are in flight."""
+        few = self.layout.pipeline > 1 and self.micro_batches <= self.in_flight
+        return few or self.goes_forward_first
+
+    @property
     def micro_batches(self) -> int:
         """Of a step."""
         return self.layout.micro_batches(self.batch_size)
@@ -116,18 +126,22 @@ class Stage:
         """Micro-batches that wait for their gradients of weights beside the newest."""
         return min(self.number, self.micro_batches) / self.layout.virtual_stages
 
-    def at_loss(self) -> Moment:
-        """Where the newest micro-batch's backward pass begins."""
+    def at_loss(self, before: int) -> Moment:
+        """Where the newest micro-batch's backward pass begins.
+
+        Args:
+            before: 0: it is the first one; 1: there are gradients of others.
+        """
         logits = logits_and_loss(self.model, self.stack, self.layout)
         inputs = head_inputs(self.model, self.stack, self.layout)
         return Moment(
             gathered=self._gathered(1),
-            gradients=self._accumulated(),
-            activations=self._kept(newest=0),
+            gradients=self._accumulated() * before,
+            activations=self._kept(before, newest=0),
             working=logits + inputs,
         )
 
-    def in_block(self) -> Moment:
+    def in_block(self, before: int) -> Moment:
         """Where its last block goes backward."""
         layout = self.layout
         working = in_backward(self.model, self.stack, layout)
@@ -140,9 +154,25 @@ class Stage:
             working += kept_product(self.model, self.stack, layout)
         return Moment(
             gathered=self._gathered(2),
-            gradients=self._accumulated(),
-            activations=self._kept(newest=1 if self.is_divided else 0),
+            gradients=self._accumulated() * before,
+            activations=self._kept(before, newest=1 if self.is_divided else 0),
             working=working,
+        )
+
+    def at_front(self, before: int) -> Moment:
+        """Where its first blocks go backward. A pipeline has FSDP2 keep what was gathered for a
+        backward pass, but for the last one of a step, until it has gone forward again."""
+        moment, layout, stack = self.in_block(before), self.layout, self.stack
+        behind = self.blocks // layout.virtual_stages - 2
+        if not self._stays_gathered or behind <= 0:
+            return moment
+        block = self.model.block_parameters / layout.tensor
+        first = self._accumulated() and block * (behind + 1) * stack.gradient_bytes
+        return replace(
+            moment,
+            gathered=moment.gathered + behind * block * stack.element_bytes,
+            gradients=moment.gradients if before else first,
+            activations=moment.activations - behind * self._kept_of_block(),
         )
 
     def at_end(self) -> Moment:
@@ -160,18 +190,28 @@ class Stage:
         stage = self.number - self.stack.extra_micro_batches
         return micro_batches_in_flight(self.layout, self.micro_batches, stage)
 
+    @property
+    def _stays_gathered(self) -> bool:
+        is_gathered = self.stack.sharding == "all" and self.layout.reshard
+        return is_gathered and self.layout.pipeline > 1 and self.micro_batches > 1
+
+    def _kept_of_block(self) -> float:
+        """Of one micro-batch."""
+        model, stack, layout = self.model, self.stack, self.layout
+        return kept_activations(model, stack, layout, block_activations(model, stack, layout))
+
     def _travelling(self) -> float:
         return travelling(
             self.model, self.stack, self.layout, self.micro_batches, self.in_flight, self.number
         )
 
-    def _kept(self, *, newest: int) -> float:
+    def _kept(self, before: int, *, newest: int) -> float:
         """Of all micro-batches in flight; of the newest one's head, too, where that is 1."""
+        in_flight = self.in_flight - (before if self.all_go_forward_first else 0)
         model, stack, layout = self.model, self.stack, self.layout
-        block = kept_activations(model, stack, layout, block_activations(model, stack, layout))
-        kept = block * self.blocks * self.in_flight + self._travelling()
+        kept = self._kept_of_block() * self.blocks * in_flight + self._travelling()
         if self.number == 0:
-            kept += normed_embeddings(model, stack, layout) * self.in_flight
+            kept += normed_embeddings(model, stack, layout) * in_flight
         if self.is_divided:
             kept += self._waiting_gradients() * self.waiting
         return kept + self._heads(newest) if self.has_head else kept
@@ -193,8 +233,6 @@ class Stage:
     def _accumulated(self) -> float:
         """Gradients where a backward pass begins: those of the micro-batches before it, whole where
         they are reduced once a step, else this shard's."""
-        if self.goes_forward_first:
-            return 0.0
         if self.stack.sharding != "all":
             return self.own * self.stack.gradient_bytes
         if not self.stack.accumulates or self.micro_batches == 1:

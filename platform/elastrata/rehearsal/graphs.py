@@ -16,13 +16,14 @@ from elastrata.core.control_signal import Action
 from elastrata.core.optimizer import build_optimizer
 from elastrata.rehearsal.figures import GraphFigures
 from elastrata.rehearsal.rank import DEVICE, Task
-from elastrata.rehearsal.samples import rank_steps, varying
+from elastrata.rehearsal.samples import rank_steps, shortened, varying
 from elastrata.rehearsal.session import rehearsal
 from elastrata.trainer import engine
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 
 _STEPS = 4
+_STEPS_OF_NEXT = 2
 
 
 class Counting:
@@ -38,14 +39,19 @@ class Counting:
 
 
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
-    """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the same
-    steps in another group of workers of the same processes, as after a fault."""
+    """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the first
+    of these steps in another group of workers of the same processes, as after a fault."""
     place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
-    steps = list(rank_steps(task.recipe, task.tokens, task.spec, place, lengths))
+    # A graph is one of a block, however many micro-batches go through it.
+    fewest = max(2, task.recipe.parallel.micro_batch_multiple)
+    steps = [
+        shortened(step, fewest)
+        for step in rank_steps(task.recipe, task.tokens, task.spec, place, lengths)
+    ]
     with _counted() as backend, rehearsal(task.device, world_size=task.world_size, rank=rank):
         after = [backend.graphs for _ in _of_new_group(task, place.is_primary, steps)]
         breaks = dict(counters["graph_break"])
-        for _ in _of_new_group(task, place.is_primary, steps):
+        for _ in _of_new_group(task, place.is_primary, steps[:_STEPS_OF_NEXT]):
             pass
     return GraphFigures(
         steps=len(after),
@@ -60,7 +66,9 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
 def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
     """These steps of a rank, as it takes them in a group of workers of its own."""
     recipe, spec = task.recipe, task.spec
-    divided = engine.divided_model(recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size)
+    divided = engine.divided_model(
+        recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
+    )
     blocks = recipe.workload.blocks(divided.model)
     optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
     masks = engine.phase_masks(recipe, divided)

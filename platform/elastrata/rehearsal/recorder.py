@@ -86,9 +86,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def tolist(self, tensor: FakeTensor) -> Any:
-        """The numbers of a tensor on the device, for which the host waits once: those that were
-        copied there and nobody has written to but a collective; else ones."""
-        self._ledger.host_waits("item")
+        """The numbers of a tensor; of one on the device, for which the host waits once, those that
+        were copied there and nobody has written to but a collective; else ones."""
+        if tensor.is_cuda:
+            self._ledger.host_waits("item")
         if (known := self._known.get(tensor)) is not None:
             return known.tolist()
         with unset_fake_temporarily():

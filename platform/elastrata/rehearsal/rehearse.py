@@ -10,9 +10,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from elastrata.core.workload import model_spec
+from elastrata.core.workload import Planned, model_spec
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.group import group_layout, planned
+from elastrata.planner.memory import fullest
+from elastrata.planner.plan import machine_of
+from elastrata.planner.stage import blocks_of_stages
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import full_part, in_steps
@@ -41,7 +44,8 @@ class Rehearsal:
     memory_bytes: float
     """Of a device."""
     ranks: Sequence[RankFigures]
-    """The first one; with a pipeline, that of its last stage, too."""
+    """The first one; with a pipeline, that of the last stage, too, and of stages between them that
+    have more blocks than the first."""
     graphs: GraphFigures | None
     """None: the recipe does not compile, or nobody asked."""
 
@@ -54,9 +58,7 @@ def figures(request: Request) -> Rehearsal:
     """
     asked = task(request)
     recipe, cluster = asked.recipe, asked.cluster
-    calls: list[Callable[[], Any]] = [
-        partial(rehearse_rank, asked, rank) for rank in ranks(recipe, cluster.devices)
-    ]
+    calls: list[Callable[[], Any]] = [partial(rehearse_rank, asked, rank) for rank in ranks(asked)]
     if request.graphs and recipe.compile:
         calls.append(partial(rehearse_graphs, asked, 0))
     done = side_by_side(calls)
@@ -125,10 +127,16 @@ def _chosen(recipe: Recipe, part: PhaseKeys, cluster: Cluster) -> Mapping[str, A
     }
 
 
-def ranks(recipe: Recipe, world_size: int) -> list[int]:
-    """The first rank; with a pipeline, that of its last stage, too."""
+def ranks(task: Task) -> list[int]:
+    """The first rank; with a pipeline, the first one of each stage that may need most memory."""
+    recipe, spec, devices = task.recipe, task.spec, task.cluster.devices
     stages = recipe.parallel.pipeline
-    return [0] if stages == 1 else [0, world_size // stages * (stages - 1)]
+    numbers = {0, stages - 1}
+    if stages > 1 and isinstance(recipe.workload, Planned):
+        model = recipe.workload.model_spec(spec.vocabulary, spec.seq_len)
+        stack = machine_of(recipe, task.cluster).stack
+        numbers = fullest(blocks_of_stages(model, stack, group_layout(recipe.parallel, devices)))
+    return [devices // stages * number for number in sorted(numbers)]
 
 
 def side_by_side(calls: Sequence[Callable[[], Any]]) -> list[Any]:

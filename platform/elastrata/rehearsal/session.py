@@ -87,10 +87,13 @@ def _resize(ledger: Ledger) -> Callable[[torch.UntypedStorage, int], torch.Untyp
 
 
 def _tolist(recorder: Recorder) -> Callable[[FakeTensor], Any]:
-    """`Tensor.tolist`, which reads the device once, whatever the number of numbers."""
+    """`Tensor.tolist`, which reads the device once, whatever the number of numbers; numbers of the
+    host that are unknown, too, are made in one go."""
     by_number: Any = FakeTensor.tolist
 
     def tolist(tensor: FakeTensor) -> Any:
-        return recorder.tolist(tensor) if tensor.is_cuda else by_number(tensor)
+        if tensor.is_cuda or tensor.constant is None:
+            return recorder.tolist(tensor)
+        return by_number(tensor)
 
     return tolist
