@@ -6,7 +6,8 @@ Trains a small model with two workers on a Ray cluster of several nodes on this 
 the same thing to it several times: a worker is killed or stopped, a node is killed, drained or
 added, the driver is interrupted or killed and started again. Times come from the run's own history:
 from the injection to the entry that says what happened, and to the first step after it. Every
-run's digests are compared with those of an undisturbed run.
+run's digests are compared with those of an undisturbed run. With --anew all workers are started
+anew (`workers.stay: false`), and the results have a place of their own.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ def row(live: LiveRun, begun: float) -> dict[str, Any]:
         "steps_lost": sum(entry["last"] - entry["first"] + 1 for entry in undone),
         "state": start["state"],
         "world_size": start["world_size"],
+        "stayed": start.get("stayed", 0),
     }
 
 
@@ -222,11 +224,13 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=[*INJECTIONS, *UNNOTICED, *SIGNALS])
     parser.add_argument("--add", action="store_true", help="keeps the other kinds' results")
+    parser.add_argument("--anew", action="store_true", help="with workers.stay: false")
     arguments = parser.parse_args()
-    results: dict[str, Any] = known_result("faults")["kinds"] if arguments.add else {}
+    figures: dict[str, Any] = known_result("faults") if arguments.add else {}
+    results = figures.setdefault("started_anew" if arguments.anew else "kinds", {})
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        recipe = write_recipe(folder, steps=STEPS)
+        recipe = write_recipe(folder, steps=STEPS, stay=not arguments.anew)
         plain = ("workers.max=2", "checkpoint.hot_steps=0")
         whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
         whole.end(900)
@@ -238,7 +242,7 @@ def main() -> None:
             if kind == UNCOUNTED:
                 rows = [{**row, "steps_lost": None} for row in rows]
             results[kind] = {**summary(rows), **compared(steps, whole.steps())}
-            write_result("faults", {"kinds": results}, ("elastrata", "ray", "torch"))
+            write_result("faults", figures, ("elastrata", "ray", "torch"))
 
 
 if __name__ == "__main__":

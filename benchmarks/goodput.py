@@ -1,13 +1,13 @@
 """A real run under faults, beside the same faults simulated: goodput, steps, and where they differ.
 
-    PYTHONPATH=tests python benchmarks/goodput.py [--steps-between N]
+    PYTHONPATH=tests python benchmarks/goodput.py [--cycles N] [--steps-between N]
 
-Trains a small model on a Ray cluster of several nodes on this machine, on two workers at first; a
-node is killed, one is added, one is drained, a worker is killed, each when the run has done so many
-more steps. Then what happened is given to the simulation: the times of the faults, and what a step
-takes at each number of workers (the median of this run). Recovery takes what results/faults.json
-says, and, beside it, what it took in this very run: the first compares all of the simulation, the
-second its logic alone.
+Trains a small model on a Ray cluster of several nodes on this machine, on two workers at first. A
+node is killed, one is added, a worker is killed, a node is drained, one is added, a worker is
+killed, and so on, each when the run has done so many more steps. Then what happened is given to
+the simulation: the times of the faults, and what a step takes at each number of workers (the
+median of this run). Recovery takes what results/faults.json says, and, beside it, what it took in
+this very run: the first compares all of the simulation, the second its logic alone.
 
 Goodput is the share of the time that the steps which count take at the median pace of their number
 of workers, from the first group's start to the last step. Writes results/goodput.json.
@@ -31,7 +31,7 @@ from elastrata.run.history import effective_steps
 from elastrata.simulation.recovery import RecoverySeconds, read_recovery
 from elastrata.simulation.run import Run
 from elastrata.simulation.simulate import conditions
-from elastrata.simulation.trace import Event
+from elastrata.simulation.trace import Event, Kind
 from support.command import kill_started
 from support.live_run import LiveRun
 from support.nodes import Nodes, nodes, send, train_workers
@@ -40,12 +40,21 @@ from support.short_steps import CPUS, write_recipe
 STEPS = 100_000
 PARAMETERS = 40_000
 """The size of the model, about: so few that copies of its state take no time."""
-Injected = list[tuple[str, float]]
+Injected = list[tuple[Kind, float]]
 """The faults, and when: Unix times."""
-FIELDS = {"lose": "lost", "drain": "drained", "join": "joined"}
+FIELDS = {"lose": "lost", "drain": "drained", "join": "joined", "kill": "killed"}
+FAULTS: tuple[tuple[Kind, int], ...] = (
+    ("lose", 1),
+    ("join", 2),
+    ("kill", 2),
+    ("drain", 1),
+    ("join", 2),
+    ("kill", 2),
+)
+"""Each with the number of workers from then on."""
 
 
-def disturbed(folder: Path, steps_between: int) -> tuple[Path, list[Any], Injected]:
+def disturbed(folder: Path, cycles: int, steps_between: int) -> tuple[Path, list[Any], Injected]:
     """The recipe's file, the run's history, and what was done to it."""
     recipe = write_recipe(folder, steps=STEPS)
     injected: Injected = []
@@ -53,7 +62,7 @@ def disturbed(folder: Path, steps_between: int) -> tuple[Path, list[Any], Inject
         alive = [cluster.add(cpus=CPUS) for _ in range(2)]
         live = LiveRun(recipe, "run", folder / "log", "--address", cluster.address)
         live.wait_for_size(2, 1, steps_between)
-        for kind, size in (("lose", 1), ("join", 2), ("drain", 1), ("kill worker", 1)):
+        for kind, size in FAULTS * cycles:
             groups = live.groups() + 1
             injected.append((kind, time.time()))
             _inject(kind, cluster, alive)
@@ -92,8 +101,7 @@ def own_recovery(injected: Injected, entries: list[Any]) -> RecoverySeconds:
         first = next(
             e for e in entries if e["kind"] == "step" and e["attempt"] == started["attempt"]
         )
-        field = FIELDS.get(kind, "lost")
-        seconds.setdefault(field, []).append(first["time"] - begun)
+        seconds.setdefault(FIELDS[kind], []).append(first["time"] - begun)
     medians = {field: statistics.median(values) for field, values in seconds.items()}
     return replace(RecoverySeconds(), **medians)
 
@@ -109,13 +117,8 @@ def simulated(
     """The run's faults in simulated time, which starts a group before it can lose one: this much
     earlier than the real one's history begins."""
     before = recovery.joined
-    events = [Event(0.0, "join", 2)]
-    for kind, at in injected:
-        second = at - begun + before
-        if kind == "kill worker":  # its machine is still there, and another takes its place at once
-            events += [Event(second, "lose"), Event(second + 0.001, "join")]
-        else:
-            events.append(Event(second, kind))
+    faults = [Event(at - begun + before, kind) for kind, at in injected]
+    events = [Event(0.0, "join", 2), *faults]
     loaded = load_recipe(str(recipe))
     at = conditions(
         loaded,
@@ -137,11 +140,14 @@ def simulated(
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--cycles", type=int, default=2, help="of six faults each")
     parser.add_argument("--steps-between", type=int, default=300)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            recipe, entries, injected = disturbed(Path(folder), arguments.steps_between)
+            recipe, entries, injected = disturbed(
+                Path(folder), arguments.cycles, arguments.steps_between
+            )
         finally:
             kill_started()
         steps = effective_steps(entries)

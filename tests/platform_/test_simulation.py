@@ -34,7 +34,7 @@ PLAIN = Conditions(
     hot_seconds=0.0,
     hot_save_seconds=0.0,
     resize_seconds=60.0,
-    recovery=RecoverySeconds(lost=20.0, drained=10.0, joined=15.0, driver=30.0),
+    recovery=RecoverySeconds(killed=5.0, lost=20.0, drained=10.0, joined=15.0, driver=30.0),
 )
 
 
@@ -55,6 +55,13 @@ def test_a_lost_worker_costs_its_recovery_and_the_steps_since_the_newest_copy() 
     assert found.lost_steps == 7
     assert found.seconds == pytest.approx(129 + 20 + (1000 - 50) * 8 / 3)
     assert [size for _, size in found.sizes] == [4, 3]
+
+
+def test_a_killed_process_costs_no_worker() -> None:
+    found = _replay([Event(0, "join", 4), Event(129, "kill")])
+    assert found.lost_steps == 7
+    assert found.seconds == pytest.approx(129 + 5 + (1000 - 50) * 2)
+    assert found.faults == {"kill": 1}
 
 
 def test_a_drained_worker_loses_nothing() -> None:

@@ -13,6 +13,7 @@ from elastrata_pipelines.errors import UserError
 
 _MOST_BYTES, _MOST_SECONDS = 2**26, 10**9
 _KINDS = {
+    "killed": "worker killed (SIGKILL)",
     "lost": "node killed",
     "drained": "node drained",
     "joined": "node added",
@@ -28,6 +29,8 @@ class RecoverySeconds:
     many workers, or a large model, they are longer; `read_recovery` takes a table of your own.
     """
 
+    killed: float = 9.55
+    """The process of a worker is gone; its machine is there."""
     lost: float = 17.78
     """Workers are gone without notice."""
     drained: float = 10.48

@@ -124,6 +124,10 @@ class Run:
             self._hot = self._durable
             self._start_group(self._conditions.recovery.driver)
             return
+        if event.kind == "kill":
+            self._roll_back(max(self._hot, self._durable))
+            self._start_group(self._conditions.recovery.killed)
+            return
         self._there[event.device] -= min(event.workers, self._there[event.device])
         if self._there[event.device] >= self._computing[event.device]:
             return  # they were idle

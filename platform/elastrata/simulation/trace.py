@@ -14,8 +14,8 @@ import numpy as np
 from elastrata.recipe.yaml_values import read_text
 from elastrata_pipelines.errors import UserError, nearest
 
-Kind = Literal["join", "lose", "drain", "driver"]
-KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "driver")
+Kind = Literal["join", "lose", "drain", "kill", "driver"]
+KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "kill", "driver")
 _HOUR = 3600.0
 _COLUMNS, _DEVICE = ("seconds", "event", "workers"), "device"
 _WORKERS = re.compile(r"0*[1-9][0-9]{0,5}")
@@ -29,8 +29,9 @@ class Event:
     seconds: float
     """Since the start of the run."""
     kind: Kind
-    """join: they are there, idle. lose: they are gone. drain: they are about to go. driver: the
-    driver is gone, whatever the number."""
+    """join: they are there, idle. lose: they are gone. drain: they are about to go. kill: their
+    processes are gone, their machines are there. driver: the driver is gone, whatever the
+    number."""
     workers: int = 1
     device: int = 0
     """The number of their kind of device, where a cluster has several."""
