@@ -22,8 +22,7 @@ from elastrata.trainer import engine
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep
 
-_STEPS = 4
-_STEPS_OF_NEXT = 2
+_STEPS = 3
 
 
 class Counting:
@@ -40,7 +39,7 @@ class Counting:
 
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
     """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the first
-    of these steps in another group of workers of the same processes, as after a fault."""
+    one in another group of workers of the same processes, as after a fault."""
     place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
     # A graph is one of a block, however many micro-batches go through it.
     fewest = max(2, task.recipe.parallel.micro_batch_multiple)
@@ -51,7 +50,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
     with _counted() as backend, rehearsal(task.device, world_size=task.world_size, rank=rank):
         after = [backend.graphs for _ in _of_new_group(task, place.is_primary, steps)]
         breaks = dict(counters["graph_break"])
-        for _ in _of_new_group(task, place.is_primary, steps[:_STEPS_OF_NEXT]):
+        for _ in _of_new_group(task, place.is_primary, steps[:1]):
             pass
     return GraphFigures(
         steps=len(after),
