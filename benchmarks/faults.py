@@ -31,6 +31,8 @@ SETTLED_STEPS = 60
 SETTLED_SECONDS = 12.0
 """A group has settled after so many steps and seconds: its spares have done their imports."""
 STEPS = 12_000
+COMPARED_STEPS = 600
+"""The undisturbed run takes so many."""
 Injection = Callable[[Nodes, LiveRun, list[Any]], None]
 Trials = tuple[list[dict[str, Any]], list[Any]]
 """A row for each trial, and the steps that made the model."""
@@ -233,7 +235,9 @@ def main() -> None:
         recipe = write_recipe(folder, steps=STEPS, stay=not arguments.anew)
         plain = ("workers.max=2", "checkpoint.hot_steps=0")
         whole = LiveRun(recipe, "undisturbed", folder / "whole", *plain)
-        whole.end(900)
+        whole.wait_for_more(COMPARED_STEPS)
+        whole.send(signal.SIGINT)
+        whole.driver.wait(timeout=120)
         for number, kind in enumerate(arguments.kinds):
             name, log = f"run-{number}", folder / f"log-{number}"
             measure = measure_of(kind)

@@ -122,10 +122,10 @@ def simulated(
     loaded = load_recipe(str(recipe))
     at = conditions(
         loaded,
-        lambda workers: pace.get(workers, pace[max(pace)]),
+        lambda workers: pace.get(sum(workers), pace[max(pace)]),
         recovery,
         parameters=PARAMETERS,
-        workers=loaded.workers.max,
+        workers=(max(size for _, size in FAULTS),),
         group=1,
     )
     outcome = Run(at).replay(events, before + seconds)
