@@ -204,7 +204,9 @@ def compared(steps: list[Any], undisturbed: list[Any]) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def of(key: str) -> dict[str, float]:
         values = [row[key] for row in rows if row[key] is not None]
-        return {"median": statistics.median(values), "worst": max(values)} if values else {}
+        if not values:
+            return {}
+        return {"median": round(statistics.median(values), 2), "worst": max(values)}
 
     return {
         "detected_after_s": of("detected_after"),

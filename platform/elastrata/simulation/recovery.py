@@ -26,12 +26,12 @@ class RecoverySeconds:
     """From the last step before to the first one after.
 
     The defaults are the medians of `benchmarks/results/faults.json`: three nodes on two cores. With
-    many workers, or a large model, they are longer; `read_recovery` takes a table of your own.
+    many workers, or a large model, they are others; `read_recovery` takes a table of your own.
     """
 
-    killed: float = 9.55
+    killed: float = 9.52
     """The process of a worker is gone; its machine is there."""
-    lost: float = 17.78
+    lost: float = 18.37
     """Workers are gone without notice."""
     drained: float = 10.48
     """Workers are about to go."""
