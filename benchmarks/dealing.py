@@ -31,9 +31,10 @@ from typing_extensions import override
 from elastrata.bench.lengths import read_histogram
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.balance import drawn_batches
-from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.format import Manifest, Vocabulary, shard_schema
+from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import mix
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.storage import Storage

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastrata_pipelines.batch_size_warmup import (
-    BatchSizeWarmup,
-    batch_size_at,
-    steps_of_equal_size,
-)
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.deal import Deal, WorkModel, deal, num_micro_batches
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import Group, Groups
 from elastrata_pipelines.mixed_order import MixedOrder, MixedPlaces
 from elastrata_pipelines.mixture import Mixture
 from elastrata_pipelines.order import Ints, Order
@@ -40,17 +37,6 @@ class Start:
     """Samples seen: the position of the next one."""
     tokens: int = 0
     """Real tokens seen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Consecutive steps that are read and dealt together."""
-
-    first_step: int
-    """Steps done before this group."""
-    first_position: int
-    num_steps: int
-    batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,27 +175,20 @@ class Batches:
         max_tokens: int,
         warmup: BatchSizeWarmup | None = None,
         max_steps: int | None = None,
-    ) -> list[Group]:
-        """The groups from `start` to step `steps`: a single step first, then doubling in size up
-        to `max_steps` steps and about `max_tokens` tokens, so that the first batch comes soon and
-        the rest in bulk. All steps of a group have one batch size."""
+        before: int = 0,
+    ) -> Groups:
+        """The groups from `start` to step `steps`, of up to `max_steps` steps and some `max_tokens`
+        tokens; `before`: steps of the run before these."""
         per_step = max(1, int(batch_size * self.tokens_per_sample))
-        most = max(1, min(max_tokens // per_step, max_steps or steps))
-        groups: list[Group] = []
-        step, position, size = start.step, start.samples, 1
-        while step < steps:
-            group = Group(
-                first_step=step,
-                first_position=position,
-                num_steps=steps_of_equal_size(
-                    step, min(size, steps - step), full=batch_size, warmup=warmup
-                ),
-                batch_size=batch_size_at(step, full=batch_size, warmup=warmup),
-            )
-            groups.append(group)
-            step, position = step + group.num_steps, position + group.num_steps * group.batch_size
-            size = min(2 * size, most)
-        return groups
+        return Groups(
+            done=start.step,
+            position=start.samples,
+            steps=steps,
+            batch_size=batch_size,
+            most=max(1, min(max_tokens // per_step, max_steps or steps)),
+            warmup=warmup,
+            before=before,
+        )
 
     def _deal(self, lengths: Ints, num_ranks: int, speeds: Speeds, kinds: RankKinds) -> Deal:
         common: dict[str, Any] = {

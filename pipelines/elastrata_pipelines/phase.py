@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
-from elastrata_pipelines.batches import Batches, Group, Start
+from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.groups import Groups
 from elastrata_pipelines.limits import within_limits
 from elastrata_pipelines.mixture import Mixture
 
@@ -95,19 +96,19 @@ class Phase:
         """Steps of the run when it ends."""
         return self.first_step + self.steps
 
-    def groups(self, start: Start, *, max_tokens: int, max_steps: int | None = None) -> list[Group]:
+    def groups(self, start: Start, *, max_tokens: int, max_steps: int | None = None) -> Groups:
         """Its groups that are left at `start`, which may lie before it, in it or behind it."""
         done = max(0, start.step - self.first_step)
         seen = start.samples - self.placement.first_sample if done else 0
-        groups = self.batches.groups(
+        return self.batches.groups(
             Start(step=done, samples=self.placement.first_position + seen),
             steps=self.steps,
             batch_size=self.batch_size,
             max_tokens=max_tokens,
             warmup=self.warmup,
             max_steps=max_steps,
+            before=self.first_step,
         )
-        return [replace(group, first_step=group.first_step + self.first_step) for group in groups]
 
 
 def one_after_another(

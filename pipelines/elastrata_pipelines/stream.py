@@ -8,7 +8,6 @@ any world size.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -20,7 +19,8 @@ import ray.data
 import ray.train
 from ray.data import DataIterator, Dataset, ExecutionOptions, ExecutionResources, TaskPoolStrategy
 
-from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Group, Start
+from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
+from elastrata_pipelines.groups import Group, Groups
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.rank_kinds import RankKinds, one_kind
@@ -39,28 +39,31 @@ READ_AHEAD_BYTES = 512 * 2**20
 def descriptors(phases: Sequence[Phase], start: Start, *, max_steps: int | None = None) -> Dataset:
     """The data set of descriptors from `start` to the last step, in order.
 
-    A descriptor names consecutive groups of a phase and is one block. Ray Data spends about a
-    millisecond on each block before it starts, so a long run has many groups in each descriptor.
+    A descriptor names consecutive groups of a phase by their numbers, and is one block. Ray Data
+    spends about a millisecond on each block before it starts, so a long run has many groups in each
+    descriptor.
 
     Args:
         phases: of the run.
         start: where it is.
         max_steps: most steps of a group; None: as many as their tokens allow.
     """
-    left = [
-        phase.groups(start, max_tokens=MAX_GROUP_TOKENS, max_steps=max_steps) for phase in phases
+    left = [len(_groups(phase, start, max_steps)) for phase in phases]
+    share = max(1, -(-sum(left) // MAX_DESCRIPTORS))
+    spans = [
+        (number, first, min(first + share, count))
+        for number, count in enumerate(left)
+        for first in range(0, count, share)
     ]
-    share = max(1, -(-sum(map(len, left)) // MAX_DESCRIPTORS))
     rows = [
-        {
-            "phase": number,
-            "groups": json.dumps([asdict(group) for group in groups[i : i + share]]),
-        }
-        for number, groups in enumerate(left)
-        for i in range(0, len(groups), share)
+        {"phase": number, "first": first, "end": end, **asdict(start), "max_steps": max_steps or 0}
+        for number, first, end in spans or [(0, 0, 0)]
     ]
-    rows = rows or [{"phase": 0, "groups": "[]"}]
     return ray.data.from_items(rows, override_num_blocks=len(rows))
+
+
+def _groups(phase: Phase, start: Start, max_steps: int | None) -> Groups:
+    return phase.groups(start, max_tokens=MAX_GROUP_TOKENS, max_steps=max_steps)
 
 
 class StreamConfig(ray.train.DataConfig):
@@ -143,8 +146,7 @@ def dealt(
     shared = copies * repeats
     if world_size % shared:
         raise ValueError(f"{world_size} ranks in groups of {shared}")
-    batches = tuple(phase.batches for phase in phases)
-    reader = Reader(batches, world_size // shared, copies, repeats, speeds, kinds)
+    reader = Reader(tuple(phases), world_size // shared, copies, repeats, speeds, kinds)
     payloads = dataset.map_batches(
         reader,
         batch_size=None,
@@ -165,8 +167,7 @@ def dealt(
 class Reader:
     """Reads and deals the groups of a descriptor: a row for every rank, in the order of ranks."""
 
-    batches: tuple[Batches, ...]
-    """Those of each phase."""
+    phases: tuple[Phase, ...]
     num_ranks: int
     """So many have different rows."""
     copies: int = 1
@@ -181,8 +182,10 @@ class Reader:
     def __call__(self, descriptor: pa.Table) -> Iterator[pa.Table]:
         """Tables of one row, a payload."""
         for row in descriptor.to_pylist():
-            groups = [Group(**group) for group in json.loads(row["groups"])]
-            for payload in self._payloads(self.batches[row["phase"]], groups):
+            phase = self.phases[row["phase"]]
+            start = Start(**{key: row[key] for key in Start.__dataclass_fields__})
+            groups = _groups(phase, start, row["max_steps"] or None)
+            for payload in self._payloads(phase.batches, groups[row["first"] : row["end"]]):
                 table = pa.table({"payload": _one_value(payload)})
                 yield from [table] * self.copies
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest
 from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.format.shard import by_shard
 from elastrata_pipelines.storage import Storage
 from support.synthetic import Sizes, write_data_set
 
@@ -104,6 +106,29 @@ def test_the_layout_of_the_text_does_not_matter(storage: Storage) -> None:
     before = Manifest.read(storage)
     storage.write(json.dumps(_values(storage)).encode(), MANIFEST)
     assert Manifest.read(storage) == before
+
+
+def test_a_copy_with_other_values_has_another_fingerprint(storage: Storage) -> None:
+    manifest = Manifest.read(storage)
+    other = manifest.model_copy(update={"seed": manifest.seed + 1})
+    assert manifest.model_copy().fingerprint == manifest.fingerprint != other.fingerprint
+    assert pickle.loads(pickle.dumps(manifest)) == manifest
+
+
+def test_stripes_are_looked_up_among_many_shards(storage: Storage) -> None:
+    whole = Manifest.read(storage)
+    rest = tuple(entry for entry in whole.files if not entry.stripes)
+    shards = tuple(
+        FileEntry(path=f"{number}", bytes=1, sha256="0" * 64, samples=count, stripes=count)
+        for number, count in enumerate((3, 1, 2))
+    )
+    manifest = whole.model_copy(update={"files": (*shards, *rest)})
+    found = by_shard(manifest, [5, 0, 3, 2, 4])
+    assert [(shard.path, first, inside) for shard, first, inside in found] == [
+        ("0", 0, [0, 2]),
+        ("1", 3, [3]),
+        ("2", 4, [5, 4]),
+    ]
 
 
 def test_version_1_is_read_and_keeps_its_fingerprint(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from elastrata_pipelines.batches import Batches, Group, Source, Start
+from elastrata_pipelines.batches import Batches, Source, Start
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import combine, digest, key, uniform
 from elastrata_pipelines.mixed_order import MixedOrder
 from elastrata_pipelines.mixture import Leg, Mixture, in_units

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastrata_pipelines.batches import Batches, Group, Start
+from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode

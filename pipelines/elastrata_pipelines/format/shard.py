@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,7 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
         UserError: a shard is missing, truncated, or does not hold what the manifest says.
         OSError: a remote storage does not answer as it should.
     """
-    parts: list[tuple[FileEntry, int, list[int]]] = []
-    first = 0
-    for shard in manifest.shards:
-        if inside := [stripe for stripe in stripes if first <= stripe < first + shard.stripes]:
-            parts.append((shard, first, inside))
-        first += shard.stripes
+    parts = by_shard(manifest, stripes)
 
     def read(part: tuple[FileEntry, int, list[int]]) -> dict[int, pa.Table]:
         shard, first, inside = part
@@ -111,13 +106,25 @@ def read_stripes(storage: Storage, manifest: Manifest, stripes: Sequence[int]) -
     return [found[stripe] for stripe in stripes]
 
 
+def by_shard(manifest: Manifest, stripes: Sequence[int]) -> list[tuple[FileEntry, int, list[int]]]:
+    """The shards that hold stripes, in order; each with the number of its first stripe, and with
+    those that it holds."""
+    starts = manifest.first_stripes
+    held: dict[int, list[int]] = {}
+    for stripe in stripes:
+        held.setdefault(bisect_right(starts, stripe) - 1, []).append(stripe)
+    return [
+        (manifest.shards[number], starts[number], inside) for number, inside in sorted(held.items())
+    ]
+
+
 def read_shard(data: bytes, storage: Storage, manifest: Manifest, shard: FileEntry) -> pa.Table:
     """All stripes of a shard whose bytes are at hand, one after another.
 
     Raises:
         UserError: it does not hold what the manifest says.
     """
-    first = sum(before.stripes for before in takewhile(lambda s: s != shard, manifest.shards))
+    first = manifest.first_stripes[manifest.shard_numbers[shard.path]]
     stripes = range(first, first + shard.stripes)
     with open_shard(storage, manifest, shard, data) as reader:
         return pa.concat_tables(_read_stripe(reader, manifest, stripe, first) for stripe in stripes)

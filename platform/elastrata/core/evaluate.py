@@ -13,8 +13,9 @@ from elastrata.core.events import Evaluated
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.step import StepLoss, mean_loss, reduce_sums, total_weights
 from elastrata.core.workload import Workload
-from elastrata_pipelines.batches import Batches, Group
+from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.groups import Group
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.rows import Rows
