@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -132,8 +133,9 @@ def _stored(
     manifest: Manifest, stripes: Sequence[int], rows: Sequence[int]
 ) -> list[tuple[str, int]]:
     """Shard and row in it of rows of stripes."""
-    shards = [(shard.path, number) for shard in manifest.shards for number in range(shard.stripes)]
+    starts = manifest.first_stripes
+    numbers = [bisect_right(starts, stripe) - 1 for stripe in stripes]
     return [
-        (shards[stripe][0], shards[stripe][1] * manifest.stripe_size + row)
-        for stripe, row in zip(stripes, rows, strict=True)
+        (manifest.shards[number].path, (stripe - starts[number]) * manifest.stripe_size + row)
+        for number, stripe, row in zip(numbers, stripes, rows, strict=True)
     ]
