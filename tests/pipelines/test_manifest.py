@@ -12,7 +12,7 @@ import pytest
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest
-from elastrata_pipelines.format.manifest import AGAIN
+from elastrata_pipelines.format.manifest import AGAIN, LENGTHS
 from elastrata_pipelines.format.shard import by_shard
 from elastrata_pipelines.storage import Storage
 from support.synthetic import Sizes, write_data_set
@@ -113,6 +113,19 @@ def test_a_copy_with_other_values_has_another_fingerprint(storage: Storage) -> N
     other = manifest.model_copy(update={"seed": manifest.seed + 1})
     assert manifest.model_copy().fingerprint == manifest.fingerprint != other.fingerprint
     assert pickle.loads(pickle.dumps(manifest)) == manifest
+
+
+def test_of_very_many_lengths_the_header_is_checked(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastrata_pipelines.format.manifest.MOST_LENGTHS_CHECKED", 0)
+    monkeypatch.setattr(Manifest, "read_lengths", None)
+    manifest = Manifest.read(storage)
+    manifest.check_lengths(storage)
+    data = storage.read(LENGTHS)
+    storage.write(data[:-1], LENGTHS)
+    with pytest.raises(UserError, match=rf"bytes, expected {len(data)}\); {AGAIN}"):
+        manifest.check_lengths(storage)
 
 
 def test_stripes_are_looked_up_among_many_shards(storage: Storage) -> None:

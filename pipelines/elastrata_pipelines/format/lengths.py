@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,19 @@ def read_int32(storage: Storage, path: str, count: int) -> npt.NDArray[np.int32]
         FileNotFoundError: there is none.
         UserError: it is no such file, has not so many numbers, or cannot be read.
     """
+    with _opened(storage, path, count) as stream:
+        return np.frombuffer(stream.read(count * _ITEM_BYTES), "<i4", count)
+
+
+def check_int32(storage: Storage, path: str, count: int) -> None:
+    """Raises what `read_int32` does, but reads the file's header alone."""
+    with _opened(storage, path, count):
+        pass
+
+
+@contextmanager
+def _opened(storage: Storage, path: str, count: int) -> Iterator[IO[bytes]]:
+    """The file, at the first of its numbers."""
     where = storage.uri(path)
     size = file_size(storage, path)
     try:
@@ -40,7 +56,7 @@ def read_int32(storage: Storage, path: str, count: int) -> npt.NDArray[np.int32]
             if size != begin + count * _ITEM_BYTES:
                 raise ValueError(f"{size} bytes, expected {begin + count * _ITEM_BYTES}")
             stream.seek(begin)
-            return np.frombuffer(stream.read(count * _ITEM_BYTES), "<i4", count)
+            yield stream
     except FileNotFoundError:
         raise
     except Exception as error:  # each kind of store has its own

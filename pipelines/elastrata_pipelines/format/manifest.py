@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from elastrata_pipelines.checked_json import (
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.contradictions import contradictions
-from elastrata_pipelines.format.lengths import histogram_of, read_int32
+from elastrata_pipelines.format.lengths import check_int32, histogram_of, read_int32
 from elastrata_pipelines.storage import Storage
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -35,6 +35,8 @@ READABLE_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
 """Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
+MOST_LENGTHS_CHECKED = 2**26
+"""A quarter of a GiB: a second or two of a run's start."""
 TOKENIZER_DIR = "tokenizer"
 AGAIN = "prepare the data set again, with --overwrite"
 _CHECKSUM = "checksum"
@@ -43,6 +45,7 @@ _CHECKSUM_FIRST = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')
 _HELD_OUT = "held_out"
 _SHOWN_PROBLEMS = 5
 
+Value = TypeVar("Value")
 TokenType = Literal["uint16", "uint32"]
 """NumPy name of the tokens' integer type, little-endian."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -217,19 +220,33 @@ class Manifest(Record):
         Raises:
             UserError: the file is missing or does not match the manifest.
         """
-        where = storage.uri(LENGTHS)
-        try:
-            lengths = read_int32(storage, LENGTHS, self.samples)
-        except FileNotFoundError:
-            raise UserError(f"{where}: missing; {AGAIN}") from None
-        except UserError as error:
-            raise UserError(f"{error}; {AGAIN}") from None
+        lengths = self._index(storage, read_int32)
         if histogram_of(lengths, self.seq_len) != self.length_histogram:
             raise UserError(
-                f"{where}: not the lengths that the manifest's histogram counts: the index does "
-                f"not match; {AGAIN}"
+                f"{storage.uri(LENGTHS)}: not the lengths that the manifest's histogram counts: "
+                f"the index does not match; {AGAIN}"
             )
         return lengths
+
+    def check_lengths(self, storage: Storage) -> None:
+        """Looks whether `read_lengths` would read them. Of more than `MOST_LENGTHS_CHECKED` samples
+        it reads the file's header alone: a run has the lengths from its shards.
+
+        Raises:
+            UserError: as `read_lengths`.
+        """
+        if self.samples > MOST_LENGTHS_CHECKED:
+            self._index(storage, check_int32)
+        else:
+            self.read_lengths(storage)
+
+    def _index(self, storage: Storage, read: Callable[[Storage, str, int], Value]) -> Value:
+        try:
+            return read(storage, LENGTHS, self.samples)
+        except FileNotFoundError:
+            raise UserError(f"{storage.uri(LENGTHS)}: missing; {AGAIN}") from None
+        except UserError as error:
+            raise UserError(f"{error}; {AGAIN}") from None
 
     def _values(self) -> dict[str, Any]:
         """All but the checksum, as JSON values."""

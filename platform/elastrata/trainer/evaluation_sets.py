@@ -31,7 +31,7 @@ def found_sets(config: EvaluationConfig) -> tuple[dict[str, FoundSet], list[str]
         try:
             manifest = Manifest.read(storage)
             lines = [f"{line}; {AGAIN}" for line in file_problems(storage, manifest)]
-            manifest.read_lengths(storage)
+            manifest.check_lengths(storage)
         except UserError as error:
             lines = list(error.problems)
         problems += [f"{key}: {line}" for line in lines]

@@ -112,7 +112,7 @@ def _looked_at(
         problems += _plan_problems(recipe, manifest)
     if problems:
         raise UserError(*problems)
-    manifest.read_lengths(storage)
+    manifest.check_lengths(storage)
     found = _DataSet(storage=storage, manifest=manifest, name=name)
     if held_out is None:
         return found, None
