@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest
+from elastrata_pipelines.format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    file_problem,
+    file_problems,
+)
 from elastrata_pipelines.format.manifest import AGAIN, LENGTHS
 from elastrata_pipelines.format.shard import by_shard
 from elastrata_pipelines.storage import Storage
@@ -126,6 +132,30 @@ def test_of_very_many_lengths_the_header_is_checked(
     storage.write(data[:-1], LENGTHS)
     with pytest.raises(UserError, match=rf"bytes, expected {len(data)}\); {AGAIN}"):
         manifest.check_lengths(storage)
+
+
+def test_a_store_is_asked_for_the_list_of_many_files(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = Storage("memory://data")
+    manifest = Manifest.read(storage)
+    for entry in manifest.files:
+        remote.write(storage.read(entry.path), entry.path)
+    monkeypatch.setattr("elastrata_pipelines.format.files._REMOTE_FILES_ASKED_FOR", 0)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "elastrata_pipelines.format.files.file_problem",
+        lambda storage, entry: asked.append(entry.path) or file_problem(storage, entry),
+    )
+    assert (file_problems(remote, manifest), asked) == ([], [])
+    (gone, cut), lost = manifest.files[:2], f"{remote.uri()}/"
+    remote.delete(gone.path)
+    remote.write(b"", cut.path)
+    assert file_problems(remote, manifest) == [
+        f"{lost}{gone.path}: missing",
+        f"{lost}{cut.path}: 0 bytes, the manifest says {cut.bytes}",
+    ]
+    assert asked == [gone.path, cut.path]
 
 
 def test_stripes_are_looked_up_among_many_shards(storage: Storage) -> None:

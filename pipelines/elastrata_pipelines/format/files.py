@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _REMOTE_FILES_AT_ONCE = 16
+_REMOTE_FILES_ASKED_FOR = 64
+"""Of more files a store is asked for its list, not for each of them."""
 
 
 class CheckedStream(io.RawIOBase):
@@ -61,13 +64,25 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileEntry:
 
 def file_problems(storage: Storage, manifest: Manifest) -> list[str]:
     """The problems of a data set's files, by their sizes alone."""
+    entries: Iterable[FileEntry] = manifest.files
+    if not storage.is_local and len(manifest.files) > _REMOTE_FILES_ASKED_FOR:
+        entries = _not_as_listed(storage, manifest.files)
     look = partial(file_problem, storage)
     if storage.is_local:
-        problems = [look(entry) for entry in manifest.files]
+        problems = list(map(look, entries))
     else:
         with ThreadPoolExecutor(_REMOTE_FILES_AT_ONCE) as threads:
-            problems = list(threads.map(look, manifest.files))
+            problems = list(threads.map(look, entries))
     return [problem for problem in problems if problem]
+
+
+def _not_as_listed(storage: Storage, entries: Sequence[FileEntry]) -> Iterable[FileEntry]:
+    """Those that a store's list has not, or has with another size; all where it gives no list."""
+    try:
+        sizes = storage.sizes()
+    except Exception:  # each kind of store has its own
+        return entries
+    return [entry for entry in entries if sizes.get(entry.path) != entry.bytes]
 
 
 def file_problem(storage: Storage, entry: FileEntry) -> str | None:
