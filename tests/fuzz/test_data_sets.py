@@ -28,7 +28,7 @@ from elastrata_pipelines.inspection import inspect, verify
 from elastrata_pipelines.payload import decode
 from elastrata_pipelines.storage import Storage
 from support.mutations import Mutation, mutated, mutated_json, mutations, seeds
-from support.synthetic import Sizes, tiny_recipe, write_data_set
+from support.synthetic import Sizes, fields_of, tiny_recipe, write_data_set
 from support.verdict import read_or_refused
 
 SHAPES = {"blocks.0.query": (8, 12), "blocks.0.up": (16, 8), "blocks.1.query": (3, 5)}
@@ -160,7 +160,7 @@ def as_version_1(data: Path, folder: Path) -> Path:
     shutil.copytree(data, folder)
     for part in (folder, folder / HELD_OUT):
         storage = Storage(str(part))
-        values = {**vars(Manifest.read(storage)), "held_out": None, "version": 1}
+        values = {**fields_of(Manifest.read(storage)), "held_out": None, "version": 1}
         Manifest(**values).write(storage)
     return folder
 

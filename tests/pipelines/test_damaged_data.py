@@ -27,7 +27,7 @@ from elastrata_pipelines.format import (
 from elastrata_pipelines.format.manifest import LENGTHS
 from elastrata_pipelines.inspection import verify
 from elastrata_pipelines.storage import Storage
-from support.synthetic import Sizes, write_data_set
+from support.synthetic import Sizes, fields_of, write_data_set
 
 SHARD = "shards/00000.parquet"
 Columns = dict[str, list[Any]]
@@ -43,7 +43,7 @@ def _with_file(storage: Storage, entry: FileEntry, **changes: Any) -> Manifest:
     """Writes a manifest that vouches for another file under the same path."""
     manifest = Manifest.read(storage)
     files = tuple(entry if old.path == entry.path else old for old in manifest.files)
-    Manifest(**{**vars(manifest), "files": files, **changes}).write(storage)
+    Manifest(**{**fields_of(manifest), "files": files, **changes}).write(storage)
     return Manifest.read(storage)
 
 
@@ -190,7 +190,7 @@ def _packed(storage: Storage, boundaries: list[list[int]]) -> list[str]:
     table = pa.table([[1, 2], [9, 9], [bytes(18), bytes(18)], inside], schema=schema)
     shard = write_shard(storage, SHARD, [table])
     index = write_file(storage, LENGTHS, _saved(np.array([9, 9], np.int32)))
-    values = dict(vars(Manifest.read(storage)))
+    values = fields_of(Manifest.read(storage))
     values |= {"samples": 2, "tokens": 18, "stripes": 1, "packing": "concat", "pairs": False}
     values |= {"length_histogram": (0,) * 9 + (2, 0, 0, 0), "files": (shard, index)}
     Manifest(**values).write(storage)

@@ -137,3 +137,8 @@ def tiny_recipe(data: Path | str, storage: Path | str, **changes: Any) -> dict[s
         "storage": str(storage),
         **changes,
     }
+
+
+def fields_of(manifest: Manifest) -> dict[str, Any]:
+    """The values of its fields, from which another one is made."""
+    return {name: getattr(manifest, name) for name in Manifest.model_fields}

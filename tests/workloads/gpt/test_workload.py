@@ -18,6 +18,7 @@ from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation.config import TokenizerConfig
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_workloads.gpt import Gpt
+from support.synthetic import fields_of
 
 
 @pytest.fixture
@@ -100,10 +101,10 @@ def test_impossible_values_are_refused(values, message) -> None:
 
 
 def test_unfit_data_sets_are_refused_in_one_line(manifest) -> None:
-    longer = Manifest(**{**vars(manifest), "seq_len": 1025})
+    longer = Manifest(**{**fields_of(manifest), "seq_len": 1025})
     (line,) = Gpt().problems(longer)
     assert "workload.max_positions: 1024, but this data set has samples of up to 1025" in line
-    pairs = Manifest(**{**vars(manifest), "pairs": True})
+    pairs = Manifest(**{**fields_of(manifest), "pairs": True})
     (line,) = Gpt().problems(pairs)
     assert "prepare it without pairs" in line
 
