@@ -229,6 +229,7 @@ NOT_RUN = {
             "python benchmarks/cost_model.py",
             "python benchmarks/dealing.py LENGTHS",
             "python benchmarks/encoders.py WIKITEXT --scratch FOLDER",
+            "python benchmarks/engine_versions.py DATA_SET --beside CHECKOUT",
             "python benchmarks/horizons.py WIKITEXT --scratch FOLDER",
             "python benchmarks/hot_tier.py",
             "python benchmarks/large_data.py --beside CHECKOUT",
