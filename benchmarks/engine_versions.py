@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import parser_of, write_result
+from harness import of_version, parser_of, write_result
 
 STEPS, WARM_UP = 22, 5
-FOLDERS = ("platform", "workloads", "pipelines")
 
 
 def steps(data: str) -> dict[str, Any]:
@@ -90,20 +86,6 @@ def _median(ended: list[float]) -> float:
     return statistics.median(later - earlier for earlier, later in pairwise(ended[WARM_UP:]))
 
 
-def apart(data: str, checkout: Path | None) -> dict[str, Any]:
-    """The steps of a version, in a process of its own; None: those of this one."""
-    paths = [str(checkout / folder) for folder in FOLDERS] if checkout else []
-    done = subprocess.run(
-        [sys.executable, __file__, data, "--only"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("data_set")
@@ -116,7 +98,9 @@ def main() -> None:
         return
     rounds, deviation = [], 0.0
     for _ in range(arguments.rounds):
-        this, other = apart(data, None), apart(data, arguments.beside.resolve())
+        this, other = (
+            of_version(checkout, data, "--only") for checkout in (None, arguments.beside.resolve())
+        )
         pairs = zip(this.pop("losses"), other.pop("losses"), strict=True)
         deviation = max(deviation, *(abs(a - b) / abs(b) for a, b in pairs))
         rounds.append({"this": this, "other": other})

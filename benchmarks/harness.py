@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +74,20 @@ def cpu_milliseconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> d
     return {name: statistics.median(times[1:]) for name, times in taken.items()}
 
 
+def of_version(checkout: Path | None, *arguments: str) -> Any:
+    """The JSON value that this very script prints last, where it is run with these arguments and
+    the Elastrata in a checkout, such as one that `git worktree add` made; None: with this one."""
+    paths = [str(checkout / folder) for folder in _FOLDERS] if checkout else []
+    done = subprocess.run(
+        [sys.executable, sys.argv[0], *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def picture(width: float, height: float) -> Any:
     """An empty matplotlib figure of so many inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -90,6 +105,7 @@ def known_result(name: str) -> dict[str, Any]:
     return {key: value for key, value in known.items() if key not in _ABOUT}
 
 
+_FOLDERS = ("platform", "workloads", "pipelines")
 _ABOUT = ("command", "machine", "versions")
 
 

@@ -13,22 +13,18 @@ of a run of a million steps are counted. With --beside the version in that folde
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from harness import parser_of, scratch_folder, write_result
+from harness import of_version, parser_of, scratch_folder, write_result
 
 STRIPES, STRIPE_SIZE, SEQ_LEN = 40, 512, 128
 WINDOW, BATCH, STEPS = 64, 16_384, 1_000_000
-FOLDERS = ("platform", "workloads", "pipelines")
 Value = TypeVar("Value")
 
 
@@ -136,21 +132,6 @@ def looked_at(folder: str) -> dict[str, float]:
     return figures
 
 
-def apart(folder: Path, checkout: Path | None) -> dict[str, float]:
-    """The figures of a version, in a process of its own; None: of this one."""
-    paths = [str(checkout / name) for name in FOLDERS] if checkout else []
-    kept = [path for path in (os.environ.get("PYTHONPATH"),) if path and not checkout]
-    done = subprocess.run(
-        [sys.executable, __file__, "--only", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *kept])},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--shards", type=int, default=100_000)
@@ -169,7 +150,7 @@ def main() -> None:
         size = (folder / "manifest.json").stat().st_size
         for _ in range(arguments.rounds):
             for name, checkout in versions.items():
-                rounds[name].append(apart(folder, checkout))
+                rounds[name].append(of_version(checkout, "--only", str(folder)))
     medians = {
         name: {key: round(statistics.median(one[key] for one in found), 5) for key in found[0]}
         for name, found in rounds.items()
