@@ -126,8 +126,8 @@ class WholeClip:
         norm = self._norm()
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if self._max_norm is not None and gradients:
-            # As `torch.nn.utils.clip_grads_with_norm_`, whose DTensors take seconds of the first
-            # step for each axis of a mesh.
+            # As `torch.nn.utils.clip_grads_with_norm_`, whose DTensors took a seventh of a
+            # rehearsal on a mesh of three axes.
             scale = torch.clamp(self._max_norm / (norm + _EPSILON), max=1.0)
             torch._foreach_mul_(gradients, scale)
         return norm
