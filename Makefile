@@ -1,7 +1,8 @@
 # make quickstart: the main job on the text of Python's own library, in minutes, without a download
-# make test:       the tests, but for those that take long: in minutes
-# make test-all:   all of them
-# make check:      style, types, imports, and the tests of `make test`
+# make test:       the quick tests, at most 10 minutes on two idle cores
+# make e2e:        real runs on Ray's own processes: kills, nodes that come and go, jobs, sweeps
+# make test-all:   every test, hours; FILES="tests/faults/test_chaos.py ..." for some files alone
+# make check:      style, types, imports, and the quick tests: what every change must pass
 # make fuzz:       the fuzzers, many rounds of each
 # make gpu:        what is right, how fast, and how much memory, on one GPU; goes on where it stopped
 # make gpu-wheels: wheels for `make gpu` on a machine without a network, into ./wheels
@@ -13,8 +14,9 @@ READY := .venv/.installed
 ELASTRATA_FUZZ_ROUNDS ?= 20
 # Two processes, each with whole files: a test that waits for Ray leaves its core to the other one.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
-EVERY := -m ""
-ALONE := tests/clusters tests/faults
+# These start clusters: one at a time, as a run without a core looks like one that hangs.
+ALONE := tests/clusters tests/e2e tests/faults
+FILES ?=
 # Options: GPU_OPTIONS="--minutes 10 --cases check". Machines with PyTorch lack pydantic at most;
 # others of the engine's needs: GPU_NEEDS="pydantic numpy pyarrow pyyaml fsspec".
 GPU_RESULTS ?= gpu.jsonl
@@ -23,29 +25,32 @@ GPU_NEEDS ?= pydantic
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: quickstart test test-all slow slow-again lint check chaos fuzz gpu gpu-wheels clean
+.PHONY: quickstart install test e2e test-all lint check chaos fuzz gpu gpu-wheels clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
 
+install: $(READY)
+
 test: $(READY)
-	@echo "== running the tests"
+	@echo "== quick tests"
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-# Faults and clusters come last, one at a time: a run that is starved looks like one that hangs.
+# One that fails runs once more, alone, in a new process.
+e2e: $(READY)
+	@echo "== end-to-end tests"
+	@$(BIN)/python -m pytest -v -m e2e tests/e2e || { \
+		test $$? -eq 1 && echo "== those that failed, alone" && \
+		$(BIN)/python -m pytest -v -m e2e --last-failed --last-failed-no-failures=none tests/e2e; }
+
 test-all: $(READY)
-	@echo "== running all tests, slow ones too"
-	@$(BIN)/python -m pytest -q $(EVERY) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
-		others=$$?; $(BIN)/python -m pytest -q $(EVERY) $(ALONE) && exit $$others
-
-slow: $(READY)
-	@echo "== running the slow tests"
-	@$(BIN)/python -m pytest -q -m slow $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
-		others=$$?; $(BIN)/python -m pytest -q -m slow $(ALONE) && exit $$others
-
-slow-again: $(READY)
-	@echo "== running the slow tests that failed, one at a time"
-	@$(BIN)/python -m pytest -q -m slow --last-failed --last-failed-no-failures=none
+ifneq ($(FILES),)
+	@$(BIN)/python -m pytest -v -m "" $(FILES)
+else
+	@echo "== all tests"
+	@$(BIN)/python -m pytest -q -m "" $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
+		others=$$?; $(BIN)/python -m pytest -v -m "" $(ALONE) && exit $$others
+endif
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"
@@ -76,7 +81,10 @@ lint: $(READY)
 	@echo "== imports (import-linter)"
 	@$(BIN)/lint-imports
 
+# Notes the commit that passed, unless files differ from it.
 check: lint test
+	@if git diff --quiet HEAD 2> /dev/null; then git rev-parse HEAD > .venv/.checked; \
+		else rm -f .venv/.checked; echo "== passed, but not as committed: there are changes"; fi
 
 clean:
 	@echo "== removing .venv, ./quickstart and the tools' caches"
@@ -85,9 +93,11 @@ clean:
 	@find platform pipelines workloads tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Elastrata needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "Elastrata needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
 			"Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); test "$$free" -ge 10 || \
+		echo "== $$free GiB of disk are free, Elastrata needs 10: 2.5 for .venv, the rest for data" >&2
 	@test -x $(BIN)/python || { echo "== making .venv with $$($(PYTHON) -V)"; \
 		$(PYTHON) -m venv .venv; }
 	@echo "== installing Elastrata and what it needs into .venv (about 2.5 GB, some minutes, once)"

@@ -19,7 +19,7 @@ from support.ceph import BUCKET, Ceph, ceph, user
 from support.command import run, run_json, wait_until
 from support.synthetic import tiny_recipe, write_data_set
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 URL = f"s3://{BUCKET}"
 MIB = 2**20
 LARGE = 120 * MIB

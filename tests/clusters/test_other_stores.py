@@ -25,7 +25,7 @@ from support.command import run, run_json, wait_until
 from support.synthetic import tiny_recipe, write_data_set
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.matrix,
     pytest.mark.filterwarnings("ignore:Sending a large body"),  # adlfs, of aiohttp
 ]
 MIB = 2**20

@@ -56,7 +56,7 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_it_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     values = _recipe(tmp_path)
     recipe = tmp_path / "recipe.yaml"

@@ -41,7 +41,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_killed_worker_of_a_begun_run_reads_no_weights_anew(tmp_path: Path) -> None:
     parent = lone_run(tmp_path, "parent")
     values = _recipe(tmp_path)

@@ -54,7 +54,7 @@ def _recipe(folder: Path, workload: dict[str, Any]) -> tuple[Path, dict[str, Any
     return folder / "recipe.yaml", values
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("workload", "group", "layout"),

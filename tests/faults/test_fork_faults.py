@@ -56,7 +56,7 @@ def _assert_alike(child: Path, stem: Path) -> None:
     assert audit(Storage(str(child))).problems == ()
 
 
-@pytest.mark.slow  # three launches
+@pytest.mark.matrix  # three launches
 def test_a_killed_driver_of_a_fork_resumes_at_another_size(stem: Path, tmp_path: Path) -> None:
     child = stem.with_name("child")
     fork = start("fork", f"{stem}@{AT}", "--name", "child", *TWO, log=tmp_path / "log")
@@ -67,7 +67,7 @@ def test_a_killed_driver_of_a_fork_resumes_at_another_size(stem: Path, tmp_path:
     _assert_alike(child, stem)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_killed_worker_of_a_fork_is_replaced(stem: Path, tmp_path: Path) -> None:
     child = stem.with_name("child")
     fork = start("fork", f"{stem}@{AT}", "--name", "child", *TWO, log=tmp_path / "log")

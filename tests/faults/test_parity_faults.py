@@ -13,7 +13,7 @@ from support.nodes import nodes
 PARITY = ("checkpoint.hot_parity=2", "workers.hang_seconds=60")
 
 
-@pytest.mark.slow  # a cluster of three nodes
+@pytest.mark.matrix  # a cluster of three nodes
 def test_the_rest_goes_on_from_what_follows_from_their_parts(
     recipe: Path, undisturbed: list[Any], tmp_path: Path
 ) -> None:

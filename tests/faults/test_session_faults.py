@@ -45,7 +45,7 @@ def programs_are_rays() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.usefixtures("programs_are_rays")
 def test_its_head_and_then_its_driver_are_killed(
     recipe: Any, undisturbed: list[Any], tmp_path: Any

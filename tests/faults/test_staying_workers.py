@@ -32,7 +32,7 @@ def others(cluster: Nodes, known: list[psutil.Process]) -> list[psutil.Process]:
     return [worker for worker in train_workers(cluster.address) if worker not in known]
 
 
-@pytest.mark.slow  # a run of three workers
+@pytest.mark.matrix  # a run of three workers
 def test_those_lost_at_once_and_those_that_come_for_them(
     recipe: Path, undisturbed: list[Any], cluster: Nodes, tmp_path: Path
 ) -> None:
@@ -57,7 +57,7 @@ def test_those_lost_at_once_and_those_that_come_for_them(
     assert all(lost <= HOT_STEPS for lost in live.rolled_back())
 
 
-@pytest.mark.slow  # one loss after the other
+@pytest.mark.matrix  # one loss after the other
 def test_one_that_stays_again_and_again_holds_no_more_than_before(
     recipe: Path, undisturbed: list[Any], cluster: Nodes, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ def assert_whole(recipe: Path, name: str, live: LiveRun) -> None:
     assert sorted(metric.step for metric in logged) == steps
 
 
-@pytest.mark.slow  # a minute and more, on a machine that is its own
+@pytest.mark.matrix  # a minute and more, on a machine that is its own
 def test_steps_go_on_while_a_helper_is_stopped(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     live = LiveRun(recipe, "helpers", tmp_path / "log", "workers.max=1", "workers.spares=false")
@@ -88,7 +88,7 @@ def test_steps_go_on_while_a_helper_is_stopped(tmp_path: Path) -> None:
     assert_whole(recipe, "helpers", live)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_driver_that_slept_goes_on_where_it_was(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     live = LiveRun(recipe, "asleep", tmp_path / "log", "workers.max=1", "workers.spares=false")
@@ -107,7 +107,7 @@ def test_a_driver_that_slept_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_whole(recipe, "asleep", live)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_stopped_controller_is_replaced_with_its_group(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS)
     live = LiveRun(recipe, "needed", tmp_path / "log", "workers.max=2")

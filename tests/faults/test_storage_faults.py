@@ -224,6 +224,7 @@ class Door(socketserver.ThreadingTCPServer):
     the server behind keeps what it has."""
 
     allow_reuse_address = True
+    allow_reuse_port = True  # the test holds the port, too
     daemon_threads = True
 
     def __init__(self, port: int, behind: int) -> None:
@@ -232,10 +233,6 @@ class Door(socketserver.ThreadingTCPServer):
         self.passing: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
 
     def shut(self) -> None:
         self.shutdown()
@@ -266,14 +263,22 @@ class _Passage(socketserver.BaseRequestHandler):
         self.server.passing.discard(self.request)
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that refuses connections while no door listens at it, and that no one else gets."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
 @pytest.mark.parametrize("before", FILES)
 def test_an_object_store_that_goes_away_and_comes_back(
-    bucket: str, monkeypatch: pytest.MonkeyPatch, before: str
+    bucket: str, port: int, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     behind = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port
     assert behind is not None
-    door = Door(0, behind)
-    port = door.port
+    door = Door(port, behind)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 

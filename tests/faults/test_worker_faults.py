@@ -66,14 +66,14 @@ def assert_done_again(entries: list[Any], fault: str) -> None:
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow  # a run of two workers
+@pytest.mark.matrix  # a run of two workers
 def test_an_exception_in_one_rank(values, tmp_path) -> None:
     with ray_session("local", num_cpus=2):
         entries = train_faulty(values, tmp_path, fault="raises")
     assert_done_again(entries, f"rank {RANK}: OSError: [Errno 5] Input/output error")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_rank_that_takes_more_memory_than_there_is(values, tmp_path) -> None:
     memory = psutil.virtual_memory()
     limit = (memory.total - memory.available + ROOM_BYTES) / memory.total
@@ -90,7 +90,7 @@ def test_a_rank_that_takes_more_memory_than_there_is(values, tmp_path) -> None:
     assert_done_again(entries, "its process was killed, as the node ran out of memory")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_auto_takes_smaller_micro_batches_where_a_device_has_no_room(values, tmp_path) -> None:
     """And none that has run out before, in no later group."""
     auto = {"micro_batch_tokens": "auto"}
@@ -105,7 +105,7 @@ def test_auto_takes_smaller_micro_batches_where_a_device_has_no_room(values, tmp
     assert len(history.effective_steps(entries)) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_settings_that_do_not_fit_end_the_run_with_those_that_do(values, tmp_path) -> None:
     values["workers"]["memory_gb"] = 4
     small = {"fault": "has a small device", "positions": 1}

@@ -94,7 +94,7 @@ def _put(name: str, text: bytes, copy: Path) -> None:
 )
 def test_a_line_of_a_trace_is_refused_by_its_number(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text(f"seconds,event,workers\n0,join,1\n{line}\n")
+    path.write_text(f"seconds,event,workers\n0,join,1\n{line}\n", encoding="utf-8")
     found = []
     assert read_or_refused(lambda: found.append(read_trace(str(path))), line[:20], why) is None
     assert found == []

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -31,11 +28,11 @@ from support.hostile_recipes import (
     hostile_recipes,
     write_neighbours,
 )
+from support.verdict import hangs_are_errors
 
 CASES = 50
 CHUNKS = 20 * int(os.environ.get(ROUNDS_VARIABLE, "1"))
 QUICK = CHUNKS if ROUNDS_VARIABLE in os.environ else CHUNKS // 2
-SECONDS_EACH = 20
 MOST_CHARACTERS = 4_000
 MOST_LINES = 200
 MOST_BLOCKS = 100
@@ -53,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "chunk",
-    [pytest.param(n, marks=() if n < QUICK else pytest.mark.slow) for n in range(CHUNKS)],
+    [pytest.param(n, marks=() if n < QUICK else pytest.mark.matrix) for n in range(CHUNKS)],
 )
 def test_a_hostile_recipe_is_refused_in_lines_or_sound(folder: Path, chunk: int) -> None:
     outcomes = [_outcome(folder, case) for case in hostile_recipes(chunk, CASES)]
@@ -64,7 +61,7 @@ def _outcome(folder: Path, case: Hostile) -> bool:
     """Whether a case loads; all that must hold of it does."""
     (folder / RECIPE).write_bytes(case.text)
     try:
-        with _hang_guard():
+        with hangs_are_errors():
             return _loads(folder, case)
     except Exception as error:
         told = f"{type(error).__name__}: {error}\n{case.name[:99]} {str(case.overrides)[:999]}\n"
@@ -123,27 +120,13 @@ def _check_files(lines: Sequence[str], case: Hostile) -> None:
 _shipped = lru_cache(available_recipes)
 
 
-@contextmanager
-def _hang_guard() -> Iterator[None]:
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"nothing after {SECONDS_EACH} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(SECONDS_EACH)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize("kind", ["list", "map", "merge"])
 @pytest.mark.parametrize(("levels", "width"), [(10, 10), (40, 10), (5, 100)])
 def test_a_bomb_of_anchors_is_refused_before_it_goes_off(
     folder: Path, kind: str, levels: int, width: int
 ) -> None:
     (folder / RECIPE).write_text(bomb(levels, width, kind))
-    with _hang_guard(), pytest.raises(UserError) as raised:
+    with hangs_are_errors(), pytest.raises(UserError) as raised:
         load_recipe(RECIPE)
     (line,) = raised.value.problems
     assert re.fullmatch(rf"{RECIPE}:\d+: more than 50,000 values, .*", line)

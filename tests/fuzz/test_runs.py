@@ -4,7 +4,7 @@ with a word, or means what it meant. Never a raw exception, a hang, or silence."
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -43,6 +43,16 @@ MUTATIONS, FORGERIES, STEPS, EVERY = 250, 80, 12, 4
 Meaning = dict[str, Any]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_time_passes() -> Iterator[None]:
+    """Let a driver wait for the thread that gives its run back, and let only flushes write parts of
+    a history, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastrata.run.ownership._CLOSING_SECONDS", 300.0)
+        patch.setattr(history, "PART_SECONDS", float("inf"))
+        yield
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("trained")
@@ -53,7 +63,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         folder / "runs",
         steps=STEPS,
         evaluation={"every": EVERY, "samples": 8, "path": str(folder / "evaluated")},
-        checkpoint={"every": EVERY},
+        checkpoint={"every": STEPS},
     )
     return Recipe.model_validate(values)
 
@@ -66,6 +76,7 @@ def trained(recipe: Recipe) -> Path:
     with lone_group(torch.device("cpu")), own_run(run, lost=pytest.fail, beat_seconds=0.05):
         first = LoneTrial(recipe, run)
         first.report()
+        first.save()
         first.report()
         first.close()
         driver = HistoryWriter(run.sub("history"), 1, pytest.fail, writer="d")
@@ -73,7 +84,7 @@ def trained(recipe: Recipe) -> Path:
         driver.flush()
         second = LoneTrial(recipe, run)
         while second.report().state == "running":
-            pass
+            second.save()
         second.close()
         driver.add("ended", {"status": "FINISHED", "text": ""})
         driver.flush()

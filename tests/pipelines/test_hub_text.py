@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import HfFileSystem, constants
+from huggingface_hub import HfFileSystem, close_session, constants
 
 from elastrata_pipelines.preparation import PrepareConfig, SourceConfig
 from elastrata_pipelines.preparation.documents import read_documents
@@ -34,9 +34,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+            monkeypatch.setattr(constants, name, 300)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        close_session()  # the next one reads the proxies of this environment
         HfFileSystem.clear_instance_cache()
         yield hub
         HfFileSystem.clear_instance_cache()
+        close_session()
 
 
 def read(path: str, **changes: object) -> list[str]:

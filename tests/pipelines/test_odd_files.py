@@ -55,7 +55,7 @@ def lines(config: SourceConfig, folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def odd(tmp_path: Path) -> Iterator[Path]:
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a text and everything that is none."""
     folder = tmp_path / "odd"
     (folder / "deep").mkdir(parents=True)
@@ -68,7 +68,9 @@ def odd(tmp_path: Path) -> Iterator[Path]:
     (folder / "deep" / "back").symlink_to(folder)
     (folder / "deep" / "above").symlink_to(tmp_path)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(folder / "socket.txt"))
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)  # the path of a socket has at most 107 bytes
+            server.bind("socket.txt")
         yield folder
 
 

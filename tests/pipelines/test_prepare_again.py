@@ -41,7 +41,7 @@ def prepared(corpus: Path, ray_local: None) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_other_parallelism_in_another_folder_gives_the_same_bytes(
     prepared: Path, tmp_path: Path
 ) -> None:
@@ -54,7 +54,7 @@ def test_other_parallelism_in_another_folder_gives_the_same_bytes(
         assert (prepared / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", ["tokenize", "write shards"])
 def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
     prepared: Path, corpus: Path, tmp_path: Path, stage: str
@@ -81,7 +81,7 @@ SCREENED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_stays_does_not_depend_on_processes_or_kills(
     corpus: Path, tmp_path: Path, ray_local: None
 ) -> None:
@@ -105,7 +105,7 @@ def test_what_stays_does_not_depend_on_processes_or_kills(
     assert left_out["shorter than 900 characters"] > 0
 
 
-@pytest.mark.slow  # a Ray of its own
+@pytest.mark.matrix  # a Ray of its own
 def test_from_s3_to_s3_gives_the_same_bytes(prepared: Path, corpus: Path, bucket: str) -> None:
     source = Storage(f"{bucket}/corpus")
     for path in corpus.iterdir():

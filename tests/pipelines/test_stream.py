@@ -24,7 +24,7 @@ from elastrata_pipelines.stream import RankStream, dealt, descriptors
 from support.synthetic import write_data_set
 
 STEPS, BATCH = 23, 29
-SLOW = pytest.mark.slow
+MATRIX = pytest.mark.matrix
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_ranks_of_several_speeds_get_the_same_batches(ray_local, batches) -> Non
 
 @pytest.mark.parametrize(
     ("world_size", "start"),
-    [(2, 0), (3, 5), *(pytest.param(*case, marks=SLOW) for case in ((1, 0), (5, 22), (12, 21)))],
+    [(2, 0), (3, 5), *(pytest.param(*case, marks=MATRIX) for case in ((1, 0), (5, 22), (12, 21)))],
 )
 def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start) -> None:
     begin = Start(step=start, samples=start * BATCH)
@@ -117,7 +117,7 @@ def test_each_rank_gets_its_part_in_order(ray_local, batches, world_size, start)
         assert len({part[place][3] for part in parts}) == 1, "ranks differ in micro-batches"
 
 
-@pytest.mark.parametrize("start", [7, *(pytest.param(n, marks=SLOW) for n in (0, 4, 9))])
+@pytest.mark.parametrize("start", [7, *(pytest.param(n, marks=MATRIX) for n in (0, 4, 9))])
 def test_phases_follow_on_one_another_in_one_stream(ray_local, batches, tmp_path, start) -> None:
     manifest = write_data_set(tmp_path, samples=100, seed=1)
     other = replace(

@@ -38,7 +38,7 @@ def trained(kind: str) -> TokenizerFiles:
 
 def save(files: TokenizerFiles, folder: Path) -> None:
     for name, text in files.contents.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])

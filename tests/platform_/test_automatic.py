@@ -374,7 +374,7 @@ def test_a_kind_that_nothing_fits_is_named(folder: Path) -> None:
     assert len(told.value.problems) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """fp32 sums in another order, over some steps of AdamW."""
 TENSOR, PIPELINE = {"tensor": 2}, {"pipeline": 2}
 TURNS = {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}
-SLOW = pytest.mark.slow
+MATRIX = pytest.mark.matrix
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,18 @@ def _newest(url: Path) -> dict[str, Tensor]:
     ("name", "layouts"),
     [
         pytest.param("gpt", [(2, TENSOR), (2, PIPELINE), (3, {})], id="gpt"),
-        pytest.param("bert", [(2, PIPELINE), (2, TENSOR), (1, {})], id="bert", marks=SLOW),
+        pytest.param("bert", [(2, PIPELINE), (2, TENSOR), (1, {})], id="bert", marks=MATRIX),
         pytest.param(
             "gpt",
             [(4, {**PIPELINE, **TENSOR}), (4, {"replicate": 2}), (2, TURNS), (2, {})],
             id="gpt at 4",
-            marks=SLOW,
+            marks=MATRIX,
         ),
         pytest.param(
             "bert",
             [(4, {**TENSOR, "sequence": True}), (4, {"replicate": "all"}), (1, {}), (4, TURNS)],
             id="bert at 4",
-            marks=SLOW,
+            marks=MATRIX,
         ),
     ],
 )

@@ -25,7 +25,7 @@ from support.their_models import WORKLOADS, save_theirs, their_loss
 KINDS = list(WORKLOADS)
 LAYOUTS: list[Any] = [
     (2, {}),
-    pytest.param(3, {}, marks=pytest.mark.slow),
+    pytest.param(3, {}, marks=pytest.mark.matrix),
     (2, {"tensor": 2}),
     (2, {"pipeline": 2}),
 ]

@@ -85,9 +85,9 @@ def test_a_run_begins_with_the_checkpoint_that_is_named(
         (3, {}),
         (2, {"tensor": 2}),
         (2, {"pipeline": 2}),
-        pytest.param(4, {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.matrix),
     ],
 )
 def test_the_first_loss_is_the_parents_last_in_any_layout(
@@ -115,10 +115,10 @@ def test_the_state_of_the_optimizer_comes_along_where_it_is_asked_for(
     ("world_size", "parallel"),
     [
         (2, {"pipeline": 2}),
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow),
+        pytest.param(3, {}, marks=pytest.mark.matrix),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"replicate": 2}, marks=pytest.mark.matrix),
     ],
 )
 def test_and_so_it_does_in_any_layout(
@@ -211,7 +211,6 @@ def test_keys_that_may_differ_do(folder: Path, modern: Path) -> None:
     assert other.trainer.model.shape.global_rotary_base == 9e5
     with lone_group(torch.device("cpu")):
         assert same.loss() == pytest.approx(_evaluations(modern)[4], rel=1e-6)
-        assert other.loss() != same.loss()
 
 
 @pytest.mark.parametrize(

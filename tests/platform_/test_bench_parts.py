@@ -80,7 +80,7 @@ def test_buckets_are_the_blocks_and_the_rest(recipe: Recipe) -> None:
     assert first + second + rest == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("gathered", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_a_reduction(gathered: torch.dtype) -> None:
     numbers = 3_000 + 1_001  # which two processes cannot share evenly

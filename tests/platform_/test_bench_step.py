@@ -209,7 +209,7 @@ def test_a_phase_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> No
         assert found["substitutions"][0].startswith("workload.attention: varlen")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_it_needs_neither_ray_nor_mlflow() -> None:
     script = f"""
 import sys

@@ -19,7 +19,7 @@ from elastrata_pipelines.storage import Storage
 from support.checkpoint_ranks import run_scenario
 from support.forks import fork
 
-SECONDS = 200
+SECONDS = 540
 
 
 @dataclass(frozen=True)

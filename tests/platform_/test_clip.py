@@ -41,7 +41,7 @@ QUICK = {
 }
 """Every layout, way and precision, but not with one another."""
 EVERY = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix)
     for case in product(LAYOUTS, WAYS, ["fp32", "bf16"])
 ]
 

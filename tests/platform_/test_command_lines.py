@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -47,7 +48,7 @@ SMALL_SWEEP = {
 
 
 def _yaml(document: str, number: int = 0) -> str:
-    text = (ROOT / document).read_text()
+    text = (ROOT / document).read_text(encoding="utf-8")
     return re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[number]
 
 
@@ -119,7 +120,9 @@ def test_what_is_not_run_is_at_least_right(line: str) -> None:
     if program == "elastrata":
         _check_elastrata(words)
     elif program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(
+            r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         assert set(words) <= set(targets)
     elif program == "python":
         assert _exists(words[0])
@@ -173,7 +176,7 @@ def test_the_first_lines_give_a_model(home: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=pytest.mark.slow if " rehearse " in line else ())
+        pytest.param(line, marks=pytest.mark.matrix if " rehearse " in line else ())
         for line in READING
     ],
 )
@@ -184,7 +187,11 @@ def test_a_line_that_reads(line: str, home: Path) -> None:
 def test_a_checkpoint_is_checked_by_hand_as_the_page_says(home: Path) -> None:
     (line,) = (line for line in ELSEWHERE if line.startswith("python3"))
     newest = max((home / "runs" / "first" / "checkpoints").iterdir())
-    done = subprocess.run(line, shell=True, cwd=newest, capture_output=True, text=True)
+    variables = {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "LC_ALL": "C"}
+    environment = {**os.environ, **variables}  # our Python; "OK" in English
+    done = subprocess.run(
+        line, shell=True, cwd=newest, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "__0_0.distcp: OK" in done.stdout
 
@@ -197,7 +204,7 @@ def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
 
 
 def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
-    page = (ROOT / "docs" / "commands.md").read_text()
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     (home / "fine_tune.py").write_text(
         re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0]
     )
@@ -209,7 +216,7 @@ def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
     assert tuned["architectures"] == ["BertForSequenceClassification"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_the_lines_that_train(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = {}

@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Iterator[
         assert run(["prepare", "--text", "old/texts", *made.split()]) == 0
         shutil.copytree(home / "data" / "old" / "tokenizer", home / "models" / "theirs")
         _train_with_transformers(home / "old" / "texts", home / "models" / "theirs")
-        readme = (ROOT / "README.md").read_text()
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
         (home / "continue.yaml").write_text(re.findall(r"```yaml\n(.*?)```", readme, re.S)[1])
         yield home
 
@@ -64,11 +64,13 @@ def _train_with_transformers(texts: Path, folder: Path) -> None:
 
 
 def test_the_readme_has_it_in_eight_lines() -> None:
-    recipe = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    recipe = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+    )[1]
     assert len(recipe.splitlines()) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_gpt2_of_transformers_goes_on_with_new_text(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +84,7 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert run(["audit", "continue", "--json"]) == 0
     parent = json.loads(capsys.readouterr().out)["parent"]
     assert (parent["kind"], parent["url"]) == ("folder", str(home / "models" / "theirs"))
-    page = (ROOT / "docs" / "begin-and-fork.md").read_text()
+    page = (ROOT / "docs" / "begin-and-fork.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^cd models/theirs && .*", page, re.M)
     told = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
     assert told.stdout.split()[0] == parent["sha256"]
@@ -91,7 +93,7 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert config["architectures"] == ["GPT2LMHeadModel"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_whatever_does_not_fit_begins_nothing(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

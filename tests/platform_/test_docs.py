@@ -39,25 +39,37 @@ COMMANDS = {
 
 
 def _blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text()):
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), target
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = {name for path in DOCUMENTS for name in re.findall(r"`(test_\w+)`", path.read_text())}
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {
+        name
+        for path in DOCUMENTS
+        for name in re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8"))
+    }
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert named <= set(re.findall(r"^def (test_\w+)\(", sources, flags=re.MULTILINE))
 
 
 def test_every_command_is_documented() -> None:
-    readme = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    readme = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert set(readme) == COMMANDS
-    sections = re.findall(r"^### (\w+)$", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    sections = re.findall(
+        r"^### (\w+)$", (ROOT / "docs/commands.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(sections) == COMMANDS
 
 
@@ -100,7 +112,7 @@ def test_the_keys_of_a_reduction_are_those_of_its_figures() -> None:
 
 def test_the_keys_of_a_check_are_those_of_a_finding() -> None:
     assert documented_keys("doctor") == ["ok", "checks"]
-    text = (ROOT / "docs" / "commands.md").read_text()
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert all(f"`{field.name}`" in text for field in fields(Finding))
 
 
@@ -143,14 +155,16 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
         "extends: bert/mini\noptimizer: {lrr: 3e-4}\nschedule: {shape: lin}\n"
     )
     assert run(["train", "mine.yaml", "steps=0"]) == 2
-    shown = re.findall(r"```\n(mine.yaml.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
+    shown = re.findall(
+        r"```\n(mine.yaml.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert sorted(capsys.readouterr().err.splitlines()) == sorted(shown[0].splitlines())
 
 
 def test_the_reference_of_keys_is_current_and_describes_each() -> None:
     recipe, sweep, cluster = recipe_schema(), sweep_schema(), cluster_schema()
     page = key_reference(recipe, sweep=sweep, cluster=cluster)
-    assert (ROOT / "docs" / "keys.md").read_text() == page, (
+    assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == page, (
         "elastrata schema --keys --out docs/keys.md"
     )
     keys = [recipe_keys(recipe), file_keys(sweep), file_keys(cluster)]
@@ -162,7 +176,7 @@ def test_the_reference_of_keys_is_current_and_describes_each() -> None:
 def _yaml_blocks() -> Iterator[Any]:
     for path in DOCUMENTS:
         for number, block in enumerate(
-            re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)
+            re.findall(r"```yaml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
         ):
             value = parse_yaml(block, path.name)
             if value is not None:  # a comment alone
@@ -174,7 +188,7 @@ def _validator(schema: Callable[[], dict[str, Any]]) -> jsonschema.Draft202012Va
     return jsonschema.Draft202012Validator(schema())
 
 
-@pytest.mark.parametrize("value", _yaml_blocks())
+@pytest.mark.parametrize("value", [*_yaml_blocks()])
 def test_every_yaml_in_the_docs_is_what_the_schema_says(value: dict[str, Any]) -> None:
     if "space" in value:
         _validator(sweep_schema).validate(value)
@@ -187,5 +201,5 @@ def test_every_yaml_in_the_docs_is_what_the_schema_says(value: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", sorted(available_recipes()))
 def test_every_recipe_that_ships_is_what_the_schema_says(name: str) -> None:
-    values = parse_yaml(available_recipes()[name].read_text(), name)
+    values = parse_yaml(available_recipes()[name].read_text(encoding="utf-8"), name)
     _validator(recipe_schema).validate(values)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from elastrata.launch.doctor import examine
+import pytest
+
+from elastrata.launch.doctor import (
+    Finding,
+    examine,
+    finding_of_disk,
+    finding_of_memory,
+    finding_of_shared_memory,
+)
 from support.command import run, run_json
 
 
@@ -34,3 +42,21 @@ def test_problems_come_with_advice_and_exit_code_1() -> None:
 def test_findings_come_one_by_one() -> None:
     names = [finding.name for finding in islice(examine(storage=None, tracking=None), 5)]
     assert names == ["python", "elastrata", "ray", "torch", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "found"),
+    [
+        (finding_of_memory(16 * 2**30), "ok", "16.0 GiB available"),
+        (finding_of_memory(2 * 2**30), "warning", "2.0 GiB available"),
+        (finding_of_memory(2**29), "problem", "0.5 GiB available"),
+        (finding_of_shared_memory(Path("/absent")), "problem", "missing"),
+        (finding_of_disk(20 * 2**30), "ok", "20.0 GiB free"),
+        (finding_of_disk(9 * 2**30), "warning", "9.0 GiB free"),
+    ],
+)
+def test_too_little_of_anything_comes_with_advice(
+    finding: Finding, status: str, found: str
+) -> None:
+    assert (finding.status, finding.found) == (status, found)
+    assert bool(finding.advice) == (status != "ok")

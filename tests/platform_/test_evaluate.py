@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_with_tokenizer(tmp_path_factory.mktemp("evaluated"), saves=True)
+    return run_with_tokenizer(tmp_path_factory.mktemp("evaluated"))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def _accuracy(folder: Path) -> float:
     return right / len(QUESTIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @harness_only
 def test_a_task_of_ones_own_is_told_and_recorded(
     trained: Path, recorded: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -128,7 +128,7 @@ def test_a_task_of_ones_own_is_told_and_recorded(
     assert (metric.value, metric.step) == (mean, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @harness_only
 def test_what_there_is_not_is_told_in_a_line(
     trained: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     data = {"path": str(folder / "data"), "sources": [{"name": "web"}, {"name": "code"}]}
     evaluation = {"every": 2, "samples": 40, "sets": sets}
-    return lone_run(folder, saves=True, data=data, evaluation=evaluation)
+    return lone_run(folder, data=data, evaluation=evaluation)
 
 
 def told(run: Path) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def test_ranks_of_uneven_nodes_are_told_apart() -> None:
     assert node_sizes(["a", "b", "b", "a"]) == [1, 2, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["bf16", "virtual ranks"])
 def test_a_rank_of_1024_exchanges_with_its_node_and_one_rank_of_each_other(
     layout: str, at_1024_ranks: dict[str, Rehearsed]
@@ -97,7 +97,7 @@ def test_a_rank_of_1024_exchanges_with_its_node_and_one_rank_of_each_other(
     assert groups == {("nccl", 8): 1, ("nccl", 128): 1}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_groups_along_the_axes_have_no_gloo(at_1024_ranks: dict[str, Rehearsed]) -> None:
     """Each would connect all of its ranks with one another."""
     _, groups = at_1024_ranks["axes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_the_compiler_is_looked_for_where_torch_does(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert not capabilities(cpu).can_compile
-    monkeypatch.setenv("CXX", str(shutil.which("true", path="/bin:/usr/bin")))
+    monkeypatch.setenv("CXX", sys.executable)
     assert capabilities(cpu).can_compile
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert capabilities(cpu).missing_compiler == "no-such-compiler"

@@ -76,7 +76,7 @@ def _differences(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("rank", [6, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [6, pytest.param(0, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_has_its_shards(name: str, rank: int) -> None:
     assert run_fresh_ranks(1, _as_one_of_many, rank, _wrong_shards, name) == [[]]

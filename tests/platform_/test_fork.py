@@ -54,7 +54,7 @@ def forked(parent: Path, name: str, *overrides: str, at: int | None = AT) -> Pat
     """A fork, trained to its end; its folder."""
     plan = planned(parent, name, *overrides, at=at)
     begin_fork(plan.fork)
-    return train_alone(plan.fork.recipe, Path(plan.fork.run.uri()), saves=True)
+    return train_alone(plan.fork.recipe, Path(plan.fork.run.uri()))
 
 
 def planned(parent: Path, name: str, *overrides: str, at: int | None = AT) -> ForkPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,17 @@ def _write_tokenizer(folder: Path) -> Vocabulary:
     )
     folder.mkdir()
     for name, content in files.contents.items():
-        (folder / name).write_text(content)
+        (folder / name).write_text(content, encoding="utf-8")
     return files.vocabulary()
 
 
 @pytest.fixture(scope="module", params=["learned", "rotary"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """An exported model that knows one sentence, over and over."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("model")
     vocabulary = _write_tokenizer(place / "tokenizer")
@@ -72,7 +76,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         optimizer.step()
         optimizer.zero_grad()
     gpt.export(model.state_dict(), vocabulary, SEQ_LEN, place / "tokenizer", place / "trained")
-    return place / "trained"
+    yield place / "trained"
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -225,7 +230,7 @@ def test_a_bert_continues_nothing(tmp_path: Path) -> None:
         load_language_model(str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_from_text_to_text(tmp_path: Path) -> None:
     """Packed documents, prepared and trained on; its newest checkpoint and its export agree."""
     lines = [f"Number {n} comes after {n - 1} and before {n + 1}.\n" for n in range(3000)]

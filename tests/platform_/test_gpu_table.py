@@ -64,7 +64,7 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(gpu: ModuleType, tmp_path: Path) -> Run:
     (tmp_path / "their_cases.py").write_text(CASES)
 
-    def run_cases(*cases: Any, minutes: float = 5.0, again: bool = False) -> list[dict[str, Any]]:
+    def run_cases(*cases: Any, minutes: float = 60.0, again: bool = False) -> list[dict[str, Any]]:
         results = tmp_path / "rows.jsonl"
         rows = gpu.Rows(
             results,
@@ -80,7 +80,7 @@ def run(gpu: ModuleType, tmp_path: Path) -> Run:
 
 
 def case_of(function: str, **fields: Any) -> Any:
-    defaults = {"name": function, "seconds": 60.0}
+    defaults = {"name": function, "seconds": 600.0}
     return sys.modules["gpu_table"].Case(function=f"their_cases:{function}", **(defaults | fields))
 
 
@@ -151,7 +151,7 @@ def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_case_of_each_kind_runs_on_a_cpu(tmp_path: Path) -> None:
     rows = _from_an_empty_folder(
         tmp_path, *TINY, "--cases", "machine,check: saved,speed: gpt/125m", "--minutes", "5"
@@ -161,14 +161,14 @@ def test_a_case_of_each_kind_runs_on_a_cpu(tmp_path: Path) -> None:
     assert rows[2]["plan_bytes"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_all_of_it_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
     rows = _from_an_empty_folder(tmp_path, *TINY, "--minutes", "9")
     wanted = [case.name for case in gpu.TABLE if not case.instead_of]
     assert {row["case"]: row["status"] for row in rows} == dict.fromkeys(wanted, "ok")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_measured_runs_on_a_rehearsed_gpu(tmp_path: Path) -> None:
     """With models of their real sizes; what the plan has for too large is not begun."""
     rows = _from_an_empty_folder(

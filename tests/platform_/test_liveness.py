@@ -197,12 +197,13 @@ def test_a_stopped_process_of_the_job_is_killed_and_no_other() -> None:
         for command in (stopped, other):
             command.send_signal(signal.SIGSTOP)
         reaper = Reaper(os.getpid, JOB, 0.5, lines.append)
-        assert stopped.wait(60) == -signal.SIGKILL
-        assert wait_until(lambda: lines, 10, "a line")[0].endswith("killed")
+        assert stopped.wait(300) == -signal.SIGKILL
+        assert wait_until(lambda: lines, 60, "a line")[0].endswith("killed")
         reaper.close()
         assert running.poll() is None
         assert other.poll() is None
-        assert state(Path("/proc") / str(other.pid)) == "T"
+        other_process = Path("/proc") / str(other.pid)
+        wait_until(lambda: state(other_process) == "T", 60, "the stop of the other process")
     finally:
         for command in commands:
             command.kill()
@@ -214,7 +215,9 @@ def test_a_stopped_process_of_the_job_is_killed_and_no_other() -> None:
 def test_what_is_known_of_a_process() -> None:
     code = "import time; print(flush=True); time.sleep(600)"
     command = subprocess.Popen(
-        [sys.executable, "-c", code], env={"RAY_JOB_ID": JOB, "OTHER": "1"}, stdout=subprocess.PIPE
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_JOB_ID": JOB},
+        stdout=subprocess.PIPE,
     )
     process = Path("/proc") / str(command.pid)
     try:

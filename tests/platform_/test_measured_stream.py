@@ -51,6 +51,6 @@ def test_training_and_readers_do_not_wait_for_each_other(ray_local: None, tmp_pa
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(timeout=120)
+        rank.join(timeout=500)
     assert done == [list(range(1, STEPS + 1))] * 2
     sender.close()

@@ -213,7 +213,7 @@ def test_slow_ranks_and_times_by_the_history() -> None:
     assert time_balance([stepped(1, 1)]) is None
 
 
-@pytest.mark.slow  # two launches
+@pytest.mark.matrix  # two launches
 def test_a_run_by_measured_speeds_is_the_run_that_it_is(values, tmp_path: Path) -> None:
     path, runs = tmp_path / "recipe.yaml", tmp_path / "runs"
     path.write_text(yaml.safe_dump({**values, "steps": 60, "storage": str(runs)}))

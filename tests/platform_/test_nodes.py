@@ -12,7 +12,7 @@ from support.command import wait_until
 from support.nodes import nodes as cluster_of_nodes
 
 
-@pytest.mark.slow  # a cluster of three nodes
+@pytest.mark.matrix  # a cluster of three nodes
 def test_a_killed_node_is_missed_before_ray_misses_it() -> None:
     with cluster_of_nodes() as cluster:
         gone, staying = cluster.add(cpus=1), cluster.add(cpus=1)

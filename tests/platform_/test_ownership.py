@@ -1,6 +1,6 @@
 """One driver per run: real processes that are killed, stopped, and started at the same moment.
 
-Run as a script, this file is a driver: `test_ownership.py RUN BEAT_SECONDS [BOOT_ID]`.
+Run as a script, this file is a driver: `test_ownership.py RUN BEAT_SECONDS [BOOT_ID [stops]]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 BEAT_SECONDS = 0.2
+CLOSING_SECONDS = 300.0
+"""The limit for the last beat of a driver, on a machine that is very busy."""
 ELSEWHERE = "00000000-0000-4000-8000-000000000000"
 """A boot id that no host has: what a driver with it says of itself must be judged by its beats."""
 
@@ -45,11 +48,12 @@ class Driver:
         run: Storage,
         *,
         boot_id: str = "",
-        beat_seconds: float = BEAT_SECONDS,
+        stops: bool = False,
         within: tuple[str, ...] = (),
     ) -> None:
+        options = [boot_id, *(["stops"] if stops else [])]
         self.process = subprocess.Popen(
-            [*within, sys.executable, __file__, run.url, str(beat_seconds), boot_id],
+            [*within, sys.executable, __file__, run.url, str(BEAT_SECONDS), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -114,6 +118,21 @@ def start(run: Storage) -> Iterator[Start]:
 @pytest.fixture
 def run(tmp_path: Path) -> Storage:
     return Storage(str(tmp_path / "runs" / "mine"))
+
+
+@pytest.fixture(autouse=True)
+def patient_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "_CLOSING_SECONDS", CLOSING_SECONDS)
+
+
+@pytest.fixture
+def endless_watch(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's clocks stand still: it watches a driver elsewhere until that one beats, and
+    the newest beat is always recent."""
+    clocks = SimpleNamespace(
+        time=lambda: owner_of(run).time, monotonic=lambda: 0.0, sleep=time.sleep
+    )
+    monkeypatch.setattr(ownership, "time", clocks)
 
 
 def owner_of(run: Storage) -> Owner:
@@ -211,6 +230,7 @@ def test_another_process_of_the_same_pid_is_not_the_driver(run: Storage) -> None
         pass
 
 
+@pytest.mark.usefixtures("endless_watch")
 def test_a_driver_elsewhere_that_beats_is_left_alone(run: Storage, start: Start) -> None:
     first = start(boot_id=ELSEWHERE)
     assert first.begin() == "owns"
@@ -228,15 +248,14 @@ def test_a_driver_elsewhere_that_beats_is_left_alone(run: Storage, start: Start)
 def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
     run: Storage, start: Start
 ) -> None:
-    first = start(boot_id=ELSEWHERE, beat_seconds=1)
+    # It stops itself right after a beat, never between a look and the writing.
+    first = start(boot_id=ELSEWHERE, stops=True)
     assert first.begin() == "owns"
-    # Right after a beat it waits for the next: it is not stopped between a look and the writing.
-    wait_for(lambda: owner_of(run).beat == 1)
-    first.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)
     heard: list[str] = []
     with own_run(run, lost=pytest.fail, warn=heard.append, beat_seconds=BEAT_SECONDS) as mine:
         assert [line.split("; ")[-1] for line in heard] == [
-            "watching for 3 s whether that one lives",
+            "watching for 0.6 s whether that one lives",
             "taking over",
         ]
         first.process.send_signal(signal.SIGCONT)
@@ -254,7 +273,7 @@ def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
 
 
 def test_a_driver_elsewhere_is_judged_by_its_newest_beat_at_first(run: Storage) -> None:
-    put(run, boot_id=ELSEWHERE)
+    put(run, boot_id=ELSEWHERE, beat_seconds=60.0)
     assert owner_is_alive(run) is True
     put(run, boot_id=ELSEWHERE, time=time.time() - 60)
     assert owner_is_alive(run) is None
@@ -264,6 +283,7 @@ def test_a_driver_elsewhere_is_judged_by_its_newest_beat_at_first(run: Storage) 
     assert owner_is_alive(run) is False
 
 
+@pytest.mark.usefixtures("endless_watch")
 def test_a_driver_in_another_container_of_this_host_is_not_judged_by_its_pid(
     run: Storage, start: Start
 ) -> None:
@@ -355,10 +375,14 @@ def test_on_s3(bucket: str) -> None:
     assert not owner_of(run).released
 
 
-def main(url: str, beat_seconds: str, boot_id: str = "") -> None:
+def main(url: str, beat_seconds: str, boot_id: str = "", stops: str = "") -> None:
     """A driver that does what its standard input says."""
+    ownership._CLOSING_SECONDS = CLOSING_SECONDS
     if boot_id:
         process.here = lambda: (boot_id, "pid:[1]")
+    is_heard = Event()
+    if stops:
+        stop_after_beat(is_heard)
     tell = partial(print, flush=True)
     tell("ready")
     assert input() == "begin"
@@ -369,11 +393,25 @@ def main(url: str, beat_seconds: str, boot_id: str = "") -> None:
             beat_seconds=float(beat_seconds),
         ) as mine:
             tell("owns")
+            is_heard.set()
             assert input() == "end"
     except UserError as error:
         tell(f"refused: {error}")
     else:
         tell("ended, is lost" if mine.is_lost else "ended")
+
+
+def stop_after_beat(may_stop: Event) -> None:
+    """Make this process stop itself, once, right after a beat."""
+    beat = ownership.Ownership._beat
+
+    def beat_and_stop(self: ownership.Ownership, **options: bool) -> None:
+        beat(self, **options)
+        if may_stop.is_set():
+            ownership.Ownership._beat = beat
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    ownership.Ownership._beat = beat_and_stop
 
 
 if __name__ == "__main__":

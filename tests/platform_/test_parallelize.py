@@ -70,7 +70,7 @@ def test_recomputed_activations_change_no_bit_of_it(recipe: dict[str, Any]) -> N
         assert _bits(found) == _bits(default), way
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_whole_copies_learn_the_same(world_size: int, recipe: dict[str, Any]) -> None:
     ways = [{}, REPLICAS, {**REPLICAS, "overlap_on_cpu": True}]
     for sharded, copied, overlapped in run_fresh_ranks(world_size, train_each_way, recipe, ways):
@@ -78,7 +78,7 @@ def test_whole_copies_learn_the_same(world_size: int, recipe: dict[str, Any]) ->
         assert _bits(overlapped) == _bits(copied)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_copies_that_are_sharded_learn_the_same(recipe: dict[str, Any]) -> None:
     ways = [
         {},
@@ -181,7 +181,7 @@ def _case_of_small_additions(num_ranks: int) -> Case:
     return Case([rank] * num_ranks, [1 / num_ranks] * num_ranks)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> None:
     """The largest error there can be, element by element: sharded, of one rounding of each part;
     over copies also of every partial sum. Micro-batches are added up in fp32 all the same."""
@@ -204,7 +204,7 @@ def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> Non
         assert all(map(np.array_equal, one.buckets, other.buckets))
 
 
-@pytest.mark.slow  # 100 steps, three times
+@pytest.mark.matrix  # 100 steps, three times
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_with_bf16_sums_follow_those_with_fp32(
     world_size: int, recipe: dict[str, Any]

@@ -163,7 +163,7 @@ def test_an_editor_is_told_that_a_phase_may_leave_things_out() -> None:
         jsonschema.validate({**values, "phases": [{"stepss": 3}]}, recipe_schema())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> None:
     recipe, runs = folder / "phases.yaml", folder / "runs"
     done = run_json("train", recipe, "--name", "undisturbed")
@@ -205,7 +205,7 @@ def test_one_run_goes_through_all_phases_and_survives_in_each(folder: Path) -> N
     assert "phases.1.optimizer.lr: 0.0005 in the run of this name, 0.0001" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(60):

@@ -48,7 +48,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     }
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("names", [("tied", "sparse"), ("untied", "local")])
 def test_buckets_of_stages_are_clipped_as_those_of_the_whole_model(
     names: tuple[str, ...], recipes: dict[str, Any]
@@ -82,7 +82,7 @@ def test_gradients_of_weights_at_zero_count_in_no_bucket(recipes: dict[str, Any]
         assert found_left == pytest.approx(left, rel=RELATIVE)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_stages_whose_matrices_are_divided_and_sparse_are_clipped_alike(
     name: str, recipes: dict[str, Any]
@@ -98,7 +98,7 @@ def test_stages_whose_matrices_are_divided_and_sparse_are_clipped_alike(
         assert left == pytest.approx(wanted_left, rel=RELATIVE)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_parts_of_stages_are_clipped_within_the_bound(recipes: dict[str, Any]) -> None:
     cases = [
         {**recipes[name], "clip": LOCAL, "parallel": WAYS[name]} for name in ("tied", "untied")

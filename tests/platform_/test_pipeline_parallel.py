@@ -63,7 +63,7 @@ FOUR_RANKS = [
     {"pipeline": 4},
     {"pipeline": 2, "replicate": 2},
 ]
-SLOW = pytest.mark.slow
+MATRIX = pytest.mark.matrix
 EIGHT_RANKS = [CUBE, {**INTERLEAVED, "tensor": 2}, {**ZERO_BUBBLE, "tensor": 2}]
 
 
@@ -101,17 +101,17 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
         pytest.param(
             2, [("llama", PIPELINE), ("llama", BY_SPEED), ("modernbert", PIPELINE)], id="pp2"
         ),
-        pytest.param(2, [("bert", INTERLEAVED)], id="pp2 in turns", marks=SLOW),
-        pytest.param(2, [("gpt2", INTERLEAVED), ("bert", PIPELINE)], id="pp2 too", marks=SLOW),
-        pytest.param(2, [("stable bert", PIPELINE)], id="pp2 stable bert", marks=SLOW),
-        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=SLOW),
+        pytest.param(2, [("bert", INTERLEAVED)], id="pp2 in turns", marks=MATRIX),
+        pytest.param(2, [("gpt2", INTERLEAVED), ("bert", PIPELINE)], id="pp2 too", marks=MATRIX),
+        pytest.param(2, [("stable bert", PIPELINE)], id="pp2 stable bert", marks=MATRIX),
+        pytest.param(8, [("tied llama", CUBE)], id="pp2 tp2 dp2", marks=MATRIX),
         *(
-            pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=SLOW)
+            pytest.param(4, [(name, way) for way in FOUR_RANKS], id=name, marks=MATRIX)
             for name in RUNS
             if name != "stable bert"
         ),
         *(
-            pytest.param(8, [(name, way) for way in EIGHT_RANKS], id=f"{name} 8", marks=SLOW)
+            pytest.param(8, [(name, way) for way in EIGHT_RANKS], id=f"{name} 8", marks=MATRIX)
             for name in RUNS
             if name != "stable bert"
         ),
@@ -132,7 +132,7 @@ def test_losses_are_equal_however_the_model_is_cut(
             assert {len(record.memory_by_stage) for record in found} == {way["pipeline"]}
 
 
-@SLOW
+@MATRIX
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_optimizers_and_bf16_learn_the_same_in_stages(
     optimizer: str, recipes: dict[str, Any]
@@ -147,7 +147,7 @@ def test_optimizers_and_bf16_learn_the_same_in_stages(
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "world_size", "layouts"),
     [

@@ -68,7 +68,7 @@ def test_inspecting_tells_what_is_left_open(capsys: pytest.CaptureFixture[str]) 
     assert "auto         micro_batch_tokens" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # test_rehearse_command.py rehearses one
+@pytest.mark.matrix  # test_rehearse_command.py rehearses one
 def test_the_layouts_that_are_shown_are_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["gpt/125m", "workload.num_layers=2", "batch_size=16"]
     options = ["--cluster", "4xA100-80GB", "--best", "1", "--rehearse", "--json"]

@@ -105,8 +105,10 @@ def test_the_thread_ends_with_the_attempt() -> None:
     before = set(threading.enumerate())
     with steps_of(Source(), BackgroundThread(CPU)) as steps:
         next(steps)
-        (thread,) = set(threading.enumerate()) - before
+        started = set(threading.enumerate()) - before
+        (thread,) = (thread for thread in started if thread.name == "elastrata background")
         assert thread.daemon
+    thread.join(300)  # `close` itself does not wait that long
     assert not thread.is_alive()
 
 

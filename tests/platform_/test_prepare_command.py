@@ -56,7 +56,7 @@ def test_options_and_a_recipe_make_the_same_data_set(
     assert "--overwrite" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # a Ray of its own
+@pytest.mark.matrix  # a Ray of its own
 def test_the_data_sets_of_a_recipe_are_prepared_in_one_session_of_ray(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ONE_SESSION], capture_output=True, text=True, cwd=tmp_path

@@ -55,7 +55,7 @@ shutil.rmtree(mine)
 """
 
 
-@pytest.mark.slow  # two Rays, one after the other
+@pytest.mark.matrix  # two Rays, one after the other
 def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
     done = subprocess.run([sys.executable, "-c", OWN_AND_GONE], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -104,7 +104,7 @@ def driver() -> Iterator[tuple[subprocess.Popen[str], Session]]:
         session.remove()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_driver_that_is_killed_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     with driver() as (process, session):
         assert session.driver is not None
@@ -132,7 +132,7 @@ def test_a_driver_that_is_killed_leaves_nothing_running(monkeypatch: pytest.Monk
         assert not session.folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_head_that_hangs_is_replaced() -> None:
     with driver() as (process, session):
         (head,) = (pid for pid in session.processes() if _is_head(pid))

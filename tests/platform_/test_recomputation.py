@@ -143,7 +143,7 @@ def test_gradients_are_equal_and_so_much_is_computed_again(name: str, folder: Pa
 
 
 @DYNAMO_LOOKS
-@pytest.mark.slow  # the one below compiles, too
+@pytest.mark.matrix  # the one below compiles, too
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_compiled_gradients_are_equal_and_so_much_is_computed_again(
     name: str, folder: Path, traced: None
@@ -162,7 +162,7 @@ def test_compiled_gradients_are_equal_and_so_much_is_computed_again(
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=() if (name, way) == COMPILED else pytest.mark.slow)
+        pytest.param(name, way, marks=() if (name, way) == COMPILED else pytest.mark.matrix)
         for name, way in product(WORKLOADS, WAYS)
     ],
 )
@@ -178,7 +178,7 @@ def test_one_graph_serves_all_blocks_of_a_kind_and_all_lengths(
     assert not counters["recompiles"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @DYNAMO_LOOKS
 def test_the_next_group_of_the_same_processes_compiles_nothing(folder: Path, traced: None) -> None:
     """As after a fault, where workers keep their processes."""
@@ -189,7 +189,7 @@ def test_the_next_group_of_the_same_processes_compiles_nothing(folder: Path, tra
     assert set(more) == {graphs[-1]}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @DYNAMO_LOOKS
 def test_compiled_blocks_may_change_what_they_compute_again(folder: Path, traced: None) -> None:
     plain = _plain("llama", folder)

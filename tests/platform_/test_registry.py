@@ -42,7 +42,7 @@ def _export(folder: Path, workload: Bert | Gpt) -> LoadableModel:
     files = train_tokenizer(TEXT, TokenizerConfig(train=kind, vocab_size=300), seq_len=48)
     (folder / "tokenizer").mkdir(parents=True)
     for name, content in files.contents.items():
-        (folder / "tokenizer" / name).write_text(content)
+        (folder / "tokenizer" / name).write_text(content, encoding="utf-8")
     torch.manual_seed(0)
     model = workload.build_model(files.vocabulary(), 48)
     path = folder / "model"

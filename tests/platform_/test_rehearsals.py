@@ -18,21 +18,21 @@ ERROR = 0.02
 
 def _case(model: str, layout: str, world_size: int) -> ParameterSet:
     case = model, layout, world_size
-    return pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    return pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix)
 
 
 EVERY = [
     _case(model, layout, size)
     for model in MODELS
     for layout in layouts(model)
-    for size in worlds(layout)
+    for size in worlds(model, layout)
 ]
 KEPT = [
     _case(model, layout, size)
     for model in MODELS
     for layout in layouts(model)
     if is_kept(model, layout)
-    for size in worlds(layout)
+    for size in worlds(model, layout)
 ]
 _rehearsed = cache(rehearse_layout)
 

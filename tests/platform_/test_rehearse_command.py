@@ -37,7 +37,7 @@ def test_mistakes_get_a_line() -> None:
         assert line in "\n".join(told)
 
 
-@pytest.mark.slow  # a process that imports all for a line
+@pytest.mark.matrix  # a process that imports all for a line
 def test_the_command_tells_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     overrides, cluster, line = MISTAKES[0]
     assert run(["rehearse", "gpt/125m", *overrides, "--cluster", cluster]) == 2

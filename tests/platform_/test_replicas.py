@@ -22,6 +22,8 @@ from torch import Tensor
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
 from elastrata.checkpoints.training_state import load
+from elastrata.replicas import storage as storage_module
+from elastrata.replicas import upload
 from elastrata.replicas.parity import ParityPlan
 from elastrata.replicas.registry import ring_from
 from elastrata.replicas.storage import Replicas, close_replicas, newest_replica, open_replicas
@@ -29,11 +31,10 @@ from elastrata.replicas.store import CHUNK_BYTES
 from elastrata_pipelines.storage import Storage
 from support.actors import answers, driver_of_nodes, head_id, on_node
 from support.hot_ranks import DeadlyHotStorage, Rank
-from support.hot_writer import Writer
+from support.hot_writer import SECONDS, Writer
 from support.nodes import Nodes
 
 LIMIT_BYTES = 100 * 2**20
-SECONDS = 120.0
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
@@ -49,9 +50,15 @@ def writers(nodes: Nodes) -> list[Any]:
     return [on_node(node, Writer) for node in (head_id(), nodes.add(0).node_id)]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_ANSWER_SECONDS", SECONDS)
+    monkeypatch.setattr(upload, "_CHUNK_SECONDS", SECONDS)
+
+
 @pytest.fixture
 def storage(nodes: Nodes) -> Iterator[Replicas]:
-    opened = open_replicas(LIMIT_BYTES)
+    opened = open_replicas(LIMIT_BYTES, SECONDS)
     yield opened
     close_replicas(opened)
 
@@ -99,6 +106,17 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def is_known_dead(actor: Any) -> bool:
+    """Return whether Ray has noticed: until then it calls the actor unavailable."""
+    try:
+        answers(actor.__ray_call__.remote(lambda _: None))
+    except ray.exceptions.ActorDiedError:
+        return True
+    except ray.exceptions.ActorUnavailableError:
+        return False
+    return False
+
+
 def break_off(storage: Replicas, data: bytes) -> None:
     with storage.create("a", "torn") as stream:
         stream.write(data)
@@ -139,7 +157,10 @@ def test_a_store_killed_takes_nothing_along(storage: Replicas, writers: list[Any
     commit = put(storage, writers, 2)
     before = store_pids(storage)
     assert len(before) == 2
-    os.kill(min(before.values()), signal.SIGKILL)
+    killed = min(before, key=lambda node: before[node])
+    (listing,) = answers(storage.registry.listing.remote())
+    os.kill(before[killed], signal.SIGKILL)
+    until(lambda: is_known_dead(listing.stores[killed]))
 
     assert newest_replica(storage) == commit
     for name in SHARDS:
@@ -158,7 +179,7 @@ def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> 
     assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
 
 
-@pytest.mark.slow  # two more nodes
+@pytest.mark.matrix  # two more nodes
 def test_a_node_removed_is_rebuilt_from_parity(storage: Replicas, nodes: Nodes) -> None:
     """Three nodes, of which two share one parity; the parts are of several chunks."""
     added = [nodes.add(0) for _ in range(2)]
@@ -194,14 +215,15 @@ def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[An
 
 
 def test_without_a_directory_there_is_nothing(nodes: Nodes, writers: list[Any]) -> None:
-    storage = open_replicas(LIMIT_BYTES)
+    storage = open_replicas(LIMIT_BYTES, SECONDS)
     put(storage, writers, 1)
     pids = store_pids(storage).values()
     close_replicas(storage)
     assert newest_replica(storage) is None
+    until(lambda: not any(map(is_running, pids)))
+    until(lambda: is_known_dead(storage.registry))
     with pytest.raises(OSError, match="ActorDied"):
         storage.write(b"", "a")
-    until(lambda: not any(map(is_running, pids)))
     close_replicas(storage)
 
 
@@ -223,7 +245,7 @@ storage = open_replicas(1000)
 storage.write(b"x", "a")
 listing = ray.get(storage.registry.listing.remote())
 pid = lambda _: os.getpid()
-print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]))
+print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]), flush=True)
 os._exit(0)
 """
     address = ray.get_runtime_context().gcs_address
@@ -308,7 +330,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.slow  # six ranks
+@pytest.mark.matrix  # six ranks
 def test_state_of_two_ranks_loads_at_other_numbers(
     storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -331,7 +353,7 @@ def test_state_of_two_ranks_loads_at_other_numbers(
         other.kill()
 
 
-@pytest.mark.slow  # a rank
+@pytest.mark.matrix  # a rank
 def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path) -> None:
     storage = open_replicas(1000)
     group = Group([head_id()], 1, tmp_path)
@@ -346,7 +368,7 @@ def test_a_full_store_costs_a_copy_and_not_the_run(nodes: Nodes, tmp_path: Path)
     close_replicas(storage)
 
 
-@pytest.mark.slow  # three ranks
+@pytest.mark.matrix  # three ranks
 def test_a_writer_killed_between_two_files_leaves_the_copy_before(
     storage: Replicas, nodes: Nodes, tmp_path: Path
 ) -> None:

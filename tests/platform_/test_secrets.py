@@ -29,7 +29,7 @@ def _written(storage: Storage) -> Iterator[tuple[str, bytes]]:
         yield path, storage.fs.cat_file(path)
 
 
-@pytest.mark.slow  # a run
+@pytest.mark.matrix  # a run
 def test_no_secret_of_the_environment_is_written(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def test_kinds_come_and_go_by_themselves(tmp_path: Path) -> None:
     fast, slow = found.worker_seconds_by_kind
     assert fast == pytest.approx(4 * DAY)
     assert slow == pytest.approx(2 * 100 + DAY - 100)
-    assert found.worker_seconds == fast + slow
+    assert found.worker_seconds == pytest.approx(fast + slow)
     path.write_text("0,join,4,A100\n5,lose,1\n")
     with pytest.raises(UserError) as told:
         read_trace(str(path), ["A100-80GB", "T4"])

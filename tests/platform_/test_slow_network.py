@@ -30,7 +30,7 @@ def _skip_where_there_are_no_namespaces() -> None:
     subprocess.run(["ip", "netns", "del", "elastrata-try"], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_sent_over_a_limited_cable(tmp_path: Path) -> None:
     _skip_where_there_are_no_namespaces()
     write_data_set(tmp_path, samples=200)

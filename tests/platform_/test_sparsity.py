@@ -76,7 +76,7 @@ def _methods(data: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["rigl", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "rigl")],
+    ["rigl", *(pytest.param(name, marks=pytest.mark.matrix) for name in METHODS if name != "rigl")],
 )
 def test_modernbert_has_the_same_zeros_on_any_number_of_ranks(data: Path, name: str) -> None:
     recipe = _recipe(data, **EXACT, **MODERN, sparsity=METHODS[name], steps=5)
@@ -98,7 +98,7 @@ def _assert_equal(found: Sparse, wanted: Sparse, relative: float = RELATIVE) -> 
         assert values == pytest.approx(right, rel=relative), key
 
 
-@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.matrix)])
 def test_every_method_is_the_same_on_any_number_of_ranks(
     data: Path, sizes: tuple[int, ...]
 ) -> None:
@@ -145,9 +145,9 @@ def test_rigl_replaces_weights_and_keeps_their_number(data: Path) -> None:
     ("workload", "layout"),
     [
         (BERT, {"replicate": 2}),
-        pytest.param(ODD, {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(MODERN, {"replicate": 2}, marks=pytest.mark.slow),
-        pytest.param(MODERN, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param(ODD, {"tensor": 2}, marks=pytest.mark.matrix),
+        pytest.param(MODERN, {"replicate": 2}, marks=pytest.mark.matrix),
+        pytest.param(MODERN, {"tensor": 2, "sequence": True}, marks=pytest.mark.matrix),
     ],
 )
 def test_masks_are_the_same_in_other_layouts(
@@ -159,7 +159,7 @@ def test_masks_are_the_same_in_other_layouts(
         _assert_equal(found, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["block", "two_four", "rigl"])
 def test_other_methods_where_ranks_compute_together(data: Path, name: str) -> None:
     recipe = _recipe(data, sparsity=METHODS[name])
@@ -175,7 +175,7 @@ def test_other_methods_where_ranks_compute_together(data: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "lamb"))]
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("adamw", "lamb"))]
 )
 def test_level_after_level_down_to_none(data: Path, name: str) -> None:
     """Zeros of a lower level are zeros of the higher one; what is freed starts from nothing."""
@@ -194,7 +194,7 @@ def test_level_after_level_down_to_none(data: Path, name: str) -> None:
             _assert_equal(found, alone, tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("at", [5, 6])
 def test_a_checkpoint_goes_on_at_another_size(data: Path, tmp_path: Path, at: int) -> None:
     """At the end of a phase of RigL, and in its middle; another phase of it comes after."""

@@ -72,7 +72,7 @@ def _assert_equal(found: Sparse, wanted: Sparse) -> None:
         assert list(one.layer_sparsity) == list(other.layer_sparsity)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_stages_hold_the_same_weights_at_zero(data: Path) -> None:
     """Every rank looks after every step at its weights, gradients and running means."""
     cases = [
@@ -90,7 +90,7 @@ def test_stages_hold_the_same_weights_at_zero(data: Path) -> None:
         _assert_equal(_joined(ranks), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_masks_of_stages_go_on_in_any_layout(data: Path, tmp_path: Path) -> None:
     """RigL moves weights in stages; its masks then go on whole, and back into other stages."""
     recipe = _recipe(data, sparsity=RIGL)

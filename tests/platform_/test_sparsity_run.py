@@ -29,7 +29,7 @@ PHASES = [
 STEPS = 80
 QUERY = "blocks.0.attention.query"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from elastrata.core.events import Paced, Slowed, Started
 from support.histories import record
 
 EQUAL = (256, 256)
-SLOW = (256, 128)
+UNEQUAL = (256, 128)
 
 
 def _started(book: SpeedBook, step: int) -> None:
@@ -41,14 +41,14 @@ def test_readers_run_only_so_far_ahead_of_the_training() -> None:
 def test_other_speeds_hold_for_steps_that_nobody_has_asked_about() -> None:
     book, group = _begun()
     assert book.speeds(group, 8) == ()
-    _paced(book, SLOW)
+    _paced(book, UNEQUAL)
     assert book.speeds(group, 8) == ()
-    assert book.speeds(group, 12) == SLOW
+    assert book.speeds(group, 12) == UNEQUAL
     book.note(replace(record(20), seconds=1.0))
     _paced(book, EQUAL)
     assert book.speeds(group, 28) == EQUAL
     assert [book.speeds(group, step) for step in (0, 8, 11, 12, 27, 28)] == [
-        (), (), (), SLOW, SLOW, EQUAL,
+        (), (), (), UNEQUAL, UNEQUAL, EQUAL,
     ]  # fmt: skip
 
 
@@ -60,16 +60,16 @@ def test_speeds_of_another_number_of_ranks_are_not_taken() -> None:
 
 def test_a_group_of_before_gets_what_it_began_with_and_does_not_wait() -> None:
     book, _ = _begun()
-    later = GroupKey(2, 2, SLOW)
-    assert book.speeds(later, 40) == SLOW
+    later = GroupKey(2, 2, UNEQUAL)
+    assert book.speeds(later, 40) == UNEQUAL
     assert book.speeds(GroupKey(1, 2, ()), 10_000) == ()
     assert book.speeds(later, 41 + STEPS_AHEAD) is None
 
 
 def test_a_new_book_goes_on_in_the_middle_of_a_run() -> None:
-    book, group = SpeedBook(), GroupKey(1, 2, SLOW)
-    assert book.speeds(group, 512) == SLOW
-    assert book.speeds(group, 504) == SLOW
+    book, group = SpeedBook(), GroupKey(1, 2, UNEQUAL)
+    assert book.speeds(group, 512) == UNEQUAL
+    assert book.speeds(group, 504) == UNEQUAL
     book.note(replace(record(511), seconds=1.0))
     _paced(book, EQUAL)
     assert book.speeds(group, 520) == EQUAL
@@ -77,9 +77,9 @@ def test_a_new_book_goes_on_in_the_middle_of_a_run() -> None:
 
 def test_the_next_group_begins_with_the_paces_of_its_nodes() -> None:
     book, _ = _begun()
-    _paced(book, SLOW, paces=(4.0, 0.0))
+    _paced(book, UNEQUAL, paces=(4.0, 0.0))
     assert book.paces() == {"node-a": 4.0}
-    _paced(book, SLOW, paces=(5.0, 2.0))
+    _paced(book, UNEQUAL, paces=(5.0, 2.0))
     assert book.paces() == {"node-a": 5.0, "node-b": 2.0}
 
 

@@ -48,7 +48,7 @@ class Run:
         return self
 
 
-SEEDS = [range(15), pytest.param(range(1000), marks=pytest.mark.slow)]
+SEEDS = [range(15), pytest.param(range(1000), marks=pytest.mark.matrix)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

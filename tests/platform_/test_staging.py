@@ -19,7 +19,7 @@ STEP_SECONDS = 6 * 6.7e9 * 8192 / 500e12
 """Of 7 B parameters with 8,192 tokens a GPU, at half of an H100's peak."""
 
 
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.matrix)])
 def test_a_save_is_few_copies_that_nobody_waits_for(ranks: int) -> None:
     found = on_fake_cuda(rehearsed_copies.copies_of_a_large_state, ranks, world_size=ranks)
     assert found["tensors"] == 1164

@@ -43,7 +43,7 @@ MODERN = {"workload": MODERNBERT}
         *(pytest.param(BERT, size, id=f"bert {size}") for size in (2, 3, 4)),
         pytest.param(MODERN, 3, id="modernbert 3"),
         *(
-            pytest.param(MODERN, size, id=f"modernbert {size}", marks=pytest.mark.slow)
+            pytest.param(MODERN, size, id=f"modernbert {size}", marks=pytest.mark.matrix)
             for size in (2, 4)
         ),
     ],
@@ -73,7 +73,7 @@ def test_losses_are_equal_at_any_world_size(world_size, recipe, alone) -> None:
     "recipe",
     [
         pytest.param(BERT, id="bert"),
-        pytest.param(MODERN, id="modernbert", marks=pytest.mark.slow),
+        pytest.param(MODERN, id="modernbert", marks=pytest.mark.matrix),
     ],
     indirect=True,
 )

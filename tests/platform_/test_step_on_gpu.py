@@ -13,7 +13,7 @@ SMALL = [
 ]
 
 
-SLOW = pytest.mark.slow
+MATRIX = pytest.mark.matrix
 DIVIDED = ["workers.min=8", "workers.max=8"]
 WAYS = {
     "plain": ("gpt/tiny", [], True),
@@ -37,7 +37,7 @@ MORE_WAYS = {
     ("name", "overrides", "skips"),
     [
         *(pytest.param(*way, id=name) for name, way in WAYS.items()),
-        *(pytest.param(*way, id=name, marks=SLOW) for name, way in MORE_WAYS.items()),
+        *(pytest.param(*way, id=name, marks=MATRIX) for name, way in MORE_WAYS.items()),
     ],
 )
 def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool) -> None:
@@ -50,7 +50,7 @@ def test_the_host_waits_once_a_step(name: str, overrides: list[str], skips: bool
     assert on_device == skips
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_update_of_masks_asks_whether_all_is_finite_and_counts_zeros() -> None:
     rigl = ["sparsity.method=rigl", "sparsity.level=0.5", "sparsity.schedule.every=3"]
     waits, copies, _ = on_fake_cuda(rehearsed_steps.entries_of_a_step, "gpt/tiny", [*SMALL, *rigl])

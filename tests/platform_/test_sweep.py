@@ -21,7 +21,7 @@ from elastrata.sweeps.plots import PICTURES
 from elastrata.sweeps.result import SweepResult, read_result
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.storage import Storage
-from support.command import kill_group, start, wait_until
+from support.command import start, wait_until
 from support.documented import documented_keys
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -99,7 +99,7 @@ def _assert_whole(folder: Path, result: SweepResult) -> None:
         assert [m.step for m in steps] == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.slow  # six trials
+@pytest.mark.matrix  # six trials
 @pytest.mark.usefixtures("ray_local")
 def test_a_sweep_from_python(folder: Path) -> None:
     config = _config(
@@ -148,34 +148,7 @@ def test_a_sweep_from_python(folder: Path) -> None:
     assert list(result.summary()) == documented_keys("sweep")
 
 
-@pytest.mark.slow
-def test_killed_twice_it_ends_as_undisturbed(folder: Path) -> None:
-    def config(name: str) -> Path:
-        space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}}
-        return _written(_config(folder, name, space=space, trials=6, concurrency=2), folder)
-
-    undisturbed = _to_its_end(config("undisturbed"), folder)
-    disturbed = config("disturbed")
-    journal = Storage(str(folder / "runs" / "disturbed" / JOURNAL))
-    for wanted in (3, 12):
-        driver = start("sweep", disturbed, log=folder / "log")
-
-        def reports() -> int:
-            return sum(entry["kind"] == "reported" for entry in history.read(journal))
-
-        wait_until(lambda w=wanted: reports() >= w, SECONDS, "reports")  # type: ignore[misc]
-        kill_group(driver)
-    resumed = _to_its_end(disturbed, folder)
-    one, other = read_result(undisturbed["sweep"]), read_result(resumed["sweep"])
-    keys = ["trial", "state", "eval/loss", "step", "tokens", "optimizer.lr"]
-    assert one.trials[keys].equals(other.trials[keys])
-    _assert_whole(folder, one)
-    _assert_whole(folder, other)
-    entries = [(e["kind"], e["trial"]) for e in history.read(journal) if e["kind"] == "concluded"]
-    assert len(entries) == len(set(entries)) == 6
-
-
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
     config = _written(_config(folder, "interrupted", trials=200), folder)
     driver = start("sweep", config, "--json", log=folder / "interrupted.log")
@@ -191,34 +164,7 @@ def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
     assert (folder / "runs" / "interrupted" / REPORT_FILE).is_file()
 
 
-@pytest.mark.slow
-def test_a_trial_whose_process_dies_goes_on(folder: Path, workers_are_children: None) -> None:
-    import psutil
-
-    config = _written(_config(folder, "deadly", trials=2, concurrency=1), folder)
-    driver = start("sweep", config, log=folder / "deadly.log")
-    journal = Storage(str(folder / "runs" / "deadly" / JOURNAL))
-    wait_until(
-        lambda: any(e["kind"] == "reported" for e in history.read(journal)), SECONDS, "reports"
-    )
-
-    def actors() -> list[psutil.Process]:
-        """There is none between one trial and the next."""
-        return [
-            process
-            for process in psutil.Process(driver.pid).children(recursive=True)
-            if "ResourceTrainable" in " ".join(process.cmdline())  # Tune's name for every actor
-        ]
-
-    for process in wait_until(actors, SECONDS, "a trial"):
-        process.kill()
-    assert driver.wait(SECONDS) == 0
-    result = read_result(str(folder / "runs" / "deadly"))
-    assert [trial.state for trial in result.standings.trials.values()] == ["finished"] * 2
-    _assert_whole(folder, result)
-
-
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_copy_begins_with_the_loss_of_its_original(folder: Path) -> None:
     config = _config(
         folder,
@@ -242,7 +188,7 @@ def test_a_copy_begins_with_the_loss_of_its_original(folder: Path) -> None:
         assert copied.metrics["eval/loss"] in reported
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_trials_of_two_workers_are_elastic_runs(folder: Path) -> None:
     config = _config(
         folder,

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, SEQUENCE),
 }
 """World size, and the section `parallel`, beside dp2 tp2."""
-pytestmark = pytest.mark.slow  # `test_tensor_parallel.py` has a quick one
+pytestmark = pytest.mark.matrix  # `test_tensor_parallel.py` has a quick one
 
 
 @pytest.fixture(scope="module")

@@ -91,9 +91,9 @@ def _assert_equal(found: list[Any], wanted: list[Any], case: str) -> None:
     ("names", "world_size", "ways"),
     [
         pytest.param(["stable gpt", "modernbert"], 2, [SEQUENCE], id="tp2"),
-        pytest.param(RUNS, 2, [{}], id="dp2", marks=pytest.mark.slow),
-        pytest.param(RUNS, 2, [TENSOR, SEQUENCE], id="tp2 all", marks=pytest.mark.slow),
-        pytest.param(RUNS, 4, [TENSOR, SEQUENCE], id="dp2 tp2", marks=pytest.mark.slow),
+        pytest.param(RUNS, 2, [{}], id="dp2", marks=pytest.mark.matrix),
+        pytest.param(RUNS, 2, [TENSOR, SEQUENCE], id="tp2 all", marks=pytest.mark.matrix),
+        pytest.param(RUNS, 4, [TENSOR, SEQUENCE], id="dp2 tp2", marks=pytest.mark.matrix),
     ],
 )
 def test_losses_are_equal_however_the_model_is_divided(
@@ -110,7 +110,7 @@ def test_losses_are_equal_however_the_model_is_divided(
             _assert_equal(found, alone(name), f"{name}: {recipe['parallel']}")
 
 
-@pytest.mark.slow  # thirteen ranks; `test_pipeline_parallel.py` has a quick one
+@pytest.mark.matrix  # thirteen ranks; `test_pipeline_parallel.py` has a quick one
 def test_checkpoints_go_on_with_the_model_divided_and_back(
     tmp_path: Path, recipes: dict[str, Any], alone: Callable[[str], list[Any]]
 ) -> None:

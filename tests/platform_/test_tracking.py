@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from elastrata.run.facts import hardware, recipe_params
+from elastrata.tracking import tracker as tracker_module
 from elastrata.tracking.entities import DataInput
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.store import shown, tracking_uri
@@ -26,6 +27,12 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until
 from support.empty_store import put_empty_store
+
+
+@pytest.fixture(autouse=True)
+def patient_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is written to its end, however slow the machine is."""
+    monkeypatch.setattr(tracker_module, "_SECONDS_TO_FINISH", 500.0)
 
 
 @pytest.fixture
@@ -269,7 +276,7 @@ def test_what_the_store_refuses_is_dropped_with_a_warning(
     assert "refused a record" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_many_processes_make_one_store(tmp_path: Path) -> None:
     code = (
         "from elastrata.tracking.tracker import TrackingConfig, open_tracker\n"
@@ -328,15 +335,17 @@ def test_the_default_store_needs_a_local_folder(tmp_path: Path) -> None:
 
 
 class Server:
-    """An `mlflow server` on a loopback port."""
+    """An `mlflow server` on a loopback port, which it chooses at its first start."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
+        self.port = 0
         self._folder = folder
+        self._log = folder / "server.log"
         self.start()
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         environment = {
@@ -354,11 +363,11 @@ class Server:
             ),
             *("--artifacts-destination", str(self._folder / "artifacts")),
         ]
-        with (self._folder / "server.log").open("ab") as log:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        wait_until(self._answers, 120, "the MLflow server answers")
+        wait_until(self._answers, 500, "the MLflow server answers")
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -366,7 +375,12 @@ class Server:
         self._process.wait()
 
     def _answers(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        assert self._process.poll() is None, text
+        if not (found := re.search(r"running on http://127\.0\.0\.1:(\d+)", text)):
+            return False
+        self.port = int(found[1])
+        with suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=60) as answer:
             return bool(answer.status == 200)
         return False
 
@@ -375,12 +389,16 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     put_empty_store(folder)
-    server = Server(folder)
-    yield server
-    server.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        # A request that is given up on and sent again would be recorded twice.
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "500")
+        patch.setenv("no_proxy", "127.0.0.1")
+        server = Server(folder)
+        yield server
+        server.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_server_that_dies_loses_nothing(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,7 @@ def test_all_of_them_record_what_they_read(tmp_path: Path) -> None:
     client = MlflowClient(f"sqlite:///{put_empty_store(tmp_path / 'runs')}")
     experiment = client.create_experiment("at-once")
     runs = [client.create_run(experiment).info.run_id for _ in range(RUNS)]
-    start = Barrier(RUNS, timeout=60)
+    start = Barrier(RUNS, timeout=500)
 
     def record(run: str) -> None:
         for number in range(ROUNDS):

@@ -14,7 +14,7 @@ from support.synthetic import tiny_recipe, write_data_set
 from support.tracking_server import postgresql, tracking_server
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_is_on_record_on_a_server(bucket: str, tmp_path: Path) -> None:
     write_data_set(tmp_path / "data", samples=100)
     log, artifacts = tmp_path / "server.log", f"{bucket}/artifacts"

@@ -86,10 +86,9 @@ def test_a_finished_run_is_not_run_again(recipe, undisturbed) -> None:
     assert run_json("train", recipe, "--name", "undisturbed") == undisturbed
 
 
-@pytest.mark.slow  # two launches
-@pytest.mark.parametrize("workers", [1, 3])
-def test_killed_driver_resumes_at_another_size(workers, recipe, undisturbed, tmp_path) -> None:
-    name = f"killed-{workers}"
+@pytest.mark.matrix  # two launches
+def test_killed_driver_resumes_at_a_larger_size(recipe, undisturbed, tmp_path) -> None:
+    name, workers = "killed", 3
     two = start(
         "train", recipe, "workers.min=2", "workers.max=2", "--name", name, log=tmp_path / "log"
     )
@@ -137,7 +136,7 @@ def _assert_checkpoints_recorded(recipe: Path, name: str, run_id: str) -> None:
     assert sorted(model.tags["uri"] for model in models) == sorted(present)
 
 
-@pytest.mark.slow  # two groups of two workers
+@pytest.mark.matrix  # two groups of two workers
 def test_killed_worker_costs_steps_but_no_samples(
     recipe, undisturbed, tmp_path, workers_are_children
 ) -> None:
@@ -163,7 +162,7 @@ def test_killed_worker_costs_steps_but_no_samples(
     _assert_same_run(recipe, name)
 
 
-@pytest.mark.slow  # a run
+@pytest.mark.matrix  # a run
 def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> None:
     # two workers want 2.4 of the CPUs, of which a cluster of this machine has os.cpu_count()
     cpus = 0.6 * (os.cpu_count() or 2)
@@ -173,13 +172,13 @@ def test_elastic_run_goes_on_with_the_workers_that_fit(recipe, undisturbed) -> N
     _assert_same_run(recipe, "elastic")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_workers_may_claim_every_cpu(recipe, undisturbed) -> None:
     done = run_json("train", recipe, f"workers.cpus={os.cpu_count()}", "--name", "all-cpus")
     assert done["status"] == "FINISHED"
 
 
-@pytest.mark.slow  # two launches
+@pytest.mark.matrix  # two launches
 def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tmp_path) -> None:
     whole = recipe.parent / "runs" / "undisturbed"
     shutil.copytree(whole, recipe.parent / "runs" / "damaged")
@@ -203,7 +202,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(recipe, undisturbed, tm
     assert f"{redone[0].folder}: __0_0.distcp is altered" in done.stderr
 
 
-@pytest.mark.slow  # two launches
+@pytest.mark.matrix  # two launches
 def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> None:
     runs = recipe.parent / "runs"
     shutil.copytree(runs / "undisturbed", runs / "gone-back")
@@ -254,8 +253,8 @@ def test_another_recipe_is_refused_by_its_keys(recipe, undisturbed) -> None:
         ("storage=recipe.yaml/runs", "storage: recipe.yaml/runs: cannot be written"),
         ("tracking.uri=http://127.0.0.1:9", "http://127.0.0.1:9"),
         (
-            "workers.min=99 workers.max=99 batch_size=99",
-            "workers.min: 99: needs 39.6 CPUs, the cluster has",
+            "workers.min=99 workers.max=99 workers.cpus=100 batch_size=99",
+            "workers.min: 99: needs 9900 CPUs, the cluster has",
         ),
     ],
 )
@@ -267,7 +266,7 @@ def test_input_that_cannot_work_is_refused(recipe, override, line) -> None:
     assert not (recipe.parent / "runs" / "refused").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_damaged_shards_are_told(recipe, tmp_path) -> None:
     data = tmp_path / "data"
     shutil.copytree(recipe.parent / "data", data)

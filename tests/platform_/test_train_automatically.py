@@ -21,7 +21,7 @@ STEPS = 60
 RELATIVE = 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_chooses_and_goes_on_with_it_after_a_restart(tmp_path: Path) -> None:
     write_data_set(tmp_path / "data", samples=200)
     values = tiny_recipe(

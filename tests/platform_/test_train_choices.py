@@ -73,7 +73,7 @@ def _entries(folder: Path, name: str) -> list[Any]:
     return history.read(Storage(str(folder / "runs" / name / "history")))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_killed_and_continued_at_another_size_it_is_the_same_run(
     name, folder, tmp_path, monkeypatch

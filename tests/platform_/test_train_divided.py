@@ -22,7 +22,7 @@ RELATIVE = 1e-4
 """As in `test_train_choices.py`."""
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("changes", [{}, {"workload": MODERNBERT}], ids=["bert", "modernbert"])
 def test_killed_and_continued_by_one_worker_it_is_the_same_run(
     changes: dict[str, Any], tmp_path: Path

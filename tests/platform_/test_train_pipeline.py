@@ -29,7 +29,7 @@ GPT = {
 PIPELINE = ("workers.min=2", "workers.max=2", "parallel.pipeline=2")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("workload", [GPT, MODERNBERT], ids=["gpt", "modernbert"])
 def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(
     workload: dict[str, Any], tmp_path: Path, workers_are_children: None

@@ -67,7 +67,7 @@ def _record(folder: Path, result: TrainResult) -> Any:
     return client.get_run(result.mlflow_run_id)
 
 
-@pytest.mark.slow  # three launches
+@pytest.mark.matrix  # three launches
 @pytest.mark.usefixtures("ray_local")
 def test_a_run_ends_at_its_target_and_stays_ended(folder: Path) -> None:
     two = {"min": 2, "max": 2, "cpus": 0.4, "threads": 1, "spares": False}
@@ -113,7 +113,7 @@ def _assert_a_further_target_goes_on(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_that_misses_its_target_does_all_its_steps_and_says_so(folder: Path) -> None:
     done = _train(folder, "missed", steps=12, target=OUT_OF_REACH)
     assert (done.status, done.steps) == ("FINISHED", 12)
@@ -131,7 +131,7 @@ def test_a_mistake_is_told_to_notebooks_too(folder: Path) -> None:
     assert not (folder / "runs" / "refused").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)))
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")
@@ -148,7 +148,7 @@ def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_p
     assert "training on" not in again.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_target_reached_in_memory_alone_is_kept(
     folder: Path, tmp_path: Path, workers_are_children: None
 ) -> None:

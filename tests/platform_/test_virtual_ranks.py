@@ -106,9 +106,9 @@ def _bits(recipe: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
     ("changes", "sizes"),
     [
         ({}, (3,)),
-        pytest.param({}, (2, 4), marks=pytest.mark.slow),
+        pytest.param({}, (2, 4), marks=pytest.mark.matrix),
         ({"workload": MODERNBERT}, (3,)),
-        pytest.param({"workload": MODERNBERT}, (2, 4), marks=pytest.mark.slow),
+        pytest.param({"workload": MODERNBERT}, (2, 4), marks=pytest.mark.matrix),
     ],
 )
 def test_losses_are_equal_to_the_bit_at_any_world_size(
@@ -122,7 +122,7 @@ def test_losses_are_equal_to_the_bit_at_any_world_size(
         assert _bits(recipe, world_size) == alone
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_without_virtual_ranks_they_are_only_alike(recipe: dict[str, Any]) -> None:
     plain = {**recipe, "parallel": {}}
     alone, two = _bits(plain, 1), _bits(plain, 2)

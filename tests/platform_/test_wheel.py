@@ -57,7 +57,7 @@ def _check(
     assert _run(python, "-c", load, cwd=elsewhere, path=path).strip() == "bert-tiny"
 
 
-@pytest.mark.slow  # an installation
+@pytest.mark.matrix  # an installation
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """Its packages come from the wheel, the libraries from this environment."""
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
@@ -71,7 +71,7 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     _check(Path(sys.executable), command, installed, elsewhere, installed)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_the_wheel_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"

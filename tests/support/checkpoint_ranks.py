@@ -143,7 +143,7 @@ class GatedStorage(Storage):
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
-        assert self.gate.wait(120)
+        assert self.gate.wait(500)
         with super().create(*parts) as stream:
             yield stream
 

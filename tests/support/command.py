@@ -1,5 +1,5 @@
-"""Runs the `elastrata` command as a user does, as a process of its own; only its imports are made
-already."""
+"""Run the `elastrata` command in a process of its own: a fork that has made the imports already or,
+within `own_processes`, the program itself, as a user does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support.forked_workers import forked_workers
+from support.forked_workers import forked_workers, has_own_processes
 from support.forks import fork
 
-_SECONDS = 240.0
+_SECONDS = 500.0
 _PROGRAMS = {"elastrata": "elastrata.cli.main:main", "ray": "ray.scripts.scripts:main"}
 _BIN = Path(sys.executable).parent
 ELASTRATA = str(_BIN / "elastrata")
@@ -52,17 +52,30 @@ class Command:
     ) -> None:
         texts = [*map(str, arguments)]
         place = str(cwd or Path.cwd())
+        self._program: subprocess.Popen[bytes] | None = None
+        if has_own_processes():
+            with out.open("ab") as stdout, err.open("ab") as stderr:
+                self._program = subprocess.Popen(
+                    [_BIN / program, *texts],
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=place,
+                    env=environment,
+                    start_new_session=own_group,
+                )
+            self.pid: int = self._program.pid
+            return
         with forked_workers() as variables:
             told = None if environment is None else {**environment, **variables}
             call = (program, texts, place, str(out), str(err), own_group)
             self._process = fork(_main, *call, environment=told)
         assert self._process.pid
-        self.pid: int = self._process.pid
+        self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
-        return self._process.exitcode
+        return self._program.poll() if self._program else self._process.exitcode
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -74,6 +87,8 @@ class Command:
         Raises:
             subprocess.TimeoutExpired: it still runs after so many seconds.
         """
+        if self._program:
+            return self._program.wait(timeout)
         self._process.join(timeout)
         code = self.returncode
         if code is None:

@@ -150,7 +150,7 @@ TRAINING = {
 
 _INSTALLS = "installs from an index"
 _HUB = "needs a hub: tests/platform_/test_push.py has one"
-_CLUSTER = "needs a Ray cluster elsewhere: tests/clusters/test_submit.py has one"
+_CLUSTER = "needs a Ray cluster elsewhere: tests/e2e/test_jobs.py has one"
 _BACK = "tests/platform_/test_going_back.py goes back to a checkpoint"
 _FORKED = "takes hours; tests/platform_/test_fork.py does it with a tiny model"
 _AVERAGED = "needs a run with averages: tests/platform_/test_average.py has one"
@@ -159,10 +159,12 @@ NOT_RUN = {
     "make quickstart": f"{_INSTALLS}, then `elastrata quickstart`: test_quickstart.py",
     "make test": "runs this test",
     "make check": "runs this test",
+    "make e2e": "minutes of real runs: continuous integration runs it",
     "make gpu": "needs a GPU: test_gpu_table.py runs it on a CPU",
     "make gpu-wheels": _INSTALLS,
     "python benchmarks/gpu.py --list": "names the cases that test_gpu_table.py runs",
     "make test-all": "runs this test",
+    'make test-all FILES="tests/faults/test_chaos.py"': "takes minutes",
     "make chaos": "takes minutes: tests/faults/test_chaos.py does some of it",
     "pip install -c constraints.txt -e .": _INSTALLS,
     "uv pip install -c constraints.txt -e .": _INSTALLS,

@@ -23,7 +23,7 @@ _NAME = re.compile(r"(elastrata|ray)( [a-z][a-z-]*){1,2}( --json)?")
 
 def documented_keys(command: str) -> list[str]:
     """The JSON keys that the document gives a command."""
-    section = COMMANDS.read_text().split(f"### {command}\n")[1].split("\n#")[0]
+    section = COMMANDS.read_text(encoding="utf-8").split(f"### {command}\n")[1].split("\n#")[0]
     return re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
 
 
@@ -32,7 +32,7 @@ def documented_lines() -> list[str]:
     in sentences, which may have placeholders."""
     lines: list[str] = []
     for path in GUIDES:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             lines += _whole(block.splitlines())
         for block in re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
@@ -44,7 +44,7 @@ def documented_lines() -> list[str]:
 
 def documented_names() -> set[str]:
     """The commands that sentences name."""
-    texts = [path.read_text() for path in GUIDES]
+    texts = [path.read_text(encoding="utf-8") for path in GUIDES]
     return {line for text in texts for line in _in_sentences(text) if _NAME.fullmatch(line)}
 
 

@@ -48,6 +48,9 @@ def forked_workers() -> Iterator[dict[str, str]]:
     """Sessions of Ray that begin within this block have such processes, those of commands that are
     started in it, too; but for the workers, where it lies in one of `own_workers`. It gives the
     variables of the environment by which commands know."""
+    if has_own_processes():
+        yield {}
+        return
     with pytest.MonkeyPatch.context() as patch:
         if SOCKET not in os.environ:
             patch.setenv(SOCKET, _server())
@@ -102,6 +105,19 @@ def own_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_OWN_PROGRAMS, "yes")
         yield
+
+
+@contextmanager
+def own_processes() -> Iterator[None]:
+    """Run the block as a user's machine would: every process of Ray, and every command, is a new
+    program, not a fork."""
+    with own_workers(), own_programs():
+        yield
+
+
+def has_own_processes() -> bool:
+    """Return whether `own_processes` is in effect."""
+    return _OWN_WORKERS in os.environ and _OWN_PROGRAMS in os.environ
 
 
 @cache

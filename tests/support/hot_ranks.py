@@ -17,6 +17,7 @@ from elastrata.checkpoints.commit import Commit
 from elastrata.checkpoints.training_state import restore
 from elastrata.replicas.storage import Replicas
 from support.checkpoint_ranks import ROWS, Training
+from support.hot_writer import wait_long_for_answers
 
 
 class Rank:
@@ -24,6 +25,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, rendezvous: str) -> None:
         torch.set_num_threads(1)
+        wait_long_for_answers()
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )

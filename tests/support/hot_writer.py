@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from elastrata.replicas import storage as storage_module
+from elastrata.replicas import upload
 from elastrata.replicas.parity import ParityPlan
 from elastrata.replicas.storage import Replicas
+
+SECONDS = 500.0
+"""The limit of every answer: on a busy machine a process that is alive may take long."""
+
+
+def wait_long_for_answers() -> None:
+    """Let this process wait for every answer that can come."""
+    storage_module._ANSWER_SECONDS = SECONDS
+    upload._CHUNK_SECONDS = SECONDS
 
 
 class Writer:
     """Writes and reads on the node it runs on."""
+
+    def __init__(self) -> None:
+        wait_long_for_answers()
 
     def write(self, storage: Replicas, data: bytes, *parts: str) -> None:
         storage.write(data, *parts)

@@ -50,7 +50,8 @@ def _write(names: Sequence[str]) -> None:
     for model in models:
         for layout in (layout for layout in layouts(model) if layout in named):
             kept = {
-                str(size): ledger(rehearse_layout(model, layout, size)) for size in worlds(layout)
+                str(size): ledger(rehearse_layout(model, layout, size))
+                for size in worlds(model, layout)
             }
             _path(model, layout).write_text(json.dumps(kept, indent=1) + "\n")
             print(_path(model, layout), flush=True)

@@ -12,7 +12,7 @@ from support.command import kill_started, wait_until
 from support.marks import marked
 
 _RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/", b"/ray/autoscaler/")
-_SECONDS_TO_GO = 20.0
+_SECONDS_TO_GO = 200.0
 """For the Ray of a driver that was killed; its guardian takes 3 s where the machine is idle."""
 
 

@@ -16,12 +16,11 @@ from support.synthetic import tiny_recipe, write_data_set
 STEPS, EVERY = 4, 2
 
 
-def lone_run(folder: Path, name: str = "run", *, saves: bool = False, **changes: Any) -> Path:
+def lone_run(folder: Path, name: str = "run", **changes: Any) -> Path:
     """Trains a tiny model; returns the run's folder, `folder/runs/NAME`.
 
     The run has evaluations and checkpoints after steps 2 and 4. Its data set, `folder/data`, which
-    is made where it is missing, has no tokenizer. `saves`: waits for a checkpoint after every
-    evaluation; else one that is not complete when the next is due puts that off.
+    is made where it is missing, has no tokenizer.
     """
     data = folder / "data"
     if not data.exists():
@@ -32,17 +31,20 @@ def lone_run(folder: Path, name: str = "run", *, saves: bool = False, **changes:
         data, folder / "runs", steps=STEPS, checkpoint=kept, evaluation=evaluation, name=name
     )
     recipe = Recipe.model_validate({**values, **changes})
-    return train_alone(recipe, folder / "runs" / name, saves=saves)
+    return train_alone(recipe, folder / "runs" / name)
 
 
-def train_alone(recipe: Recipe, run: Path, *, saves: bool = False) -> Path:
-    """Trains a run that there is to its end, or a new one; returns its folder."""
+def train_alone(recipe: Recipe, run: Path) -> Path:
+    """Train a new run, or an interrupted one, to its end; return its folder.
+
+    It waits for a checkpoint after every evaluation: on a busy machine one that is not complete
+    when the next is due would put that off, and the run would have fewer checkpoints.
+    """
     threads = torch.get_num_threads()
     with lone_group(torch.device("cpu")):
         trial = LoneTrial(recipe, Storage(str(run)))
         while trial.report().state == "running":
-            if saves:
-                trial.save()
+            trial.save()
         trial.close()
     torch.set_num_threads(threads)
     return run

@@ -17,6 +17,8 @@ from typing import Any
 ROUNDS_VARIABLE = "ELASTRATA_FUZZ_ROUNDS"
 _HOLE = "a hole for a value"
 _DEEP = 100_000
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 2**24
 
 HOSTILE = {
     "null": "null",
@@ -92,12 +94,17 @@ def _drawn(folder: Path, rng: random.Random) -> Iterator[Mutation]:
             yield Mutation(f"{place}: {name}", _writing(place, altered))
 
 
+def _has_room(folder: Path) -> bool:
+    """Return whether files can be written there: a container's /dev/shm has 64 MB, and Ray's object
+    stores take what they find."""
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _ROOM_BYTES
+
+
 @contextmanager
 def mutated(folder: Path, mutation: Mutation) -> Iterator[Path]:
     """A copy of a folder with one mutation, for as long as the block lasts. It lies in memory where
     there is such a file system: removing folders takes longer than all that is done to them."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _has_room(_MEMORY) else None) as scratch:
         copy = Path(scratch) / folder.name
         shutil.copytree(folder, copy)
         mutation.apply(copy)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from ray.cluster_utils import Cluster
 
 from support.forked_workers import forked_workers, own_workers
@@ -27,8 +28,13 @@ class Nodes:
     """A head without CPUs, where drivers run, and nodes that workers run on."""
 
     def __init__(self, folder: str) -> None:
+        self._folder = folder
         arguments = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
-        with own_workers(), forked_workers():
+        with own_workers(), forked_workers(), pytest.MonkeyPatch.context() as patch:
+            # `Cluster` writes the head's address into Ray's default folder, and fails if no Ray has
+            # made that folder before: so this cluster's own folder is the default.
+            Path(folder, "ray").mkdir()
+            patch.setenv("RAY_TMPDIR", folder)
             self._cluster = Cluster(initialize_head=True, head_node_args=arguments)
 
     @property
@@ -58,7 +64,9 @@ class Nodes:
         )
 
     def close(self) -> None:
-        self._cluster.shutdown()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", self._folder)  # where the address is deleted again
+            self._cluster.shutdown()
 
 
 @contextmanager

@@ -39,7 +39,9 @@ Row = dict[str, float]
 
 def rows(path: Path) -> list[Row]:
     """A table's rows; empty cells are NaN."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
     return [
         {key: float(value) if value else float("nan") for key, value in row.items()}
         for row in csv.DictReader(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -66,10 +67,14 @@ def _run(
 def _on_rank(
     store: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
+    import numpy as np
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    random.seed(0)  # the process has drawn numbers for the tests before
+    np.random.seed(0)
+    torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

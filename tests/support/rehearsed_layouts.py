@@ -67,21 +67,22 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
 """By name, what a recipe says. WORLD stands for the number of ranks. In `uneven` the head costs as
 much as two or three blocks, so that the last stage has fewer. In `four-stages` those between the
 first and the last have three blocks, those two; in the other one all have five."""
-_LACKS: Mapping[str, tuple[str, ...]] = {"modernbert": ("stable", "stable-all-axes")}
-"""By model, layouts with keys that it has not."""
+OF_EVERY_MODEL = ("fsdp", "bf16-hsdp", "selective", "sequence", "interleaved", "sparse", "all-axes")
+"""GPT is rehearsed in all layouts; the others in those in which their own blocks, norms, heads and
+stages count. Optimizers, clipping, copies and schedules know no model: GPT stands for all."""
 
 WIDE = ("fsdp", "hsdp", "bf16-hsdp", "bucketwise", "all-axes", "virtual")
-"""Of these, those at 1,024 ranks."""
+"""Of GPT's, those at 1,024 ranks."""
 
 
 def layouts(model: str) -> list[str]:
-    """The names of those that a model is rehearsed in."""
-    return [layout for layout in LAYOUTS if layout not in _LACKS.get(model, ())]
+    """Return the names of the layouts that a model is rehearsed in."""
+    return [layout for layout in LAYOUTS if model == "gpt" or layout in OF_EVERY_MODEL]
 
 
-def worlds(layout: str) -> tuple[int, ...]:
-    """The numbers of ranks that a layout is rehearsed at."""
-    return (8, 1024) if layout in WIDE else (8,)
+def worlds(model: str, layout: str) -> tuple[int, ...]:
+    """Return the numbers of ranks that a model's layout is rehearsed at."""
+    return (8, 1024) if model == "gpt" and layout in WIDE else (8,)
 
 
 def request(model: str, layout: str, world_size: int) -> Request:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from elastrata_pipelines.errors import UserError
 
-HANGS_AFTER_SECONDS = 60
+HANGS_AFTER_SECONDS = 300
 _LONGEST_LINE = 1500
 Found = TypeVar("Found")
 
@@ -27,7 +27,7 @@ def read_or_refused(read: Callable[[], Found], case: str, *names: str) -> Found 
         AssertionError: it raised anything else than UserError, hangs, or said it in a bad line.
     """
     try:
-        with _hangs_are_errors():
+        with hangs_are_errors():
             return read()
     except UserError as error:
         lines = error.problems
@@ -42,11 +42,11 @@ def read_or_refused(read: Callable[[], Found], case: str, *names: str) -> Found 
 
 
 @contextmanager
-def _hangs_are_errors() -> Iterator[None]:
-    """A read that waits for ever is interrupted, so that the mutation is named."""
+def hangs_are_errors() -> Iterator[None]:
+    """Interrupt a read that waits for ever, so that the test can name the file."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("hangs")
+        raise TimeoutError(f"nothing after {HANGS_AFTER_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
     left, _ = signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_SECONDS)

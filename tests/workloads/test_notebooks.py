@@ -68,7 +68,7 @@ def _lines(outputs: list[dict[str, Any]]) -> list[str]:
     return "".join(output.get("text", "") for output in outputs).splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_progress_is_one_display_that_moves_and_a_few_lines(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()

@@ -77,7 +77,7 @@ def results() -> dict[str, TrainResult]:
     return {}
 
 
-@pytest.mark.slow  # a run for each recipe
+@pytest.mark.matrix  # a run for each recipe
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("name", sorted(available_recipes()))
 def test_two_steps(name: str, data: Path, results: dict[str, TrainResult], tmp_path: Path) -> None:

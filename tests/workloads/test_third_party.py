@@ -47,7 +47,7 @@ def _run(installed: Path, cwd: Path, *arguments: object) -> subprocess.Completed
     )
 
 
-@pytest.mark.slow  # a run of two workers
+@pytest.mark.matrix  # a run of two workers
 def test_it_trains_by_its_recipe_and_is_exported(installed: Path, tmp_path: Path) -> None:
     write_data_set(tmp_path / "data", samples=120, held_out=30)
     settings = ["data.path=data", "steps=6", "batch_size=20", "schedule.warmup_steps=1"]

@@ -239,7 +239,7 @@ def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
     tokenizer.backend_tokenizer.no_padding()
     with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
         tokenizer.save_pretrained(scratch)
-        saved = json.loads((Path(scratch) / "tokenizer_config.json").read_text())
-        tokenizer_json = (Path(scratch) / "tokenizer.json").read_text()
+        saved = json.loads((Path(scratch) / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer_json = (Path(scratch) / "tokenizer.json").read_text(encoding="utf-8")
     kept = {name: value for name, value in saved.items() if name not in _VOLATILE}
     return TokenizerFiles(tokenizer_json, json.dumps({**kept, **config}, indent=1, sort_keys=True))

@@ -168,7 +168,7 @@ def memory_of_worker(device: torch.device, per_node: int, most_gb: float | None 
         free, _ = torch.cuda.mem_get_info(device)
         usable = free + torch.cuda.memory_reserved(device)
     else:
-        usable = _resident_bytes() + _spare_bytes() // per_node
+        usable = _resident_bytes() + spare_bytes() // per_node
     return usable if most_gb is None else min(usable, int(most_gb * 1e9))
 
 
@@ -179,8 +179,8 @@ def _resident_bytes() -> int:
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 
-def _spare_bytes() -> int:
-    """Main memory to spare; all of it where nothing tells what is in use."""
+def spare_bytes() -> int:
+    """Return the bytes of main memory that no process uses; all of it if the system does not say."""
     if not _STATM.exists():
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text().splitlines()

@@ -90,7 +90,7 @@ def texts_of(corpus: Path) -> tuple[Labelled, Labelled] | None:
 
 def _paragraphs(files: Sequence[Path]) -> Iterator[str]:
     for file in files:
-        parts = (part.strip() for part in re.split(r"\n\s*\n", file.read_text()))
+        parts = (part.strip() for part in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")))
         long_enough = (part for part in parts if _SHORTEST <= len(part) <= _LONGEST)
         yield from islice(long_enough, _FROM_A_FILE)
 

@@ -20,7 +20,9 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 _GIB = 2**30
-_SMALLEST_MEMORY_GIB, _SMALLEST_SHARED_GIB = 4, 1
+_RECOMMENDED_MEMORY_GIB, _LEAST_MEMORY_GIB = 4, 1
+_LEAST_SHARED_GIB, _LEAST_DISK_GIB = 1, 10
+_SHARED_MEMORY = Path("/dev/shm")
 _PROBE_BYTES = 2**20
 _SECONDS_FOR_A_TASK = 60.0
 
@@ -91,6 +93,8 @@ def _recipes() -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
+    from elastrata.core.device import spare_bytes
+
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding(
         name="cpus",
@@ -98,23 +102,61 @@ def _machine() -> Iterator[Finding]:
         found=str(cpus),
         advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
     )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
-    has_enough = memory >= _SMALLEST_MEMORY_GIB
-    yield Finding(
+    yield finding_of_memory(spare_bytes())
+    yield finding_of_shared_memory(_SHARED_MEMORY)
+    yield finding_of_disk(shutil.disk_usage(Path.cwd()).free)
+
+
+def finding_of_memory(available: int) -> Finding:
+    """Return the finding for `available` bytes of memory that no process uses.
+
+    Ray gives 30% of them to its object store and refuses to start with less than 75 MiB of that.
+    """
+    gib = available / _GIB
+    return Finding(
         name="memory",
-        status="ok" if has_enough else "warning",
-        found=f"{memory:.1f} GiB",
-        advice="" if has_enough else f"Ray and two workers want {_SMALLEST_MEMORY_GIB} GiB or more",
+        status="ok" if gib >= _RECOMMENDED_MEMORY_GIB else _missing(gib >= _LEAST_MEMORY_GIB),
+        found=f"{gib:.1f} GiB available",
+        advice=""
+        if gib >= _RECOMMENDED_MEMORY_GIB
+        else f"Ray's object store and two workers need {_RECOMMENDED_MEMORY_GIB} GiB: end other "
+        "programs",
     )
-    if Path("/dev/shm").is_dir():
-        shared = shutil.disk_usage("/dev/shm").total / _GIB
-        has_enough = shared >= _SMALLEST_SHARED_GIB
-        yield Finding(
-            name="/dev/shm",
-            status="ok" if has_enough else "warning",
-            found=f"{shared:.1f} GiB",
-            advice="" if has_enough else "Ray keeps batches there: docker run --shm-size=4g",
+
+
+def finding_of_shared_memory(folder: Path) -> Finding:
+    """Return the finding for the file system that Ray's object store uses, `/dev/shm`."""
+    if not folder.is_dir():
+        return Finding(
+            name=str(folder),
+            status="problem",
+            found="missing",
+            advice="Ray's object store needs it: mount a tmpfs there",
         )
+    free = shutil.disk_usage(folder).free / _GIB
+    is_enough = free >= _LEAST_SHARED_GIB
+    return Finding(
+        name=str(folder),
+        status="ok" if is_enough else "warning",
+        found=f"{free:.1f} GiB free",
+        advice="" if is_enough else "Ray's object store uses it: docker run --shm-size=4g",
+    )
+
+
+def finding_of_disk(free: int) -> Finding:
+    """Return the finding for `free` bytes on the disk of the current folder."""
+    gib = free / _GIB
+    is_enough = gib >= _LEAST_DISK_GIB
+    return Finding(
+        name="disk",
+        status="ok" if is_enough else "warning",
+        found=f"{gib:.1f} GiB free",
+        advice="" if is_enough else f"data, checkpoints and logs need {_LEAST_DISK_GIB} GiB",
+    )
+
+
+def _missing(is_usable: bool) -> Literal["warning", "problem"]:
+    return "warning" if is_usable else "problem"
 
 
 def _gpus() -> Iterator[Finding]:

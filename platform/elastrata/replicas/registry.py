@@ -16,7 +16,7 @@ from elastrata.replicas.store import CHUNK_BYTES, Contents, start_store
 
 START_SECONDS = 60.0
 """How long a new store may take to start: a process, on a machine that is busy training."""
-_ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 2.0
 """A store that takes longer is passed over: its node may be gone without a word."""
 _REPLACE_SECONDS = 20.0
 """A store that takes longer to answer its own node's writer is replaced: it may be stopped."""
@@ -46,8 +46,9 @@ class ReplicaRegistry:
     one takes its place.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, answer_seconds: float) -> None:
         self._limit_bytes = limit_bytes
+        self._answer_seconds = answer_seconds
         self._stores: dict[str, Any] = {}
         self._started: set[str] = set()
         self._group = ""
@@ -99,7 +100,7 @@ class ReplicaRegistry:
     async def listing(self) -> Listing:
         """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
-        listed = await asyncio.gather(*map(_contents, stores.values()))
+        listed = await asyncio.gather(*map(self._contents, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
         for node, contents in zip(stores, listed, strict=True):
@@ -125,17 +126,18 @@ class ReplicaRegistry:
     async def delete(self, path: str) -> None:
         """Deletes a file or folder; stores without files that nobody writes to end."""
         stores = list(self._stores.values())
-        await asyncio.gather(*(_quietly(store.delete.remote(path)) for store in stores))
+        await asyncio.gather(*(self._quietly(store.delete.remote(path)) for store in stores))
         needed = {node for nodes in self._assigned.values() for node in nodes}
         for node in self._stores.keys() - needed:
-            contents = await _contents(self._stores[node])
+            contents = await self._contents(self._stores[node])
             if not contents.files and not contents.parities:
                 self._end(node)
 
     async def usage(self) -> dict[str, int]:
         """Bytes held on every node that has a store which answers."""
         stores = dict(self._stores)
-        used = await asyncio.gather(*(_quietly(store.used.remote()) for store in stores.values()))
+        asked = (self._quietly(store.used.remote()) for store in stores.values())
+        used = await asyncio.gather(*asked)
         return {node: one or 0 for node, one in zip(stores, used, strict=True)}
 
     async def _drop_unfinished(self) -> None:
@@ -163,8 +165,9 @@ class ReplicaRegistry:
         ray.kill(self._stores[node])  # Ray sends SIGKILL after 5 s, to stopped ones too
         self._forget(node)
 
-    async def _answering(self, node: str, seconds: float = _ANSWER_SECONDS) -> Any:
+    async def _answering(self, node: str, seconds: float | None = None) -> Any:
         """The store on a node, started where there is none or the one there was has died."""
+        seconds = seconds or self._answer_seconds
         if store := self._stores.get(node):
             try:
                 return await self._waited_for(store, node, seconds)
@@ -189,12 +192,22 @@ class ReplicaRegistry:
         self._stores.pop(node, None)
         self._started.discard(node)
 
+    async def _contents(self, store: Any) -> Contents:
+        """What a store has; nothing where it does not answer."""
+        return await self._quietly(store.contents.remote()) or Contents({}, {})
 
-def start_registry(limit_bytes: int) -> Any:
+    async def _quietly(self, answer: Any) -> Any:
+        try:
+            return await asyncio.wait_for(answer, self._answer_seconds)
+        except (TimeoutError, ray.exceptions.RayError):
+            return None
+
+
+def start_registry(limit_bytes: int, answer_seconds: float = ANSWER_SECONDS) -> Any:
     """Handle of a new registry, on the node of this process, gone with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: Callable[..., Any] = ReplicaRegistry.options  # type: ignore[attr-defined]
-    return options(scheduling_strategy=here).remote(limit_bytes)
+    return options(scheduling_strategy=here).remote(limit_bytes, answer_seconds)
 
 
 def group_of(folder: str) -> str:
@@ -217,15 +230,3 @@ def ring_from(node: str, alive: Iterable[str], writing: Iterable[str]) -> list[s
 def _alive_nodes() -> set[str]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"] for node in nodes if node["Alive"]}
-
-
-async def _contents(store: Any) -> Contents:
-    """What a store has; nothing where it does not answer."""
-    return await _quietly(store.contents.remote()) or Contents({}, {})
-
-
-async def _quietly(answer: Any) -> Any:
-    try:
-        return await asyncio.wait_for(answer, _ANSWER_SECONDS)
-    except (TimeoutError, ray.exceptions.RayError):
-        return None

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from elastrata.checkpoints.commit import Commit, commits, size_problems
 from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.replicas.parity import ParityPlan, Rebuildable
-from elastrata.replicas.registry import START_SECONDS, Listing, group_of, start_registry
+from elastrata.replicas.registry import (
+    ANSWER_SECONDS,
+    START_SECONDS,
+    Listing,
+    group_of,
+    start_registry,
+)
 from elastrata.replicas.store import CHUNK_BYTES, answered
 from elastrata.replicas.upload import ParityStores, ReplicaUpload
 
@@ -187,14 +193,15 @@ class Replicas:
         return answered(getattr(self.registry, question).remote(*args), seconds)
 
 
-def open_replicas(limit_bytes: int) -> Replicas:
+def open_replicas(limit_bytes: int, answer_seconds: float = ANSWER_SECONDS) -> Replicas:
     """New, empty replicas; they last as long as the process that calls this.
 
     Args:
         limit_bytes: most that is held on any one node. Two states of the run, the newest and the
             one being saved, twice over where there are several nodes, divided by the nodes.
+        answer_seconds: a store that takes longer is passed over.
     """
-    return Replicas(start_registry(limit_bytes))
+    return Replicas(start_registry(limit_bytes, answer_seconds))
 
 
 def close_replicas(storage: Replicas) -> None:

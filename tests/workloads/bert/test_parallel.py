@@ -85,7 +85,7 @@ def test_blocks_compile_once_whatever_the_lengths(case, make_rows, vocabulary) -
     assert counter.frame_count == compiled
 
 
-@pytest.mark.slow  # test_recomputation.py compiles a GPT
+@pytest.mark.matrix  # test_recomputation.py compiles a GPT
 @torchs_own_warnings
 def test_compiled_blocks_give_equal_gradients(case) -> None:
     bert, model, batch = case

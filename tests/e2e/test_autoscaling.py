@@ -21,7 +21,7 @@ from support.live_run import LiveRun
 from support.served import Served
 from support.short_steps import write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def _assert_whole(live: LiveRun, run_dir: Path) -> None:
@@ -53,6 +53,7 @@ def _alive(cluster: Served) -> int:
     return sum(not node["is_head_node"] for node in cluster.nodes() if node["state"] == "ALIVE")
 
 
+@pytest.mark.matrix
 def test_two_runs_share_what_the_file_allows(tmp_path: Path) -> None:
     """Together they want five times of it, and neither waits for the other to end."""
     recipe = write_recipe(tmp_path, steps=STEPS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
@@ -14,7 +13,6 @@ from support.command import run, run_json
 from support.synthetic import tiny_recipe, write_data_set
 
 
-@pytest.mark.slow  # two runs
 def test_a_run_whose_data_and_storage_are_on_s3(bucket: str, tmp_path: Path) -> None:
     write_data_set(f"{bucket}/data", samples=100)
     write_data_set(tmp_path / "data", samples=100)
