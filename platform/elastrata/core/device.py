@@ -180,7 +180,7 @@ def _resident_bytes() -> int:
 
 
 def spare_bytes() -> int:
-    """Return the bytes of main memory that no process uses; all of it if the system does not say."""
+    """Return the bytes of memory that no process uses; all of it if the system does not say."""
     if not _STATM.exists():
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
     lines = Path("/proc/meminfo").read_text().splitlines()
