@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _pytest.terminal import TerminalReporter
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from support.forked_workers import own_workers
 from support.guardian import guard
@@ -20,13 +20,24 @@ from support.marks import begin
 from support.s3 import s3_bucket
 from support.shared_ray import close_ray, open_ray
 
-SETTINGS_OF_OTHERS = ("RAY_", "AWS_", "MLFLOW_", "HF_", "PYTHONUNBUFFERED")
+SETTINGS_OF_OTHERS = (
+    *("RAY_", "AWS_", "MLFLOW_", "HF_", "TRANSFORMERS_"),
+    *("PYTHONUNBUFFERED", "FORCE_COLOR", "GITHUB_ACTIONS", "COLUMNS"),
+)
 for _name in [*os.environ]:
-    # What a user's shell says of another cluster, store or server must not reach a test.
+    # What a user's shell says of another cluster, store, server or terminal must not reach a test.
     if _name.startswith(SETTINGS_OF_OTHERS) and _name != "RAY_worker_niceness":
         del os.environ[_name]
+os.environ["no_proxy"] = "127.0.0.1,localhost"
 
-settings.register_profile("elastrata", deadline=None)  # no test fails of the time it takes
+settings.register_profile(
+    "elastrata",
+    # The same examples in every run, and no test that fails because of the time that it takes.
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("elastrata")
 
 LONG = (
@@ -57,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
     """Name the tests that failed in the run before and pass when they run alone."""
-    if config.getoption("--last-failed"):
+    if config.getoption("--last-failed", default=False):
         for report in terminalreporter.getreports("passed"):
             terminalreporter.write_line(
                 f"flaky: {report.nodeid} failed, then passed alone: note it in tests/FLAKY.md"

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from mlflow import MlflowClient
 
-from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.goodput import goodput
 from elastrata_pipelines.storage import Storage
 from support.command import run_json
 from support.live_run import LiveRun, assert_alike
-from support.lone_run import train_alone
 from support.nodes import Nodes, nodes, send, train_workers
 from support.short_steps import HOT_STEPS, write_recipe
 
@@ -31,12 +28,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> list[Any]:
-    """The steps of the same recipe in one process, without Ray."""
-    values = yaml.safe_load(recipe.read_text())
-    values["checkpoint"]["hot_steps"] = 0
-    folder = recipe.parent / "runs" / "undisturbed"
-    train_alone(Recipe.model_validate({**values, "name": "undisturbed"}), folder)
-    return list(history.effective_steps(history.read(Storage(str(folder / "history")))))
+    """The steps of the same recipe on one worker."""
+    run_json("train", recipe, "--name", "alone", "workers.max=1", "checkpoint.hot_steps=0")
+    entries = history.read(Storage(str(recipe.parent / "runs" / "alone" / "history")))
+    return list(history.effective_steps(entries))
 
 
 @pytest.fixture

@@ -5,24 +5,18 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import yaml
-
-from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import run_json
 from support.live_run import LiveRun, assert_alike
-from support.lone_run import train_alone
 from support.short_steps import write_recipe
 
 
 def test_three_sources_are_the_same_stream_after_a_kill(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=600, mixed=True)
-    values = yaml.safe_load(recipe.read_text())
-    values["checkpoint"]["hot_steps"] = 0
-    alone = tmp_path / "runs" / "alone"
-    train_alone(Recipe.model_validate({**values, "name": "alone"}), alone)
-    undisturbed = list(history.effective_steps(history.read(Storage(str(alone / "history")))))
+    run_json("train", recipe, "--name", "alone", "workers.max=1")
+    entries = history.read(Storage(str(tmp_path / "runs" / "alone" / "history")))
+    undisturbed = list(history.effective_steps(entries))
 
     live = LiveRun(recipe, "mixed", tmp_path / "log", "workers.max=2")
     live.wait_for_checkpoint()

@@ -59,8 +59,6 @@ def _find_address(log: Iterable[str]) -> str:
 
 def _lead_clients(patch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Let S3 clients find the server, whatever the user has configured for AWS."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        patch.delenv(name)
     settings = {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
