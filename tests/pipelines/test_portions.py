@@ -47,7 +47,9 @@ lines = st.lists(st.sampled_from(["", " ", "a", "# b", "ü" * 7, "\t", "c" * 40]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(lines=lines, ending=st.sampled_from(["\n", "\r\n"]))
 def test_cutting_elsewhere_changes_no_document(
     way: dict[str, str], lines: list[str], ending: str, tmp_path: Path

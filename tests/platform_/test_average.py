@@ -28,7 +28,6 @@ from support.ranks import run_ranks
 from support.synthetic import tiny_recipe
 
 EVERY_STEP: dict[str, Any] = {
-    "saves": True,
     "checkpoint": {"every": 1, "keep_last": 9},
     "evaluation": {"every": 1, "samples": 32},
 }

@@ -123,7 +123,7 @@ def test_what_is_not_run_is_at_least_right(line: str) -> None:
         targets = re.findall(
             r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
         )
-        assert set(words) <= set(targets)
+        assert {word for word in words if "=" not in word} <= set(targets)
     elif program == "python":
         assert _exists(words[0])
     elif program == "ray":

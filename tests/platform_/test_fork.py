@@ -26,7 +26,6 @@ STEPS, AT, SAMPLES = 20, 10, 300
 WSD = {"shape": "wsd", "warmup_steps": 2, "decay": {"ratio": 0.4}}
 LARGER = Vocabulary(size=400, pad_id=0, mask_id=4, special_ids=(0, 4), continuation_ids=())
 EVERY: dict[str, Any] = {
-    "saves": True,
     "checkpoint": {"every": 5, "keep_last": 9},
     "evaluation": {"every": 5, "samples": 32},
 }

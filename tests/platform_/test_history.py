@@ -237,7 +237,7 @@ def test_an_altered_part_is_named(tmp_path: Path, line: str, problem: str) -> No
     writer.add("started", {"step": 0, "world_size": 1})
     writer.flush()
     part = tmp_path / "0001-00000000.jsonl"
-    part.write_text(part.read_text() + line)
+    part.write_bytes(part.read_bytes() + line.encode("latin-1"))
     with pytest.raises(UserError) as caught:
         history.read(Storage(str(tmp_path)))
     assert str(caught.value) == f"{part}, line 3: {problem}"

@@ -115,7 +115,11 @@ def test_a_data_set_whose_tokenizer_is_gone(
     assert "tokenizer.json: missing; prepare the data set again" in capsys.readouterr().err
 
 
-def test_text_and_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_names_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
     console = open_console(as_json=False)
     parts = ["one\ntwo \x1b[2J [bold]three[/bold]"]
     show_excerpts(console, [Excerpt(sample_id=1, tokens=5, parts=parts, is_next=None)])

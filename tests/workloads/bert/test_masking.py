@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 MASK, FIRST_WORD, FIRST_CONTINUATION, NUM_IDS = 4, 5, 60, 97
 
 shared_fixtures = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+    max_examples=40,
 )
 lengths = st.lists(st.integers(1, 40), min_size=0, max_size=12)
 rules = st.fixed_dictionaries(
