@@ -7,6 +7,7 @@ tests itself has.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import traceback
@@ -45,6 +46,8 @@ def on_fake_cuda(
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in such a process, where it can begin rehearsals."""
+    if not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("rehearsals need a C++ compiler: g++ or clang++")
     server = _server()
     server.send((function, args))
     done, value = server.recv()
