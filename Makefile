@@ -83,8 +83,8 @@ lint: $(READY)
 
 # Notes the commit that passed, unless files differ from it.
 check: lint test
-	@if git diff --quiet HEAD 2> /dev/null; then git rev-parse HEAD > .venv/.checked; \
-		else rm -f .venv/.checked; echo "== passed, but not as committed: there are changes"; fi
+	@if test -z "$$(git status --porcelain)"; then git rev-parse HEAD > .venv/.checked; \
+		else rm -f .venv/.checked; echo "== passed, but files differ from the commit"; fi
 
 clean:
 	@echo "== removing .venv, ./quickstart and the tools' caches"
@@ -99,7 +99,7 @@ $(READY): pyproject.toml constraints.txt
 	@free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); test "$$free" -ge 10 || \
 		echo "== $$free GiB of disk are free, Elastrata needs 10: 2.5 for .venv, the rest for data" >&2
 	@test -x $(BIN)/python || { echo "== making .venv with $$($(PYTHON) -V)"; \
-		$(PYTHON) -m venv .venv; }
+		$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
 	@echo "== installing Elastrata and what it needs into .venv (about 2.5 GB, some minutes, once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" \
 		2> .venv/pip.log; code=$$?; grep -v "^WARNING: Location" .venv/pip.log >&2; exit $$code

@@ -70,9 +70,10 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.C
     """Name the tests that failed in the run before and pass when they run alone."""
     if config.getoption("--last-failed", default=False):
         for report in terminalreporter.getreports("passed"):
-            terminalreporter.write_line(
-                f"flaky: {report.nodeid} failed, then passed alone: note it in tests/FLAKY.md"
-            )
+            if "e2e" in report.keywords:
+                terminalreporter.write_line(
+                    f"flaky: {report.nodeid} failed, then passed alone: note it in tests/FLAKY.md"
+                )
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from support.forked_workers import own_processes
 from support.shared_ray import close_ray
 
 HERE = Path(__file__).parent
+SECONDS = 1200
+"""For a test."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,11 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("matrix"):
             item.add_marker(pytest.mark.e2e)
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(SECONDS))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def programs_of_their_own() -> Iterator[None]:
-    """Start Ray's processes and the commands as programs, until the session ends."""
+    """Start Ray's processes and the commands as programs."""
     close_ray()
     with own_processes():
         yield

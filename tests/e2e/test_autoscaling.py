@@ -12,7 +12,6 @@ from support.autoscaled import (
     STEPS,
     autoscaled,
     grown,
-    interrupt,
     make_way,
     world_sizes,
 )
@@ -41,7 +40,7 @@ def test_a_run_grows_to_what_the_file_allows_and_makes_way(tmp_path: Path) -> No
         live.wait_for_size(MOST_NODES, number=2, steps=20, seconds=400)
         growths = grown(live, cluster)
         make_way(live, cluster)
-        interrupt(live)
+        live.interrupt()
     sizes = world_sizes(live)
     assert sizes[0] == 1
     assert growths[-1].larger == max(sizes) == MOST_NODES
@@ -72,6 +71,6 @@ def test_two_runs_share_what_the_file_allows(tmp_path: Path) -> None:
 
         wait_until(have_all, 400, "all nodes at work")
         for live in lives:
-            interrupt(live)
+            live.interrupt()
     for live, name in zip(lives, ("one", "two"), strict=True):
         _assert_whole(live, tmp_path / "runs" / name)

@@ -18,6 +18,7 @@ import pytest
 from elastrata.run import history
 from elastrata_pipelines.storage import Storage
 from support.command import ELASTRATA, wait_until
+from support.marks import OURS, marked
 from support.served import Served, client_environment, served
 from support.short_steps import write_recipe
 
@@ -75,7 +76,7 @@ def test_a_killed_driver_a_stop_and_a_second_submission_are_one_run(
     first = submitted.start(log)
     _wait_for_steps(log, groups=1)
     assert re.search(r"elastrata \S+ from \S+/py_modules_files/\S+/elastrata\n", log.read_text())
-    wait_until(lambda: _metrics(submitted) >= METRICS, 60, "the run's metrics")
+    wait_until(lambda: _metrics(submitted) >= METRICS, 600, "the run's metrics")
     (driver,) = _drivers()
     driver.send_signal(signal.SIGKILL)
     again = _run(submitted, "submit", str(submitted.recipe), "--name", "far")
@@ -84,13 +85,13 @@ def test_a_killed_driver_a_stop_and_a_second_submission_are_one_run(
     _wait_for_steps(log, groups=2)
     assert "the driver was killed (SIGKILL); trying again, 9 tries left" in log.read_text()
     _stop(submitted)
-    first.wait(timeout=60)
+    first.wait(timeout=600)
     kept = len(submitted.steps())
     again_log = tmp_path / "second"
     second = submitted.start(again_log)
     _wait_for_steps(again_log, groups=1)
     _stop(submitted)
-    second.wait(timeout=60)
+    second.wait(timeout=600)
     assert [entry["status"] for entry in submitted.of_kind("ended")] == ["KILLED", "KILLED"]
     steps = [step["step"] for step in submitted.steps()]
     assert steps == list(range(1, len(steps) + 1))
@@ -160,14 +161,17 @@ def _run(submitted: Submitted, *arguments: str) -> subprocess.CompletedProcess[s
         env=submitted.cluster.environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 
 def _metrics(submitted: Submitted) -> set[str]:
     """The run's metrics that Prometheus gets from the head, where the driver is."""
-    with urlopen(submitted.cluster.metrics_address, timeout=5) as answer:
-        text = answer.read().decode()
+    try:
+        with urlopen(submitted.cluster.metrics_address, timeout=60) as answer:
+            text = answer.read().decode()
+    except OSError:  # nothing answers there yet
+        return set()
     return set(re.findall(r'^(ray_elastrata_\w+)\{.*run="far"', text, flags=re.MULTILINE))
 
 
@@ -181,7 +185,7 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
         return len(parts) > groups and "\nstep " in parts[-1]
 
     try:
-        wait_until(has_stepped, 240, f"steps of group {groups}")
+        wait_until(has_stepped, 600, f"steps of group {groups}")
     except AssertionError:
         raise AssertionError(log.read_text(errors="replace")) from None
 
@@ -189,8 +193,11 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
 def _drivers() -> list[psutil.Process]:
     """The `elastrata train` of jobs: what `elastrata.deploy.job_entrypoint` started."""
     found = []
+    ours = set(marked(OURS))
     for process in psutil.process_iter():
         try:
+            if process.pid not in ours:
+                continue
             parent = process.parent()
             if parent and "elastrata.deploy.job_entrypoint" in parent.cmdline():
                 found.append(process)

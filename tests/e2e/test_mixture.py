@@ -13,17 +13,23 @@ from support.short_steps import write_recipe
 
 
 def test_three_sources_are_the_same_stream_after_a_kill(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, steps=300, mixed=True)
+    recipe = write_recipe(tmp_path, steps=400, mixed=True, hang_seconds=300)
     run_json("train", recipe, "--name", "alone", "workers.max=1")
     entries = history.read(Storage(str(tmp_path / "runs" / "alone" / "history")))
     undisturbed = list(history.effective_steps(entries))
 
-    live = LiveRun(recipe, "mixed", tmp_path / "log", "workers.max=2")
+    often = "checkpoint.every=100"
+    live = LiveRun(recipe, "mixed", tmp_path / "log", "workers.max=2", often)
     live.wait_for_checkpoint()
     live.send(signal.SIGKILL)
     live.driver.wait()
-    again = LiveRun(recipe, "mixed", tmp_path / "again", "workers.max=1")
+    again = LiveRun(recipe, "mixed", tmp_path / "again", "workers.max=1", often)
     again.end()
 
+    started = again.of_kind("started")
+    assert [(entry["state"], entry["world_size"]) for entry in started] == [
+        ("new", 2),
+        ("durable", 1),
+    ]
     assert_alike(again, undisturbed)
     assert run_json("audit", tmp_path / "runs" / "mixed")["partition_ok"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,8 @@ from support.synthetic import tiny_recipe, write_data_set
 
 TRIALS = 4
 SECONDS = 600
+TRIAL = "ResourceTrainable"
+"""Ray Tune's name for the actor of a trial."""
 KEYS = ["trial", "state", "eval/loss", "step", "tokens", "optimizer.lr"]
 
 
@@ -48,11 +50,14 @@ def _end(driver: Command, log: Path, folder: Path) -> SweepResult:
     return read_result(str(folder))
 
 
-def _trials(driver: Command) -> list[psutil.Process]:
-    """Return the processes of the trials that run now; `ResourceTrainable` is Tune's name for every
-    trial's actor."""
-    below = psutil.Process(driver.pid).children(recursive=True)
-    return [process for process in below if "ResourceTrainable" in " ".join(process.cmdline())]
+def _kill_a_trial(driver: Command) -> bool:
+    """Kill the process of a trial; return False if none runs now."""
+    for process in psutil.Process(driver.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if TRIAL in " ".join(process.cmdline()):
+                process.kill()
+                return True
+    return False
 
 
 def test_a_killed_driver_and_a_killed_trial_change_nothing(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_a_killed_driver_and_a_killed_trial_change_nothing(tmp_path: Path) -> No
     before = reports()
     driver = start("sweep", tmp_path / "disturbed.yaml", log=log)
     wait_until(lambda: reports() > before, SECONDS, "more reports")
-    wait_until(lambda: _trials(driver), SECONDS, "a trial")[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: _kill_a_trial(driver), SECONDS, "a trial")
     disturbed = _end(driver, log, tmp_path / "runs" / "disturbed")
 
     driver = start("sweep", tmp_path / "undisturbed.yaml", log=log)

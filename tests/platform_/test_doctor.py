@@ -51,8 +51,8 @@ def test_findings_come_one_by_one() -> None:
         (finding_of_memory(2 * 2**30), "warning", "2.0 GiB available"),
         (finding_of_memory(2**29), "problem", "0.5 GiB available"),
         (finding_of_shared_memory(Path("/absent")), "problem", "missing"),
-        (finding_of_disk(20 * 2**30), "ok", "20.0 GiB free"),
-        (finding_of_disk(9 * 2**30), "warning", "9.0 GiB free"),
+        (finding_of_disk(Path("/data"), 20 * 2**30), "ok", "20.0 GiB free in /data"),
+        (finding_of_disk(Path("/data"), 9 * 2**30), "warning", "9.0 GiB free in /data"),
     ],
 )
 def test_too_little_of_anything_comes_with_advice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,12 +71,6 @@ def make_way(live: LiveRun, cluster: Served) -> None:
     wait_until(has_left, 300, "a group of workers after the drain")
     assert world_sizes(live)[-1] in (MOST_NODES - 1, MOST_NODES)
     live.wait_for_more(steps=3)
-
-
-def interrupt(live: LiveRun) -> None:
-    """Ends a run, its state saved."""
-    live.send(signal.SIGTERM)
-    assert live.driver.wait(timeout=120) == 130, live.output
 
 
 def grown(live: LiveRun, cluster: Served) -> list[Growth]:

@@ -110,7 +110,7 @@ def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
         out, err = Path(folder, "out"), Path(folder, "err")
         command = Command(arguments, out, err, cwd=cwd)
         try:
-            code = command.wait(_SECONDS)
+            code = command.wait(_SECONDS if not has_own_processes() else 2 * _SECONDS)
         finally:
             command.send_signal(signal.SIGKILL)
         texts = out.read_text(), err.read_text()

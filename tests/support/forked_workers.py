@@ -123,7 +123,7 @@ def has_own_processes() -> bool:
 @cache
 def _server() -> str:
     """Where the server of this process of tests listens."""
-    folder = tempfile.mkdtemp(prefix="forks-")
+    folder = tempfile.mkdtemp(prefix="forks-", dir="/tmp")  # sockets need short paths
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = str(Path(folder) / "socket")
     reading, writing = forks().Pipe(duplex=False)

@@ -43,7 +43,7 @@ class LiveRun:
         """How many groups of workers have been ready for a step."""
         return sum(line.startswith(GROUP) for line in self.output.splitlines())
 
-    def wait_for_group(self, number: int, steps: int = 30, seconds: float = 300) -> None:
+    def wait_for_group(self, number: int, steps: int = 30, seconds: float = 600) -> None:
         """Waits until the `number`-th group of workers, or a later one, has taken so many steps."""
 
         def has_stepped() -> bool:
@@ -55,20 +55,28 @@ class LiveRun:
 
         wait_until(has_stepped, seconds, f"steps of group {number}\n{self.output}")
 
-    def wait_for_checkpoint(self, seconds: float = 300) -> None:
+    def wait_for_checkpoint(self, seconds: float = 600) -> None:
         """Waits until this launch has taken a checkpoint."""
         wait_until(lambda: "\ncheckpoint of step" in self.output, seconds, "a checkpoint")
 
-    def wait_for_more(self, steps: int, seconds: float = 300) -> None:
-        """Waits until so many more steps are done than there are now."""
+    def wait_for_more(self, steps: int) -> None:
+        """Wait until `steps` more steps are done than now."""
+        self.wait_for_step(self._last_step() + steps)
 
-        def last() -> int:
-            return max(map(int, _STEP.findall(self.output)), default=0)
+    def wait_for_step(self, step: int, seconds: float = 600) -> None:
+        """Wait until a step has been shown that is `step` or a later one."""
 
-        before = last()
-        wait_until(lambda: last() >= before + steps, seconds, f"{steps} more steps")
+        def has_come() -> bool:
+            if self.driver.poll() is not None:
+                raise AssertionError(f"ended with {self.driver.returncode}:\n{self.output}")
+            return self._last_step() >= step
 
-    def wait_for_size(self, workers: int, number: int, steps: int, seconds: float = 240) -> None:
+        wait_until(has_come, seconds, f"step {step}")
+
+    def _last_step(self) -> int:
+        return max(map(int, _STEP.findall(self.output)), default=0)
+
+    def wait_for_size(self, workers: int, number: int, steps: int, seconds: float = 600) -> None:
         """Waits until the newest group, the `number`-th or a later one, has so many workers and has
         taken so many steps."""
 
@@ -83,7 +91,12 @@ class LiveRun:
 
         wait_until(has_settled, seconds, f"{workers} workers, group {number}\n{self.output}")
 
-    def end(self, seconds: float = 300) -> None:
+    def interrupt(self, seconds: float = 600) -> None:
+        """End the run with SIGTERM, its state saved."""
+        self.send(signal.SIGTERM)
+        assert self.driver.wait(timeout=seconds) == 130, self.output
+
+    def end(self, seconds: float = 600) -> None:
         """Waits for the end, which must be a good one."""
         assert self.driver.wait(timeout=seconds) == 0, self.output
 

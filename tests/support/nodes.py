@@ -74,11 +74,13 @@ def nodes() -> Iterator[Nodes]:
     """A cluster that is gone, with its files, when the block ends."""
     close_ray()
     folder = tempfile.mkdtemp(prefix="nodes-", dir="/tmp")  # sockets need short paths
-    cluster = Nodes(folder)
     try:
-        yield cluster
+        cluster = Nodes(folder)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
     finally:
-        cluster.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

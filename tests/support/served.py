@@ -34,10 +34,9 @@ class Served:
 
     Args:
         folder: for what Ray writes.
-        launcher: a file's values for Ray's autoscaler, which then starts and stops the nodes.
     """
 
-    def __init__(self, folder: Path, launcher: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(16)
         self._folder = folder
         self._port, dashboard, client, metrics = _free_ports(4)
@@ -46,13 +45,22 @@ class Served:
         self.gcs_address = f"127.0.0.1:{self._port}"
         self._processes: list[Command] = []
         self._autoscaling: dict[str, str] = {}
+        self._head_ports = dashboard, client, metrics
+
+    def start(self, launcher: dict[str, Any] | None = None) -> None:
+        """Start the head and wait until its dashboard answers.
+
+        Args:
+            launcher: a file's values for Ray's autoscaler, which then starts and stops the nodes.
+        """
+        dashboard, client, metrics = self._head_ports
         self._start(
             *self._launched_by(launcher or {}),
             *("--head", f"--port={self._port}", "--num-cpus=0"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
             *(f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}"),
         )
-        wait_until(self._answers, 120, "the dashboard")
+        wait_until(self._answers, 600, "the dashboard")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -137,8 +145,9 @@ class Served:
 def served(launcher: dict[str, Any] | None = None) -> Iterator[Served]:
     """A cluster that is gone, with its files, when the block ends."""
     folder = Path(tempfile.mkdtemp(prefix="served-", dir="/tmp"))  # sockets need short paths
-    cluster = Served(folder, launcher)
+    cluster = Served(folder)
     try:
+        cluster.start(launcher)
         yield cluster
     finally:
         cluster.close()

@@ -15,11 +15,13 @@ CPUS = 1
 _SAMPLES = {"web": 1200, "code": 500, "books": 300}
 
 
-def write_recipe(folder: Path, *, steps: int, mixed: bool = False, stay: bool = True) -> Path:
+def write_recipe(
+    folder: Path, *, steps: int, mixed: bool = False, stay: bool = True, hang_seconds: int = 10
+) -> Path:
     """Writes a data set and a recipe for 1 to 3 workers into `folder`; returns the recipe's file.
 
-    It looks every second whether it can grow, and takes workers for hung after 10 s. `mixed`: three
-    data sets, whose shares change evenly in the second half. `stay`: as `workers.stay`.
+    It looks every second whether it can grow. `mixed`: three data sets, whose shares change evenly
+    in the second half. `stay`, `hang_seconds`: as `workers.stay` and `workers.hang_seconds`.
     """
     if not mixed:
         write_data_set(folder / "data", samples=2000)
@@ -31,7 +33,7 @@ def write_recipe(folder: Path, *, steps: int, mixed: bool = False, stay: bool = 
         checkpoint={"every": 200, "hot_steps": HOT_STEPS, "hot_bytes": 2**26},
     )
     values["workers"] |= {"max": 3, "cpus": CPUS, "spares": True}
-    values["workers"] |= {"resize_seconds": 1, "hang_seconds": 10, "stay": stay}
+    values["workers"] |= {"resize_seconds": 1, "hang_seconds": hang_seconds, "stay": stay}
     if mixed:
         values |= _mixture(folder / "data", steps)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -55,10 +56,13 @@ def examine(
     """
     yield from _versions()
     yield _recipes()
-    yield from _machine()
+    machine = list(_machine())
+    yield from machine
     yield from _gpus()
     yield from _leftovers(clean)
-    yield from _ray(address)
+    # A local Ray would only fail again, and say less.
+    if address is not None or all(finding.status != "problem" for finding in machine):
+        yield from _ray(address)
     if storage is not None:
         advice = "check the path or URL, the credentials and the rights"
         yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
@@ -104,7 +108,9 @@ def _machine() -> Iterator[Finding]:
     )
     yield finding_of_memory(spare_bytes())
     yield finding_of_shared_memory(_SHARED_MEMORY)
-    yield finding_of_disk(shutil.disk_usage(Path.cwd()).free)
+    # Runs lie in the current folder by default, Ray's logs and what it spills in the other one.
+    folder = min((Path.cwd(), Path(tempfile.gettempdir())), key=_free_bytes)
+    yield finding_of_disk(folder, _free_bytes(folder))
 
 
 def finding_of_memory(available: int) -> Finding:
@@ -133,7 +139,7 @@ def finding_of_shared_memory(folder: Path) -> Finding:
             found="missing",
             advice="Ray's object store needs it: mount a tmpfs there",
         )
-    free = shutil.disk_usage(folder).free / _GIB
+    free = _free_bytes(folder) / _GIB
     is_enough = free >= _LEAST_SHARED_GIB
     return Finding(
         name=str(folder),
@@ -143,14 +149,18 @@ def finding_of_shared_memory(folder: Path) -> Finding:
     )
 
 
-def finding_of_disk(free: int) -> Finding:
-    """Return the finding for `free` bytes on the disk of the current folder."""
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def finding_of_disk(folder: Path, free: int) -> Finding:
+    """Return the finding for `free` bytes on the disk of a folder."""
     gib = free / _GIB
     is_enough = gib >= _LEAST_DISK_GIB
     return Finding(
         name="disk",
         status="ok" if is_enough else "warning",
-        found=f"{gib:.1f} GiB free",
+        found=f"{gib:.1f} GiB free in {folder}",
         advice="" if is_enough else f"data, checkpoints and logs need {_LEAST_DISK_GIB} GiB",
     )
 
