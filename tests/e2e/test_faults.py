@@ -45,7 +45,7 @@ class Undisturbed:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
-    return write_recipe(folder, steps=STEPS, hang_seconds=HANG_SECONDS)
+    return write_recipe(folder, steps=STEPS, hang_seconds=HANG_SECONDS, lr=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,19 @@ _SAMPLES = {"web": 1200, "code": 500, "books": 300}
 
 
 def write_recipe(
-    folder: Path, *, steps: int, mixed: bool = False, stay: bool = True, hang_seconds: int = 10
+    folder: Path,
+    *,
+    steps: int,
+    mixed: bool = False,
+    stay: bool = True,
+    hang_seconds: int = 10,
+    lr: float | None = None,
 ) -> Path:
     """Writes a data set and a recipe for 1 to 3 workers into `folder`; returns the recipe's file.
 
     It looks every second whether it can grow. `mixed`: three data sets, whose shares change evenly
-    in the second half. `stay`, `hang_seconds`: as `workers.stay` and `workers.hang_seconds`.
+    in the second half. `stay`, `hang_seconds`: as `workers.stay` and `workers.hang_seconds`. `lr`:
+    by default so small that the loss is not yet close to 0 at the end.
     """
     if not mixed:
         write_data_set(folder / "data", samples=2000)
@@ -29,7 +36,7 @@ def write_recipe(
         folder / "data",
         folder / "runs",
         steps=steps,
-        optimizer={"lr": 1.5 / steps},  # so that the loss is not yet close to 0 at the end
+        optimizer={"lr": lr or 1.5 / steps},
         checkpoint={"every": 200, "hot_steps": HOT_STEPS, "hot_bytes": 2**26},
     )
     values["workers"] |= {"max": 3, "cpus": CPUS, "spares": True}
