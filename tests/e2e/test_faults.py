@@ -105,11 +105,12 @@ def test_nodes_that_join_and_leave_cost_no_step(
 def test_a_killed_driver_is_continued_by_the_same_command(
     recipe: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    live = LiveRun(recipe, "driver-killed", tmp_path / "log", "workers.max=2")
+    often = "checkpoint.every=50"
+    live = LiveRun(recipe, "driver-killed", tmp_path / "log", "workers.max=2", often)
     live.wait_for_checkpoint()
     live.send(signal.SIGKILL)
     live.driver.wait()
-    again = LiveRun(recipe, "driver-killed", tmp_path / "again", "workers.max=1")
+    again = LiveRun(recipe, "driver-killed", tmp_path / "again", "workers.max=1", often)
     again.wait_for_group(1)
     again.interrupt()
     assert "is dead; taking over" in again.output
