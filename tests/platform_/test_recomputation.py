@@ -25,6 +25,7 @@ from elastrata.core.workload import Workload
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
+from support.fake_cuda import NEEDS_COMPILER
 from support.ranks import run_ranks
 from support.reduction_ranks import train_each_way
 from support.synthetic import MODERNBERT, SEQ_LEN, tiny_recipe, write_data_set
@@ -158,6 +159,7 @@ def test_compiled_gradients_are_equal_and_so_much_is_computed_again(
         assert (seen[attention] > 0, seen[f"{attention}_backward"]) == (way == "full", LAYERS)
 
 
+@NEEDS_COMPILER
 @DYNAMO_LOOKS
 @pytest.mark.parametrize(
     ("name", "way"),

@@ -9,9 +9,10 @@ import pytest
 from elastrata.cli.main import run
 from support import rehearsed
 from support.documented import documented_keys
-from support.fake_cuda import apart
+from support.fake_cuda import NEEDS_COMPILER, apart
 
 
+@NEEDS_COMPILER
 def test_a_rehearsal_tells_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["workload.num_layers=2", "batch_size=8", "parallel.pipeline=2"]
     assert run(["rehearse", "gpt/125m", *settings, "--cluster", "8xH100", "--json"]) == 0

@@ -30,6 +30,12 @@ _MODULES = (
 """Forks have made these imports, which take a core seconds."""
 
 
+HAS_COMPILER = any(map(shutil.which, ("g++", "clang++")))
+NEEDS_COMPILER = pytest.mark.skipif(
+    not HAS_COMPILER, reason="rehearsals and torch.compile need a C++ compiler: g++ or clang++"
+)
+
+
 def on_fake_cuda(
     function: Callable[..., Any], *args: Any, world_size: int | None = 8, rank: int = 0
 ) -> Any:
@@ -46,7 +52,7 @@ def on_fake_cuda(
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in such a process, where it can begin rehearsals."""
-    if not any(map(shutil.which, ("g++", "clang++"))):
+    if not HAS_COMPILER:
         pytest.skip("rehearsals need a C++ compiler: g++ or clang++")
     server = _server()
     server.send((function, args))
