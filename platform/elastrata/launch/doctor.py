@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -23,7 +24,6 @@ from elastrata_pipelines.storage import Storage
 _GIB = 2**30
 _RECOMMENDED_MEMORY_GIB, _LEAST_MEMORY_GIB = 4, 1
 _LEAST_SHARED_GIB, _LEAST_DISK_GIB = 1, 10
-_SHARED_MEMORY = Path("/dev/shm")
 _PROBE_BYTES = 2**20
 _SECONDS_FOR_A_TASK = 60.0
 
@@ -107,7 +107,8 @@ def _machine() -> Iterator[Finding]:
         advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
     )
     yield finding_of_memory(spare_bytes())
-    yield finding_of_shared_memory(_SHARED_MEMORY)
+    if sys.platform == "linux":  # elsewhere Ray uses a folder on disk
+        yield finding_of_shared_memory(Path("/dev/shm"))
     # Runs lie in the current folder by default, Ray's logs and what it spills in the other one.
     folder = min((Path.cwd(), Path(tempfile.gettempdir())), key=_free_bytes)
     yield finding_of_disk(folder, _free_bytes(folder))
