@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -150,6 +151,41 @@ class Storage:
         elif self.exists(*parts):
             self.fs.rm(self.path(*parts), recursive=True)
 
+    @contextmanager
+    def without_leftovers(self) -> Iterator[None]:
+        """Run the block, then remove the local folders that it has made on the way to this one and
+        left empty."""
+        path = Path(self.path())
+        missing = (
+            [one for one in (path, *path.parents) if not one.exists()] if self.is_local else []
+        )
+        try:
+            yield
+        finally:
+            for folder in missing:
+                with suppress(OSError), _locked(folder) as is_alone:  # another command's, or gone
+                    if is_alone:
+                        folder.rmdir()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Hold the only lock on the folder, which is made, for the time of the block.
+
+        Yields:
+            False if another process holds it. A remote folder, or one of a file system that has no
+            locks, cannot be locked: True.
+        """
+        if not self.is_local:
+            yield True
+            return
+        folder = Path(self.path())
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder) as is_alone:
+                if is_alone is not None:
+                    yield is_alone
+                    return
+
     def sha256(self, *parts: str) -> str:
         """The SHA-256 of a file, as `sha256sum` prints it."""
         digest = hashlib.sha256()
@@ -157,6 +193,29 @@ class Storage:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool | None]:
+    """Hold the lock of a folder; None if the folder was removed before it was locked."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        is_alone: bool | None = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_alone = False
+        except OSError:  # NFS and some FUSE mounts lock no folders
+            pass
+        if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            is_alone = None
+        yield is_alone
+    finally:
+        os.close(descriptor)
 
 
 def _abandon(stream: Any) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from elastrata.recipe.recipe import Recipe
+from elastrata.run.claim import TRIALS
 from elastrata.run.folder import DataSet, RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter
-from elastrata.sweeps.folder import JOURNAL, TRIALS, check_same_sweep, sweep_digest, write_sweep
+from elastrata.sweeps.folder import JOURNAL, check_same_sweep, sweep_digest, write_sweep
 from elastrata.sweeps.launch import check_journal
 from elastrata.sweeps.past import Past
 from elastrata.sweeps.result import read_result

@@ -252,7 +252,7 @@ def test_what_cannot_be_forked_is_told_and_nothing_is_begun(
 
 
 def test_a_name_that_is_taken_is_told(stem: Path) -> None:
-    with pytest.raises(UserError, match=r"--name: stem: there is such a run; .* --resume"):
+    with pytest.raises(UserError, match=r"--name: stem: .*/stem is a run; .* --resume"):
         planned(stem, "stem")
     interrupted = planned(stem, "interrupted")
     begin_fork(interrupted.fork)

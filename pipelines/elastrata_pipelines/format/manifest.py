@@ -37,7 +37,9 @@ LENGTHS = "lengths.npy"
 """Lengths of all samples in stored order (stripe after stripe), little-endian int32."""
 MOST_LENGTHS_CHECKED = 2**26
 """A quarter of a GiB: a second or two of a run's start."""
-TOKENIZER_DIR = "tokenizer"
+TOKENIZER_DIR, SHARDS = "tokenizer", "shards"
+BUILDING = ".building"
+"""The folder of a preparation's work, deleted at its end."""
 AGAIN = "prepare the data set again, with --overwrite"
 _CHECKSUM = "checksum"
 _CHECKSUM_FIRST = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')

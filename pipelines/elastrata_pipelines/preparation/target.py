@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, file_problems, read_held_out
-from elastrata_pipelines.format.manifest import AGAIN, LENGTHS, MANIFEST, TOKENIZER_DIR, Manifest
+from elastrata_pipelines.format.manifest import (
+    AGAIN,
+    BUILDING,
+    LENGTHS,
+    MANIFEST,
+    SHARDS,
+    TOKENIZER_DIR,
+    Manifest,
+)
 from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
 from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
 from elastrata_pipelines.storage import Storage
 
-BUILDING, SHARDS = ".building", "shards"
 _OURS = (KEPT_TOKENIZER, MANIFEST, PROVENANCE, LENGTHS, TOKENIZER_DIR, SHARDS, HELD_OUT, BUILDING)
+_TEMPORARY = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+"""What a process leaves that is killed while it writes a file."""
 _AGAIN = f"bring it back, or {AGAIN}"
 
 
@@ -44,10 +53,7 @@ class Target:
             names = self.storage.names()
         except Exception as error:  # every store has exceptions of its own
             raise UserError(f"{where}: cannot be read ({error})") from None
-        foreign = [name for name in names if not name.startswith(_OURS)]
-        if foreign:
-            some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-            raise UserError(f"{where}: holds other files ({some}); choose an empty or new folder")
+        self._check_ours(names)
         if MANIFEST not in names or overwrite:
             return None
         manifest = Manifest.find(self.storage)
@@ -61,6 +67,21 @@ class Target:
             )
         self._check_whole(manifest, held_out=held_out)
         return manifest
+
+    def _check_ours(self, names: Sequence[str]) -> None:
+        """Raise UserError for files of other origin: a data set shares its folder with nothing."""
+        foreign = [name for name in names if _TEMPORARY.sub("", name) not in _OURS]
+        if foreign:
+            some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise UserError(
+                f"{self.storage.uri()}: holds other files ({some}); choose an empty or new folder"
+            )
+        parent = Storage(self.storage.uri().rpartition("/")[0])
+        if parent.exists(MANIFEST) and parent.exists(SHARDS):
+            raise UserError(
+                f"{self.storage.uri()}: is inside the data set {parent.uri()}; choose another "
+                "folder"
+            )
 
     def _check_whole(self, manifest: Manifest, *, held_out: bool) -> None:
         """Raises UserError where a file is missing: whoever is told to prepare again comes here."""
@@ -89,10 +110,27 @@ class Target:
         Raises:
             UserError: the folder cannot be written.
         """
-        was_there = self.storage.exists()
+        with self.storage.without_leftovers(), self._locked():
+            yield from self._built()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with contextlib.ExitStack() as lock:
+            try:
+                is_alone = lock.enter_context(self.storage.exclusive())
+            except OSError as error:
+                raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
+            if not is_alone:
+                raise UserError(f"{self.storage.uri()}: another command is writing there")
+            yield
+
+    def _built(self) -> Iterator[Storage]:
         try:
+            self._check_ours(self.storage.names())  # again: another command may have begun there
             self.storage.delete(BUILDING)
             self.storage.write(b"", BUILDING, "begun")
+        except UserError:
+            raise
         except Exception as error:  # every store has exceptions of its own
             raise UserError(f"{self.storage.uri()}: cannot be written ({error})") from None
         try:
@@ -103,7 +141,6 @@ class Target:
                 self.storage.delete(KEPT_TOKENIZER)
             if not self.storage.exists(MANIFEST):
                 self.clear()
-                self._remove_folder(was_there)
             raise
         finally:
             self.storage.delete(BUILDING)
@@ -112,9 +149,3 @@ class Target:
         """Deletes what a preparation has written, the manifest first, what it works with not."""
         for name in (MANIFEST, *sorted(set(_OURS) - {MANIFEST, BUILDING, KEPT_TOKENIZER})):
             self.storage.delete(name)
-
-    def _remove_folder(self, was_there: bool) -> None:
-        self.storage.delete(BUILDING)
-        if self.storage.is_local and not was_there:
-            with contextlib.suppress(OSError):
-                Path(self.storage.path()).rmdir()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.cli.options import Json, RunName
+from elastrata.cli.options import Json, RunName, local_path
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def export(
     run: RunName,
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist or be empty.")],
+    out: Annotated[
+        Path,
+        typer.Option(callback=local_path, help="Folder to write; must not exist or be empty."),
+    ],
     checkpoint: Annotated[
         str, typer.Option(help="newest, best (smallest evaluation loss), or a step.")
     ] = "newest",

@@ -19,7 +19,15 @@ from elastrata.cli.inspect_report import (
     show_model,
     show_sources,
 )
-from elastrata.cli.options import Json, Overrides, Phase, Workers, numbers_of_workers, part_of
+from elastrata.cli.options import (
+    Json,
+    Overrides,
+    Phase,
+    Workers,
+    local_path,
+    numbers_of_workers,
+    part_of,
+)
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -60,7 +68,11 @@ RanksPerNode = Annotated[
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.png", help="Draw max/mean over several numbers of workers."),
+    typer.Option(
+        callback=local_path,
+        metavar="FILE.png",
+        help="Draw max/mean over several numbers of workers.",
+    ),
 ]
 Show = Annotated[
     int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,6 +50,19 @@ Phase = Annotated[
 Workers = Annotated[
     str, typer.Option(metavar="N[,N]...", help="Data-parallel workers to deal to, in turn.")
 ]
+
+
+def local_path(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a URL for an option that names a file or folder of this machine.
+
+    Raises:
+        UserError: it is one.
+    """
+    from elastrata.run.claim import check_local
+
+    if value is not None:
+        check_local(value, f"--{param.name}")
+    return value
 
 
 def numbers_of_workers(text: str) -> list[int]:

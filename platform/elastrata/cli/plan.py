@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.options import Json, Overrides, Phase, RecipeName, part_of
+from elastrata.cli.options import Json, Overrides, Phase, RecipeName, local_path, part_of
 from elastrata.cli.plan_mixed import mixed_result, refuse_options, show_mixed_plan
 from elastrata.cli.plan_report import (
     plan_result,
@@ -52,10 +52,14 @@ def plan(
         bool, typer.Option("--explain", help="Every term of the best layout.")
     ] = False,
     write: Annotated[
-        Path | None, typer.Option(help="New recipe file that trains under the best layout.")
+        Path | None,
+        typer.Option(
+            callback=local_path, help="New recipe file that trains under the best layout."
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG file: speed and memory of all layouts.")
+        Path | None,
+        typer.Option(callback=local_path, help="PNG file: speed and memory of all layouts."),
     ] = None,
     rehearse: Annotated[
         bool,

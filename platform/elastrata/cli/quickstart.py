@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from elastrata.cli.options import Json
+from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def quickstart(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as steps=200."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for everything it writes.")] = Path(
-        "quickstart"
-    ),
+    out: Annotated[
+        Path, typer.Option(callback=local_path, help="Folder for everything it writes.")
+    ] = Path("quickstart"),
     model: Annotated[
         Literal["bert", "modernbert", "gpt"],
         typer.Option(help="What is trained: a BERT, a ModernBERT or a GPT."),
@@ -56,10 +56,12 @@ def quickstart(
         last_evaluation,
         quickstart_recipe,
     )
+    from elastrata.run.claim import check_parent
     from elastrata_pipelines.storage import Storage
 
     started = time.monotonic()
     console = open_console(as_json=json)
+    check_parent(Storage(str(out)), key="--out")
     out = out.resolve()  # the run can then be exported from any folder
     corpus = collect_corpus(out / "corpus")
     console.print(

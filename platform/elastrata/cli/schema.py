@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from elastrata.cli.options import Json
+from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
@@ -18,7 +18,8 @@ Kind = Literal["recipe", "sweep", "cluster"]
 def schema(
     kind: Annotated[Kind, typer.Argument(help="Files of which kind.")] = "recipe",
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default: standard output.")
+        Path | None,
+        typer.Option(callback=local_path, help="File to write; default: standard output."),
     ] = None,
     keys: Annotated[
         bool, typer.Option("--keys", help="A page with every key of all kinds instead.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.options import Json, Overrides, RecipeName
+from elastrata.cli.options import Json, Overrides, RecipeName, local_path
 from elastrata.terminal.console import open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def simulate(
     intervals: Annotated[
         bool, typer.Option("--intervals", help="Look for the best steps between checkpoints.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file: workers over time.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=local_path, help="PNG file: workers over time.")
+    ] = None,
     seed: int = 0,
     json: Json = False,
 ) -> None:

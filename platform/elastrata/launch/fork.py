@@ -14,6 +14,7 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.shares import without_limits
+from elastrata.run.claim import check_folder, check_parent
 from elastrata.run.evidence import is_begun
 from elastrata.run.folder import RUN_FILE, RunIdentity, flatten, read_identity, resumed_recipe
 from elastrata.run.fork import Fork
@@ -122,12 +123,18 @@ def _of_step(saved: Sequence[Commit], wanted: str, step: str) -> Commit:
 def _taken(run: Storage) -> Iterator[str]:
     name = run.uri().rpartition("/")[2]
     if run.exists(RUN_FILE):
-        yield f"--name: {name}: there is such a run; `elastrata train --resume` goes on with it"
+        yield f"--name: {name}: {run.uri()} is a run; `elastrata train --resume` continues it"
     elif is_begun(run):
         yield (
             f"--name: {name}: {run.uri()} has checkpoints or a history but no {RUN_FILE}, as a "
             "fork that was interrupted leaves it; delete it, or choose another name"
         )
+    else:
+        try:
+            check_folder(run, "run", key="--name")
+            check_parent(Storage(run.uri().rpartition("/")[0]))
+        except UserError as error:
+            yield from error.problems
 
 
 def _problems(before: Recipe, recipe: Recipe, commit: Commit, parent: Storage) -> Iterator[str]:

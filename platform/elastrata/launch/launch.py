@@ -33,6 +33,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history
 from elastrata.run.chosen import find_commit, go_back
+from elastrata.run.claim import check_folder, check_parent, claim, is_copy
 from elastrata.run.evidence import check_continuation, is_begun
 from elastrata.run.facts import recipe_params, start_tags
 from elastrata.run.folder import (
@@ -45,7 +46,7 @@ from elastrata.run.folder import (
     write_identity,
 )
 from elastrata.run.history import HistoryWriter
-from elastrata.run.ownership import DRIVER_FILE, NewestStep, Ownership, own_run, read_owner
+from elastrata.run.ownership import NewestStep, Ownership, read_owner
 from elastrata.run.parent import ForkOrigin, Parent
 from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
@@ -103,11 +104,14 @@ def train(
     interrupt = interrupt or Interrupt()
     stopwatch.passed("preflight")
     Thread(target=_import_ahead, daemon=True).start()
+    begun_before = read_identity(run)
     origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
     parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
     with _owned(run, interrupt, show, origin) as ownership:
         show = _noting(ownership, show)
         identity = read_identity(run)
+        if identity != begun_before:  # another command began or continued it while this one looked
+            raise UserError(f"{run.uri()}: was changed by another command just now; try again")
         if identity:
             for commit in commits(run.sub("checkpoints"))[:1]:
                 restore_history(run.sub("history"), commit)
@@ -125,7 +129,7 @@ def train(
                 show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
             recipe = with_workers(recipe, gpus, resources)
             channel = open_channel()
-            tracker = _open_record(recipe, name, run, identity, data, parent, record)
+            tracker = _open_record(recipe, name, run, identity, data, parent, record, show)
             stopwatch.passed("record")
             show(Launched(seconds=stopwatch.seconds))
             driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
@@ -166,6 +170,8 @@ def look_over(
             f"{run.uri(RUN_FILE)}: missing, though the folder has checkpoints or a history; give "
             "it back, or choose another --name"
         )
+    check_folder(run, "run")
+    check_parent(Storage(run.uri().rpartition("/")[0]))
     if identity:
         check_same_run(run, identity, recipe, data_sets)
     if go_on_from is not None:
@@ -178,21 +184,15 @@ def look_over(
 def _owned(
     run: Storage, interrupt: Interrupt, show: Callable[[Event], None], origin: Commit | None
 ) -> Iterator[Ownership]:
-    """Runs its block as the run's only driver, gone back to `origin` where there is one. A run that
-    was never begun leaves no folder."""
-    ownership: Ownership | None = None
+    """Run the block as the run's only driver, gone back to `origin` if there is one."""
     before = read_owner(run)
-    try:
-        with own_run(run, lost=interrupt.lose, warn=lambda line: _warn(show, line)) as ownership:
-            if origin:
-                go_back(run, origin, lambda line: _warn(show, line))
-            if before and not before.released:
-                clear_away(before.process, lambda line: show(Warned(text=line)))
-                _note_death(run, f"the driver is gone ({before})", show)
-            yield ownership
-    finally:
-        if ownership and not ownership.is_lost and run.names() == [DRIVER_FILE]:
-            run.delete()
+    with claim(run, "run", lost=interrupt.lose, warn=lambda line: _warn(show, line)) as ownership:
+        if origin:
+            go_back(run, origin, lambda line: _warn(show, line))
+        if before and not before.released:
+            clear_away(before.process, lambda line: show(Warned(text=line)))
+            _note_death(run, f"the driver is gone ({before})", show)
+        yield ownership
 
 
 def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Event], None]:
@@ -246,8 +246,16 @@ def _open_record(
     data: TrainingData,
     parent: Parent | None,
     record: Tracker | None,
+    show: Callable[[Event], None],
 ) -> Tracker:
     """Starts the run's folder and its record, or goes on with them."""
+
+    def is_copied(original: str) -> bool:
+        if found := is_copy(run, original, _mlflow_run_id):
+            line = f"{run.uri()}: a copy of {original}; it gets an MLflow run of its own"
+            _warn(show, line)
+        return found
+
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
     size = {"model.parameters": num_parameters(recipe.workload, data)}
     origin = identity.origin if identity else None
@@ -261,6 +269,7 @@ def _open_record(
         | (parent.to_tags() if parent else {})
         | (origin.to_tags() if origin else {}),
         inputs=data.inputs,
+        is_copy=is_copied,
     )
     tracker.log_artifact(RECIPE_FILE, to_yaml(recipe).encode())
     now = RunIdentity(
@@ -275,6 +284,11 @@ def _open_record(
     if identity:
         catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))
     return tracker
+
+
+def _mlflow_run_id(run: Storage) -> str | None:
+    identity = read_identity(run)
+    return identity.mlflow_run_id if identity else None
 
 
 def _committed(checkpoints: Storage) -> list[Committed]:

@@ -24,6 +24,7 @@ from elastrata.core.weight_files import AS_TRAINED, WeightForm, num_numbers
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.chosen import chosen_commit
+from elastrata.run.claim import EXPORTING, check_local
 from elastrata.run.comparison import digest_of
 from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity, read_recipe
 from elastrata.run.model_card import CARD, ModelCard
@@ -121,6 +122,7 @@ def check_free(out: Path) -> None:
     Raises:
         UserError: there is something.
     """
+    check_local(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
 
@@ -189,7 +191,7 @@ def model_card(
     """The card of a commit's export."""
     marker = run.read("checkpoints", commit.folder, MARKER)
     return ModelCard(
-        name=identity.name,
+        name=run.uri().rpartition("/")[2],
         version=version("elastrata"),
         exported_as=recipe.workload.exported_as,
         dtype=form.dtype_name,
@@ -230,22 +232,25 @@ def _filled_whole(out: Path) -> Iterator[Path]:
     Raises:
         UserError: `out` cannot be written.
     """
-    is_new = not out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        scratch = TemporaryDirectory(dir=out, prefix=".export-")
-    except OSError as error:
-        raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None
-    try:
-        with scratch:
-            folder = Path(scratch.name) / "model"
-            yield folder
-            _respect_umask(folder)
-            for path in folder.iterdir():
-                path.rename(out / path.name)
-    finally:
-        if is_new and not any(out.iterdir()):
-            out.rmdir()
+    target = Storage(str(out))
+    with target.without_leftovers():
+        try:
+            with target.exclusive() as is_alone:
+                if not is_alone:
+                    raise UserError(f"--out: {out}: another command is writing there")
+                check_free(out)  # again: another command may have begun there
+                yield from _filled(out)
+        except OSError as error:
+            raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None
+
+
+def _filled(out: Path) -> Iterator[Path]:
+    with TemporaryDirectory(dir=out, prefix=EXPORTING) as scratch:
+        folder = Path(scratch) / "model"
+        yield folder
+        _respect_umask(folder)
+        for path in folder.iterdir():
+            path.rename(out / path.name)
 
 
 def _respect_umask(folder: Path) -> None:

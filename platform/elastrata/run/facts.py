@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from elastrata.run.folder import flatten
+from elastrata.tracking.tracker import RUN_DIR
 
 PACKAGES = ("elastrata", "ray", "torch", "transformers", "pyarrow", "mlflow")
 
@@ -51,7 +52,7 @@ def start_tags(
     source = {"mlflow.source.name": "elastrata", "mlflow.source.type": "LOCAL"}
     return {
         "data.fingerprint": data_fingerprint,
-        "run_dir": run_dir,
+        RUN_DIR: run_dir,
         **source,
         **({"git.commit": commit, "mlflow.source.git.commit": commit} if commit else {}),
         **{f"hardware.{name}": value for name, value in hardware(resources).items()},

@@ -270,7 +270,8 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
         advice = "put back what it was, and give the keys to change on the command line"
         raise UserError(*(f"{line}; {advice}" for line in altered))
     text = run.read(RECIPE_FILE)
-    places: dict[str, Any] = {"name": identity.name, "storage": run.uri().rpartition("/")[0]}
+    storage, _, name = run.uri().rpartition("/")  # not the recorded name: a folder can be renamed
+    places: dict[str, Any] = {"name": name, "storage": storage}
     places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
     written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
     with NamedTemporaryFile(suffix=".yaml") as copy:

@@ -21,7 +21,8 @@ from elastrata.checkpoints.commit import (
     size_problems,
 )
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import DataSet, RunIdentity, write_identity
+from elastrata.run.claim import claim, folder_kind
+from elastrata.run.folder import RECIPE_FILE, DataSet, RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter
 from elastrata.run.inherited import FORKED
 from elastrata.run.mixtures import Mixtures
@@ -70,31 +71,41 @@ class Fork:
 
 
 def begin_fork(fork: Fork) -> None:
-    """Writes the folder of a fork, as a run that was stopped after the parent's step.
+    """Write the folder of a fork, as a run that was stopped after the parent's step.
 
-    A run begins to exist with the last file that is written: a folder that was left before has
-    none.
+    A run begins to exist with the last file that is written. Nothing is left of a fork that fails.
 
     Raises:
-        UserError: the parent's checkpoint has gone, or the folder cannot be written.
+        UserError: the parent's checkpoint has gone, the folder holds something or another command
+            works in it, or it cannot be written.
     """
     try:
-        origin = fork.origin
-        if owner_is_alive(fork.parent) is False:
-            restore_history(fork.parent.sub("history"), fork.commit)
-        _copy_commit(fork)
-        writer = HistoryWriter(fork.run.sub("history"), _FIRST, _refuse, writer="d")
-        writer.add(FORKED, _entry(origin, fork.commit))
-        writer.flush()
-        write_identity(
-            fork.run,
-            RunIdentity(
-                name=_name(fork.run), data=fork.data, origin=origin, mixtures=fork.mixtures
-            ),
-            fork.recipe,
-        )
+        with claim(fork.run, "run", lost=_refuse):
+            if folder_kind(fork.run) != "nothing":
+                raise UserError(f"{fork.run.uri()}: was begun by another command just now")
+            try:
+                _write(fork)
+            except BaseException:
+                for name in ("checkpoints", "history", RECIPE_FILE):
+                    fork.run.delete(name)
+                raise
     except OSError as error:
         raise UserError(f"{fork.run.uri()}: cannot be begun ({error})") from None
+
+
+def _write(fork: Fork) -> None:
+    origin = fork.origin
+    if owner_is_alive(fork.parent) is False:
+        restore_history(fork.parent.sub("history"), fork.commit)
+    _copy_commit(fork)
+    writer = HistoryWriter(fork.run.sub("history"), _FIRST, _refuse, writer="d")
+    writer.add(FORKED, _entry(origin, fork.commit))
+    writer.flush()
+    write_identity(
+        fork.run,
+        RunIdentity(name=_name(fork.run), data=fork.data, origin=origin, mixtures=fork.mixtures),
+        fork.recipe,
+    )
 
 
 def _entry(origin: ForkOrigin, commit: Commit) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from elastrata.run.claim import TRIALS, folder_kind, with_article
 from elastrata.run.folder import RUN_FILE
 from elastrata.run.state import State
 from elastrata.run.status import status
@@ -35,15 +36,23 @@ def named_run(name: str, storage: str = RUNS) -> Storage:
     if "://" in name or here.exists(RUN_FILE):
         return here
     if "/" in name:
-        raise UserError(f"{here.uri()}: no run here ({RUN_FILE} is missing)")
+        raise UserError(f"{here.uri()}: no run here ({RUN_FILE} is missing){_hint(here)}")
     under = Storage(storage).sub(name)
     if under.exists(RUN_FILE):
         return under
     known = run_names(Storage(storage))
     raise UserError(
         f"{name}: no run here ({RUN_FILE} is missing), and none of that name in "
-        f"{Storage(storage).uri()}{nearest(name, known)}"
+        f"{Storage(storage).uri()}{_hint(under) or _hint(here) or nearest(name, known)}"
     )
+
+
+def _hint(folder: Storage) -> str:
+    """Return what the folder is, for the end of the line that says that it is no run."""
+    found = folder_kind(folder)
+    if found == "sweep":
+        return f"; it is a sweep, and its trials are the runs in {folder.uri(TRIALS)}"
+    return "" if found in ("nothing", "other files", "run") else f"; it is {with_article(found)}"
 
 
 def place_of_model(model: str) -> str:

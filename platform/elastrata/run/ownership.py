@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from threading import Event, Thread
 from typing import Annotated
 
@@ -78,6 +79,9 @@ class Owner(BaseModel):
     """Unix time, by the host's own clock, of the newest beat."""
     released: bool = False
     """Whether it has ended and said so."""
+    folder: str | None = None
+    """The folder that it owns: a copy of this file in another folder owns nothing. None: written by
+    an earlier version."""
     newest: NewestStep | None = None
     """None: no step yet."""
 
@@ -185,11 +189,16 @@ def own_run(
         before = read_owner(run)
     if before and not before.released:
         _refuse_beside(run, before, warn)
-    me = _this_process(beat_seconds)
-    with _told(run, "written"):
+    me = _this_process(beat_seconds).model_copy(update={"folder": run.uri()})
+    with _told(run, "written"), run.exclusive() as is_alone:
+        rival = read_owner(run)
+        if not is_alone or (rival and not rival.released and rival.token != _token(before)):
+            raise UserError(
+                _in_use(run, rival) if rival else f"{run.uri()}: another command is beginning there"
+            )
         _write(run, me)
         winner = read_owner(run)
-    if winner and winner.token != me.token:
+    if winner and winner.token != me.token:  # a remote store, which has no lock
         raise UserError(_in_use(run, winner))
     ownership = Ownership(run, me, lost)
     try:
@@ -205,7 +214,8 @@ def read_owner(run: Storage) -> Owner | None:
         UserError: the file is damaged.
     """
     try:
-        return read_record(Owner, run, DRIVER_FILE)
+        owner = read_record(Owner, run, DRIVER_FILE)
+        return owner.model_copy(update={"released": True}) if _is_copied(run, owner) else owner
     except FileNotFoundError:
         return None
     except UnreadableError:
@@ -213,6 +223,19 @@ def read_owner(run: Storage) -> Owner | None:
     except UserError as error:
         advice = "delete it once no driver of this run is left"
         raise UserError(*(f"{line}; {advice}" for line in error.problems)) from None
+
+
+def _is_copied(run: Storage, owner: Owner) -> bool:
+    """Return whether the file came with a copy of a folder whose own driver it describes."""
+    if owner.folder in (None, run.uri()) or not run.is_local:
+        return False
+    original = Path(owner.folder, DRIVER_FILE)
+    # A folder that is reached by two paths, through a link, has one file.
+    return original.exists() and not original.samefile(run.path(DRIVER_FILE))
+
+
+def _token(owner: Owner | None) -> str | None:
+    return owner.token if owner else None
 
 
 def owner_is_alive(run: Storage) -> bool | None:

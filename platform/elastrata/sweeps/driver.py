@@ -19,11 +19,12 @@ from elastrata.checkpoints.commit import commits
 from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata.run.claim import SWEEP_FILE, is_copy
 from elastrata.run.export import export_model, loadable
 from elastrata.run.facts import recipe_params, start_tags
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.domains import Value
-from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE, read_journal, sweep_digest
+from elastrata.sweeps.folder import BASE_FILE, JOURNAL, read_journal, sweep_digest
 from elastrata.sweeps.publish import publish
 from elastrata.sweeps.record import SweepRecord
 from elastrata.sweeps.schedulers import PbtConfig, build_scheduler
@@ -89,6 +90,12 @@ class SweepDriver:
         entries = read_journal(folder).entries
         recipe = job.base.recipe
         launches = [entry for entry in entries if entry["kind"] == LAUNCHED]
+
+        def is_copied(original: str) -> bool:
+            if found := is_copy(folder, original, _mlflow_run_id):
+                warn(f"{folder.uri()}: a copy of {original}; it gets MLflow runs of its own")
+            return found
+
         data = training_data(recipe)
         whole = open_tracker(
             recipe.tracking,
@@ -98,6 +105,7 @@ class SweepDriver:
             params=recipe_params(config.model_dump(mode="json")),
             tags=start_tags(data.train.manifest.fingerprint, folder.uri(), resources),
             inputs=data.inputs,
+            is_copy=is_copied,
         )
         for name in (SWEEP_FILE, BASE_FILE):
             whole.log_artifact(name, folder.read(name))
@@ -260,6 +268,11 @@ class SweepDriver:
             publish(self.folder, self.standings, self.config, self.record.whole)
         except Exception as error:  # pictures do not undo a sweep
             self.warn(f"no report of the sweep: {error}")
+
+
+def _mlflow_run_id(folder: Storage) -> str | None:
+    launches = [entry for entry in read_journal(folder).entries if entry["kind"] == LAUNCHED]
+    return launches[-1]["mlflow_run_id"] if launches else None
 
 
 class _Stop(tune.Stopper):

@@ -13,6 +13,7 @@ from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.run import history
 from elastrata.run.chain import foreign_lines
+from elastrata.run.claim import SWEEP_FILE, TRIALS
 from elastrata.run.folder import flatten, read_values
 from elastrata.run.history import History
 from elastrata.sweeps.standings import LAUNCHED
@@ -21,8 +22,7 @@ from elastrata_pipelines.checked_json import list_names, read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
-SWEEP_FILE, BASE_FILE = "sweep.yaml", "recipe.yaml"
-JOURNAL, TRIALS, PLOTS, REPORT_FILE = "journal", "trials", "plots", "report.html"
+BASE_FILE, JOURNAL, PLOTS, REPORT_FILE = "recipe.yaml", "journal", "plots", "report.html"
 _WHERE_AND_HOW = ("name", "storage", "workers", "checkpoint", "tracking")
 MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_failures", "keep"}
 """Keys of a sweep that it may be continued with another value of; of the recipe, what it says

@@ -14,11 +14,12 @@ from elastrata.cluster.ray_session import ray_session
 from elastrata.recipe.data_spec import preparations
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.ownership import DRIVER_FILE, Ownership, own_run, read_owner
+from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
+from elastrata.run.ownership import read_owner
 from elastrata.run.parts import part_names
 from elastrata.sweeps.driver import Show, SweepDriver
 from elastrata.sweeps.file import check_sweep
-from elastrata.sweeps.folder import TRIALS, check_same_sweep, read_journal, write_sweep
+from elastrata.sweeps.folder import check_same_sweep, read_journal, write_sweep
 from elastrata.sweeps.result import SweepResult
 from elastrata.sweeps.searchers import GridConfig
 from elastrata.sweeps.slots import slots
@@ -60,8 +61,10 @@ def sweep(
     missing = _missing_data(base.recipe)
     if not missing:
         _trial_tokens(base.recipe)
-    check_storage(root)
     folder = root.sub(name)
+    check_folder(folder, "sweep")
+    check_parent(root)
+    check_storage(root)
     interrupt = Interrupt()
     with _owned(folder, interrupt, warn):
         check_same_sweep(folder, config, base.recipe)
@@ -92,17 +95,12 @@ def sweep(
 
 @contextmanager
 def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
-    """Runs its block as the sweep's only driver. A sweep that was never begun leaves no folder."""
-    ownership: Ownership | None = None
+    """Run the block as the sweep's only driver."""
     before = read_owner(folder)
-    try:
-        with own_run(folder, lost=interrupt.lose, warn=warn) as ownership:
-            if before and not before.released:
-                clear_away(before.process, warn)
-            yield
-    finally:
-        if ownership and not ownership.is_lost and folder.names() == [DRIVER_FILE]:
-            folder.delete()
+    with claim(folder, "sweep", lost=interrupt.lose, warn=warn):
+        if before and not before.released:
+            clear_away(before.process, warn)
+        yield
 
 
 def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.sweeps.folder import SWEEP_FILE, read_journal, read_sweep, sweep_digest
+from elastrata.run.claim import SWEEP_FILE
+from elastrata.sweeps.folder import read_journal, read_sweep, sweep_digest
 from elastrata.sweeps.standings import LAUNCHED, Standings, Trial
 from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import base_recipe

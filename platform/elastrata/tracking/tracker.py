@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -37,6 +37,8 @@ METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's 
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
 PARENT = "mlflow.parentRunId"
+RUN_DIR = "run_dir"
+"""The tag that names the folder of a run: its newest place."""
 """MLflow's tag that makes a run a part of another one."""
 _HOPELESS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
 
@@ -215,6 +217,7 @@ def open_tracker(
     params: Mapping[str, object],
     tags: Mapping[str, object],
     inputs: Sequence[DataInput] = (),
+    is_copy: Callable[[str], bool] = lambda folder: False,
 ) -> Tracker:
     """Starts the record of a run, or goes on with it.
 
@@ -230,6 +233,8 @@ def open_tracker(
         params: the recipe as dotted paths.
         tags: facts about this start: commit, versions, fingerprint of the data.
         inputs: the data sets that it reads, and all parts of it.
+        is_copy: whether this run is a copy of the one in the folder that it is called with, which
+            the record has as `run_dir`; a copy gets an MLflow run of its own.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment is deleted.
@@ -238,10 +243,11 @@ def open_tracker(
     with opened(uri) as client:
         experiment_id = experiment_of(client, config.experiment, uri)
         run = find_run(client, run_id)
-        if run is None:
+        folder = run.data.tags.get(RUN_DIR) if run else None
+        if run is None or (folder not in (None, tags.get(RUN_DIR)) and is_copy(folder)):
             run = client.create_run(experiment_id, run_name=run_name, tags=_first_tags(run_id))
         else:
-            client.update_run(run.info.run_id, status="RUNNING")
+            client.update_run(run.info.run_id, status="RUNNING", name=run_name)
         _log_params(client, run, params)
         _set_tags(client, run.info.run_id, tags)
         log_inputs(client, run.info.run_id, inputs)

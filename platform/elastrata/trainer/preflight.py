@@ -197,8 +197,9 @@ def check_storage(storage: Storage) -> None:
     """
     probe = f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        storage.write(b"probe", probe)
-        storage.delete(probe)
+        with storage.without_leftovers():
+            storage.write(b"probe", probe)
+            storage.delete(probe)
     except Exception as error:
         raise UserError(
             f"storage: {storage.url}: cannot be written ({type(error).__name__}: {error})"
