@@ -212,7 +212,7 @@ def switch_off_randomness(tokenizer: Any) -> list[str]:
     return found
 
 
-def refusal(error: BaseException, what: str) -> UserError:
+def refusal(error: BaseException, what: str, where: str = "tokenizer") -> UserError:
     """Return the line for an error of `tokenizers`, whose panics are no `Exception`.
 
     Raises:
@@ -220,7 +220,7 @@ def refusal(error: BaseException, what: str) -> UserError:
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-    return UserError(f"tokenizer: {what} ({' '.join(str(error).split())[:300]})")
+    return UserError(f"{where}: {what} ({' '.join(str(error).split())[:300]})")
 
 
 def _space_marker(description: dict[str, Any]) -> str | None:
@@ -249,9 +249,8 @@ def load_tokenizer(name: str) -> TokenizerFiles:
         path = _local_copy(name, scratch)
         try:
             tokenizer = _load_with_transformers(path)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"tokenizer.load: {name}: cannot be loaded ({reason})") from None
+        except BaseException as error:  # transformers raises whatever its parsers raise
+            raise refusal(error, f"{name}: cannot be loaded", "tokenizer.load") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"tokenizer.load: {name}: has no tokenizer.json; only fast tokenizers work")
     return as_files(tokenizer)
