@@ -48,6 +48,8 @@ def prepare(
     corpus = Corpus.find(config, report)
     load = config.tokenizer.load
     tokenizer = load_tokenizer(load) if load is not None else None
+    for setting in tokenizer.switched_off if tokenizer else ():
+        report(f"the tokenizer's {setting} is switched off: ids are not drawn", 1, 1, "tokenizers")
     fingerprint, provenance = corpus.fingerprint(tokenizer), corpus.provenance(tokenizer)
     target = Target(Storage(Storage(out).uri()))  # absolute: workers run in other folders
     wanted = config.held_out is not None

@@ -88,7 +88,11 @@ class Corpus:
             digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
             size = sum(size for _, size, _ in mine)
             files[str(source.name)] = FilesOfSource(files=len(mine), bytes=size, sha256=digest)
-        return Provenance(configuration=self._configuration(tokenizer), files=files)
+        return Provenance(
+            configuration=self._configuration(tokenizer),
+            files=files,
+            switched_off=tokenizer.switched_off if tokenizer else (),
+        )
 
     @cached_property
     def _of_tokenizer(self) -> Corpus | None:
@@ -167,6 +171,9 @@ class Corpus:
         """
         frame = tokenizer.frame()
         pair_frame = tokenizer.pair_frame() if self.config.pairs else None
+        if pair_frame and not pair_frame.has_segments:
+            self.report("the tokenizer's types of pairs are not 0 and 1, as in training", 1, 1,
+                        "tokenizers")  # fmt: skip
         special = (pair_frame or frame).num_tokens
         if self.config.seq_len < special + 2:
             raise UserError(

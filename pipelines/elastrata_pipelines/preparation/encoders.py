@@ -16,6 +16,7 @@ import numpy as np
 from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.packing import ranges
 from elastrata_pipelines.preparation.samples import Ints, Tokens
+from elastrata_pipelines.preparation.tokenizer import parse_tokenizer, refusal
 
 _BATCH_CHARACTERS = 2**18
 _SAMPLE_TEXTS = 48
@@ -24,10 +25,25 @@ _CACHED_WORDS, _CACHED_CHARACTERS = 2**19, 2**25
 _MUCH_SPACE = 100_000
 _WIDE = re.compile(rf"\s{{{_MUCH_SPACE}}}")
 
-# GPT-2's pattern, as tokenizers' ByteLevel has it, in the equivalent form that never backtracks
-_GPT2_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _CL100K.replace("{1,3}", "")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_PATTERNS = {
+    # in the equivalent form that never backtracks
+    _GPT2: r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    _CL100K: _CL100K,
+    _QWEN2: _QWEN2,
+}
+"""Patterns of Split that tokenizers' regular expressions and tiktoken's read alike, down to the
+class of every character, and that leave no character out; as tiktoken gets them."""
+_BPE_SETTINGS = {
+    *("type", "vocab", "merges", "dropout", "ignore_merges"),
+    *("continuing_subword_prefix", "end_of_word_suffix"),
+    *("unk_token", "fuse_unk", "byte_fallback"),  # without effect: no byte is unknown
+}
 
 
 class Encoder(Protocol):
@@ -72,8 +88,15 @@ class ExactEncoder:
         self._tokenizer = tokenizer
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Ids of all texts."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Ids of all texts.
+
+        Raises:
+            UserError: the tokenizer has none for a text, as it lacks a token for what is unknown.
+        """
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise refusal(error, "gives no ids for a text") from None
         return _end_to_end([encoding.ids for encoding in encoded])
 
 
@@ -155,7 +178,8 @@ class WordCacheEncoder:
 
 
 class CheckedEncoder:
-    """A fast encoder, held against the exact one on a sample of every portion.
+    """A fast encoder, held against the exact one on a sample of every portion: a second look, since
+    `make_encoder` takes only what is equal by construction.
 
     Neither is shown a long text whole.
     """
@@ -218,66 +242,78 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 @lru_cache(maxsize=2)
 def make_encoder(tokenizer_json: str) -> CheckedEncoder:
-    """The encoder of a tokenizer; one thread, since Ray fills the cores with processes."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from tokenizers import Tokenizer
+    """The encoder of a tokenizer; one thread, since Ray fills the cores with processes.
 
-    tokenizer = Tokenizer.from_str(tokenizer_json)
+    Another encoder takes a tokenizer's place only where it gives equal ids by construction: every
+    setting is one that it is known to follow. Any other setting, and the tokenizer itself is used.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = parse_tokenizer(tokenizer_json)
     tokenizer.encode_special_tokens = True
     exact = ExactEncoder(tokenizer)
-    description = json.loads(tokenizer_json)
-    if not all(token["special"] for token in description.get("added_tokens", [])):
+    description = json.loads(tokenizer.to_str())  # with every default, as the library reads it
+    if not all(token["special"] for token in description["added_tokens"]):
         return CheckedEncoder(None, exact)
-    return CheckedEncoder(_word_cache(description, exact) or _tiktoken(description), exact)
+    if _is_bert(description):
+        return CheckedEncoder(WordCacheEncoder(exact), exact)
+    return CheckedEncoder(_tiktoken(tokenizer, description), exact)
 
 
-def _word_cache(description: dict[str, Any], exact: ExactEncoder) -> Encoder | None:
-    kinds = tuple(
-        (description.get(part) or {}).get("type")
-        for part in ("normalizer", "pre_tokenizer", "model")
-    )
-    bert = kinds == ("BertNormalizer", "BertPreTokenizer", "WordPiece")
-    return WordCacheEncoder(exact) if bert else None
+def _is_bert(description: dict[str, Any]) -> bool:
+    kinds = [
+        (description[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")
+    ]
+    return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
-def _tiktoken(description: dict[str, Any]) -> Encoder | None:
-    """A tiktoken encoder where the tokenizer is byte-level BPE without frills."""
+def _tiktoken(tokenizer: Any, description: dict[str, Any]) -> Encoder | None:
+    """Return a tiktoken encoder where the tokenizer is byte-level BPE without frills.
+
+    tiktoken merges any two neighbours that make a token, tokenizers those that are listed. If every
+    token is made by one merge alone, and the listed merges make it of its own bytes, these are the
+    same: two neighbours are what the merges have made of their bytes so far, and on the way to a
+    token of these bytes there is one such state, that of its own merge.
+    """
     model = description["model"]
-    pattern = _split_pattern(description)
-    frills = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    if model["type"] != "BPE" or pattern is None or any(model.get(frill) for frill in frills):
+    pattern = _split_pattern(description["pre_tokenizer"])
+    frills = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+    if model["type"] != "BPE" or not _BPE_SETTINGS.issuperset(model) or pattern is None:
+        return None
+    if description["normalizer"] is not None or any(model.get(frill) for frill in frills):
         return None
     characters = _byte_characters()
     vocab: dict[str, int] = model["vocab"]
-    if description.get("normalizer") or not all(letter in vocab for letter in characters):
+    merged = ["".join(merge) for merge in model["merges"]]
+    tokens = [*characters, *merged]
+    if len(set(tokens)) < len(tokens) or not vocab.keys() >= set(tokens):
         return None
-    merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in model["merges"]]
-    tokens = list(dict.fromkeys([*characters, *merged]))
-    if not all(token in vocab for token in tokens):
+    if not characters.keys() >= set("".join(merged)) or not _makes(tokenizer.model, merged, vocab):
         return None
     as_bytes = [bytes(characters[letter] for letter in token) for token in tokens]
     return TiktokenEncoder(pattern, as_bytes, [vocab[token] for token in tokens])
 
 
-def _split_pattern(description: dict[str, Any]) -> str | None:
-    """The regular expression by which a byte-level tokenizer splits text into words."""
-    outer = description.get("pre_tokenizer") or {}
-    stages = outer.get("pretokenizers", [outer])
-    *before, last = stages
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+def _makes(model: Any, tokens: list[str], ids: dict[str, int]) -> bool:
+    """Whether a model makes each of these tokens of its own text."""
+    from tokenizers import Tokenizer
+
+    encoded = Tokenizer(model).encode_batch_fast(tokens, add_special_tokens=False)
+    return all(made.ids == [ids[token]] for made, token in zip(encoded, tokens, strict=True))
+
+
+def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
+    """The regular expression by which a byte-level tokenizer splits text into words, for tiktoken;
+    None where it does anything else, or by another expression."""
+    outer = pre_tokenizer or {}
+    *before, last = outer.get("pretokenizers") or [outer]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not before}
+    if {**byte_level, "trim_offsets": last.get("trim_offsets")} != last:
         return None
     if not before:
-        return _GPT2_PATTERN if last.get("use_regex", True) else None
-    split = before[0]
-    plain = (
-        split.get("type") == "Split"
-        and split.get("behavior") == "Isolated"
-        and not split.get("invert")
-    )
-    if len(before) > 1 or not plain or last.get("use_regex", True):
-        return None
-    pattern = split["pattern"].get("Regex")
-    return None if pattern is None else str(pattern)
+        return _PATTERNS[_GPT2]
+    (split, *others), pattern = before, before[0].get("pattern", {})
+    plain = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return _PATTERNS.get(pattern.get("Regex")) if split == plain and not others else None
 
 
 def _byte_characters() -> dict[str, int]:

@@ -24,6 +24,8 @@ class PairFrame:
     prefix: tuple[int, ...]
     middle: tuple[int, ...]
     suffix: tuple[int, ...]
+    has_segments: bool = True
+    """Whether the tokenizer gives B and the suffix type 1, all before type 0, as training does."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from elastrata_pipelines.storage import Storage
 
 PROVENANCE = "preparation.json"
 _SHOWN = 12
+_SWITCHED_OFF = {"switched_off"}  # earlier versions, which had none, write the same bytes
 
 
 class FilesOfSource(Record):
@@ -33,9 +34,13 @@ class Provenance(Record):
     unknown_tokens: dict[str, int] | None = None
     """By the names of the sources; None where the tokenizer knows all text."""
 
+    switched_off: tuple[str, ...] = ()
+    """Settings of the loaded tokenizer that drew ids at random, such as `dropout 0.1`."""
+
     def to_json(self) -> bytes:
         """The bytes of its file in the folder of a data set."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True).encode()
+        values = self.model_dump(mode="json", exclude=None if self.switched_off else _SWITCHED_OFF)
+        return json.dumps(values, indent=1, sort_keys=True).encode()
 
     @classmethod
     def read(cls, storage: Storage) -> Self | None:

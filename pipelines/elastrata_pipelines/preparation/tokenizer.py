@@ -29,6 +29,11 @@ _ROLES = (
     "mask_token",
 )
 _VOLATILE = ("name_or_path", "is_local", "local_files_only", "_commit_hash", "tokenizer_file")
+# every setting of tokenizers' models, and of SentencePiece, that draws ids at random
+_RANDOM_OF_MODEL = ("dropout", "alpha", "nbest_size")
+_RANDOM_OF_SENTENCEPIECE = ("enable_sampling", "alpha", "nbest_size")
+_MARKERS = (2**32 - 1, 2**32 - 2)
+"""Ids that stand for a text and for a second one where a tokenizer frames them."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,12 @@ class TokenizerFiles:
 
     tokenizer_json: str
     config_json: str
+    switched_off: tuple[str, ...] = ()
+    """Settings that drew ids at random and were taken out of the files, such as `dropout 0.1`."""
 
     @cached_property
     def _parsed(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_str(self.tokenizer_json)
+        return parse_tokenizer(self.tokenizer_json)
 
     @cached_property
     def _description(self) -> dict[str, Any]:
@@ -76,48 +81,80 @@ class TokenizerFiles:
     def unknown_id(self) -> int | None:
         """The id of what the tokenizer does not know; None where it knows all text."""
         found = self.token_id("unk_token")
+        if found is None and (unknown := self._description["model"].get("unk_token")):
+            found = self._parsed.token_to_id(unknown)  # a tokenizer.json alone names no roles
         others = {self.token_id(role) for role in _ROLES if role != "unk_token"}
         return None if found in others else found
 
     def frame(self) -> Frame:
-        """The ids around a text, by the tokenizer's own post-processor.
+        """Return the ids around a text, by the tokenizer's own post-processor.
 
         Where it puts nothing after a text, documents end with the end-of-sequence token, if any.
+
+        Raises:
+            UserError: the post-processor does not keep a text once and whole.
         """
-        bare, framed = self._ids("a"), self._ids("a", special=True)
-        at = _find(framed, bare)
-        prefix, suffix = tuple(framed[:at]), tuple(framed[at + len(bare) :])
+        framed, _ = self._framed(1)
+        at = framed.index(_MARKERS[0])
+        prefix, suffix = tuple(framed[:at]), tuple(framed[at + 1 :])
         eos = self.token_id("eos_token")
         return Frame(prefix, suffix, () if suffix or eos is None else (eos,))
 
     def pair_frame(self) -> PairFrame:
-        """The ids around a pair of texts.
+        """Return the ids around a pair of texts, by the tokenizer's own post-processor.
 
         Raises:
-            UserError: the tokenizer puts nothing between two texts.
+            UserError: the tokenizer puts nothing between two texts, or does not keep both.
         """
-        first, second = self._ids("a"), self._ids("b")
-        framed = self._ids("a", "b", special=True)
-        at = _find(framed, first)
-        begin = at + len(first)
-        middle = _find(framed[begin:], second)
-        if not middle:
+        framed, types = self._framed(2)
+        first, second = map(framed.index, _MARKERS)
+        if second == first + 1:
             raise UserError("pairs: the tokenizer puts no token between two texts, as BERT's does")
-        frame = tuple(framed[:at]), tuple(framed[begin : begin + middle])
-        return PairFrame(*frame, tuple(framed[begin + middle + len(second) :]))
+        return PairFrame(
+            prefix=tuple(framed[:first]),
+            middle=tuple(framed[first + 1 : second]),
+            suffix=tuple(framed[second + 1 :]),
+            has_segments=types == [0] * second + [1] * (len(types) - second),
+        )
+
+    def _framed(self, texts: int) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor makes of one marker per text, and their types.
+
+        A frame is what the post-processor does, never what an example shows: an alphabet may lack
+        any letter that one would try.
+        """
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+
+        markers = _MARKERS[:texts]
+        words = {str(marker): marker for marker in markers}
+        marked = Tokenizer(WordLevel(words, unk_token=str(markers[0])))
+        try:
+            framed = self._parsed.post_process(*map(marked.encode, words))
+        except BaseException as error:
+            raise refusal(error, "frames no text") from None
+        if [token for token in framed.ids if token in markers] != list(markers):
+            what = "the text once" if texts == 1 else "the first text once, then the second once"
+            raise UserError(f"tokenizer: its template gives {framed.tokens}: expected {what} in it")
+        foreign = {*framed.ids} - {*markers} - {*self.ids.values()}
+        if foreign:
+            raise UserError(
+                f"tokenizer: its template adds id {min(foreign)}, which no token of its has"
+            )
+        return list(framed.ids), list(framed.type_ids)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around it."""
-        return self._ids(text)
+        try:
+            ids: list[int] = self._parsed.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise refusal(error, "gives no ids for a text") from None
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out."""
         text: str = self._parsed.decode(list(ids), skip_special_tokens=True)
         return text
-
-    def _ids(self, *texts: str, special: bool = False) -> list[int]:
-        ids: list[int] = self._parsed.encode(*texts, add_special_tokens=special).ids
-        return ids
 
     def vocabulary(self) -> Vocabulary:
         """The vocabulary: all that training must know of the tokenizer."""
@@ -154,9 +191,36 @@ class TokenizerFiles:
         return {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": self.config_json}
 
 
-def _find(ids: Sequence[int], part: Sequence[int]) -> int:
-    """Where `part` begins in `ids`."""
-    return next(i for i in range(len(ids) + 1) if list(ids[i : i + len(part)]) == list(part))
+def parse_tokenizer(tokenizer_json: str) -> Any:
+    """Return the tokenizer of a file such that equal text has equal ids, and all of them."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    switch_off_randomness(tokenizer)
+    return tokenizer
+
+
+def switch_off_randomness(tokenizer: Any) -> list[str]:
+    """Switch off whatever draws ids at random in a tokenizer of `tokenizers`, and list it."""
+    found = []
+    for setting in _RANDOM_OF_MODEL:
+        if value := getattr(tokenizer.model, setting, None):
+            setattr(tokenizer.model, setting, None)
+            found.append(f"{setting} {value:g}")
+    return found
+
+
+def refusal(error: BaseException, what: str, where: str = "tokenizer") -> UserError:
+    """Return the line for an error of `tokenizers`, whose panics are no `Exception`.
+
+    Raises:
+        BaseException: `error`, where it is of another origin.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return UserError(f"{where}: {what} ({' '.join(str(error).split())[:300]})")
 
 
 def _space_marker(description: dict[str, Any]) -> str | None:
@@ -185,9 +249,8 @@ def load_tokenizer(name: str) -> TokenizerFiles:
         path = _local_copy(name, scratch)
         try:
             tokenizer = _load_with_transformers(path)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"tokenizer.load: {name}: cannot be loaded ({reason})") from None
+        except BaseException as error:  # transformers raises whatever its parsers raise
+            raise refusal(error, f"{name}: cannot be loaded", "tokenizer.load") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"tokenizer.load: {name}: has no tokenizer.json; only fast tokenizers work")
     return as_files(tokenizer)
@@ -229,7 +292,8 @@ def wrap(**arguments: object) -> Any:
 
 
 def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
-    """The files of a transformers tokenizer, without truncation, padding and traces of its origin.
+    """The files of a transformers tokenizer, without truncation, padding, randomness and traces of
+    its origin.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -237,9 +301,16 @@ def as_files(tokenizer: Any, **config: object) -> TokenizerFiles:
     """
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
+    switched_off = switch_off_randomness(tokenizer.backend_tokenizer)
     with tempfile.TemporaryDirectory(prefix="elastrata-") as scratch:
         tokenizer.save_pretrained(scratch)
         saved = json.loads((Path(scratch) / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer_json = (Path(scratch) / "tokenizer.json").read_text(encoding="utf-8")
     kept = {name: value for name, value in saved.items() if name not in _VOLATILE}
-    return TokenizerFiles(tokenizer_json, json.dumps({**kept, **config}, indent=1, sort_keys=True))
+    sentencepiece = kept.get("sp_model_kwargs")
+    if isinstance(sentencepiece, Mapping) and sentencepiece.get("enable_sampling"):
+        rest = {k: v for k, v in sentencepiece.items() if k not in _RANDOM_OF_SENTENCEPIECE}
+        kept["sp_model_kwargs"] = rest
+        switched_off.append("enable_sampling")
+    config_json = json.dumps({**kept, **config}, indent=1, sort_keys=True)
+    return TokenizerFiles(tokenizer_json, config_json, tuple(switched_off))

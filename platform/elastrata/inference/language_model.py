@@ -19,6 +19,7 @@ from elastrata.run.export import ExportedModel, export_model
 from elastrata.run.folder import RUN_FILE, read_identity, read_recipe
 from elastrata.run.weights import TRAINED
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.preparation.encoders import make_encoder
 from elastrata_pipelines.preparation.packing import Frame, Texts, cut
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
 from elastrata_pipelines.storage import Storage
@@ -152,8 +153,8 @@ def perplexity(model: LanguageModel, text: str) -> Perplexity:
     Raises:
         UserError: the text is too short to predict any token.
     """
-    tokens = np.array(model.tokenizer.encode(text), dtype=np.uint32)
-    whole = Texts(ids=np.zeros(1, np.uint64), lengths=np.array([len(tokens)]), tokens=tokens)
+    tokens, lengths, _ = make_encoder(model.tokenizer.tokenizer_json).encode([text])
+    whole = Texts(ids=np.zeros(1, np.uint64), lengths=lengths, tokens=tokens)
     samples = cut(whole, model.frame, seq_len=model.max_positions, min_tokens=1)
     total, count = 0.0, 0
     for sample in np.split(samples.tokens, np.cumsum(samples.lengths)[:-1]):
