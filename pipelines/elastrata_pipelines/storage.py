@@ -15,6 +15,9 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.core import url_to_fs
 
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
+
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -27,7 +30,12 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a path or URL, and the path in it.
 
     A local path is taken as it is: fsspec itself would read `a::b` as a chain of URLs.
+
+    Raises:
+        UserError: the URL holds a secret: what is opened is recorded, too.
     """
+    if (hidden := without_secrets(url)) != url:
+        raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
         fs, path = url_to_fs(url)
         return fs, str(path)
