@@ -167,6 +167,20 @@ class Storage:
         return digest.hexdigest()
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of this machine that somebody reads later: whole or not at all, as half a recipe
+    is one of another model, and half a trace one of fewer events.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    place = path.resolve()  # a link stays one
+    if place.exists() and not place.is_file():
+        place.write_bytes(data)  # a pipe or /dev/stdout, which nothing may replace
+    else:
+        Storage(str(place.parent)).write(data, place.name)
+
+
 def _abandon(stream: Any) -> None:
     """Closes a remote file so that nothing of it appears, where its file system knows how to."""
     if not hasattr(stream, "discard"):

@@ -4,6 +4,8 @@ without one are kept as they are."""
 from __future__ import annotations
 
 import random
+import signal
+from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
@@ -92,6 +94,15 @@ def harmless(rng: random.Random) -> str:
     return rng.choice(CHAINS[:5] if "://" in urls[0] else CHAINS[:1]) + rng.choice(urls)
 
 
+@pytest.fixture
+def signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_as_before")
 @pytest.mark.parametrize("seed", seeds())
 def test_a_secret_is_refused_and_shown_nowhere(
     seed: int, capfd: pytest.CaptureFixture[str]

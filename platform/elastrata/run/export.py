@@ -241,7 +241,9 @@ def _filled_whole(out: Path) -> Iterator[Path]:
             folder = Path(scratch.name) / "model"
             yield folder
             _respect_umask(folder)
-            for path in folder.iterdir():
+            # Nothing loads a folder without its configuration: it comes last, lest one that was
+            # killed here be taken for whole, without its tokenizer or its masks.
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
                 path.rename(out / path.name)
     finally:
         if is_new and not any(out.iterdir()):
