@@ -1,5 +1,5 @@
-"""Secrets in URLs. Of a URL are recorded its scheme, host, path and the query keys of a list; a value
-with anything else in it is refused, and never shown.
+"""Secrets in URLs. Of a URL are recorded its scheme, host, path and the query keys of a list; a
+value with anything else in it is refused, and never shown.
 
 The class: whatever logs in, where a URL can hold it. What belongs into a URL differs by scheme, so
 one table decides.
@@ -51,10 +51,14 @@ _RULES = {
 }
 """By scheme; every other one is treated as the web is."""
 _KEPT_KEYS = frozenset(
-    "version versionid revision rev ref branch tag format lang language download dl raw export id "
-    "page offset limit start end part split config name file filename path sv signed host port "
-    "driver charset sslmode sslrootcert sslcert sslkey ssl_ca ssl_cert ssl_key connect_timeout "
-    "application_name timeout encrypt trustservercertificate".split()
+    (
+        *("version", "versionid", "revision", "rev", "ref", "branch", "tag", "format", "lang"),
+        *("language", "download", "dl", "raw", "export", "id", "page", "offset", "limit", "start"),
+        *("end", "part", "split", "config", "name", "file", "filename", "path", "sv", "signed"),
+        *("host", "port", "driver", "charset", "sslmode", "sslrootcert", "sslcert", "sslkey"),
+        *("ssl_ca", "ssl_cert", "ssl_key", "connect_timeout", "application_name", "timeout"),
+        *("encrypt", "trustservercertificate"),
+    )
 )
 """Query keys that are recorded. Those of databases name files that hold keys."""
 _KEPT_VALUE = re.compile(r"[\w.,:+/ -]*")
@@ -66,12 +70,15 @@ _SECRET_NAME = re.compile(
 _BEGIN = re.compile(r"(?i)(?<![\w+.-])(?P<scheme>[a-z][a-z0-9+.-]*):(?P<slashes>[/\\]+)")
 _CHAINED = re.compile(r"(?i)\s*(?:[a-z][\w+.-]*::)*[a-z][a-z0-9+.-]*:[/\\]")
 _LINK = re.compile(r"(?i)::(?=[a-z][a-z0-9+.-]*:[/\\])")
-_HOSTS = re.compile(r"(?:\[[^\]@]*\]|[^\[\]:@%]*)(?::\d*)?")
+_HOSTS = re.compile(r"(?:\[[^\]@]*\]|[^\[\]:@%;&=]*)(?::\d*)?")
 _USER_IN_LINE = re.compile(r"[^/?#\s'\"<>\\]*@")
-_NAME_IN_LINE = re.compile(r"(?<=[?&;#])(?P<name>[\w.%+-]{1,200})=(?=[^\s'\"])")
+_NAME_IN_LINE = re.compile(
+    r"(?<=[?&;#])(?P<name>[\w.%+-]{1,200})=(?!\*{3}(?:[^\w*]|$))(?=[^\s'\"])"
+)
 _WORD_END = re.compile(r"[\s'\"]|$")
 _SHOWN_NAME = re.compile(r"[A-Za-z%_-]{1,24}")
 """A longer name, or one with digits, may be the secret itself."""
+_WORD = re.compile(r"(?i)(?<![\w+.-])[a-z][a-z0-9+.-]*://[^\s'\"<>]*[^\s'\"<>:,.;()\[\]{}?!]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MOST_ENCODINGS = 5
 
@@ -105,14 +112,20 @@ def without_secrets(text: str) -> str:
     # urllib and fsspec leave line breaks and tabs out: what they would connect to is looked at.
     plain = _CONTROL.sub("", text)
     if not _CHAINED.match(plain):
-        hidden = hide_secrets(plain)
+        hidden = _without_certain(plain)
     else:
-        hidden = hide_secrets("::".join(map(_recorded, _LINK.split(plain))))
+        hidden = _without_certain("::".join(map(_recorded, _LINK.split(plain))))
     return text if hidden == plain else hidden
 
 
 def hide_secrets(line: str) -> str:
-    """Return a line of words with `***` for users, passwords and signatures in the URLs in it."""
+    """Return a line of words with `***` for what is not recorded of the URLs in it."""
+    return _WORD.sub(lambda word: _recorded(word.group()), _without_certain(line))
+
+
+def _without_certain(line: str) -> str:
+    """Return a line with `***` for users, passwords and signatures in the URLs in it. A URL in
+    other text may be a pattern, as in `document_start`: its query is not taken apart."""
     if "://" not in line and "=" not in line:
         return line
     parts, end = list[str](), 0
@@ -156,7 +169,7 @@ def _is_user(rules: _Rules, user: str) -> bool:
 
 def _is_path_only(rules: _Rules, begin: re.Match[str]) -> bool:
     """Return whether no host stands behind the slashes, as in `file:///path`."""
-    return rules.is_local and len(begin["slashes"]) > 2  # noqa: PLR2004
+    return rules.is_local and len(begin["slashes"]) > 2
 
 
 def _is_login(host: str, rules: _Rules) -> bool:

@@ -29,7 +29,9 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> list[Statement]:
     """What MLflow executes to make a database, in order."""
     found: list[Statement] = []
 
-    def note(_connection: Any, _cursor: Any, text: str, values: Any, _context: Any, many: bool) -> None:  # noqa: E501
+    def note(
+        _connection: Any, _cursor: Any, text: str, values: Any, _context: Any, many: bool
+    ) -> None:
         if not text.lstrip().upper().startswith(("SELECT", "PRAGMA")):
             found.append((text, values, many))
 
@@ -61,7 +63,10 @@ def case(path: Path, statements: list[Statement], rng: random.Random, name: str)
     for file in path.parent.iterdir():
         file.unlink()
     done = len(statements) if rng.random() < 0.15 else rng.randrange(len(statements))
-    has_records, damage = rng.random() < 0.3, rng.choice(("", "", "cut", "torn", "empty", "journal"))
+    has_records, damage = (
+        rng.random() < 0.3,
+        rng.choice(("", "", "cut", "torn", "empty", "journal")),
+    )
     name = f"{name}: {done} of {len(statements)}, records {has_records}, {damage}"
     has_records = begin(path, statements[:done], rng if has_records else None)
     is_cut = wreck(path, damage, rng)

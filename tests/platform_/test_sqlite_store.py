@@ -165,7 +165,7 @@ def test_half_of_one_with_records_is_refused_and_stays(
 def test_a_database_of_another_program_is_refused(path: Path) -> None:
     path.unlink()
     execute(path, "CREATE TABLE customers (name TEXT)")
-    with pytest.raises(UserError, match="of another program .tables customers."):
+    with pytest.raises(UserError, match=r"of another program .tables customers."):
         record(f"sqlite:///{path}")
     path.unlink()
     execute(path, "CREATE TABLE customers (name TEXT)", "INSERT INTO customers VALUES ('me')")
@@ -196,7 +196,10 @@ def small_files(most_bytes: int) -> Iterator[None]:
 )
 def test_a_disk_that_is_full_while_it_is_made(tmp_path: Path, limit: int) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    with small_files(limit), pytest.raises(UserError, match="cannot be used: .sqlite3.OperationalError"):
+    with (
+        small_files(limit),
+        pytest.raises(UserError, match=r"cannot be used: .sqlite3.OperationalError"),
+    ):
         record(uri)
     assert {file.name for file in tmp_path.iterdir()} == {"mlflow.db.lock"}
     record(uri)
