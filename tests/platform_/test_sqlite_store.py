@@ -136,11 +136,17 @@ def test_what_was_set_aside_before_stays(path: Path) -> None:
         (no_version, "half of an MLflow database, without alembic_version's"),
         (no_table_of_versions, "half of an MLflow database, without alembic_version;"),
         (no_runs, "half of an MLflow database, without runs;"),
-        (lambda path: path.write_bytes(path.read_bytes()[:4096]), "damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:100_001]), "damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:50]), "damaged, or no SQLite database"),
-        (lambda path: path.write_text("This is no database, but a text.\n" * 9), "damaged, or no"),
+        (lambda path: path.write_bytes(path.read_bytes()[:4096]), "cannot be reached: damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100_001]), "cannot be reached: damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be reached: damaged"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:50]),
+            "cannot be reached: damaged, or no SQLite database",
+        ),
+        (
+            lambda path: path.write_text("This is no database, but a text.\n" * 9),
+            "cannot be reached: damaged, or no",
+        ),
     ],
 )
 def test_half_of_one_with_records_is_refused_and_stays(

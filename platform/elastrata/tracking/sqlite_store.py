@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from elastrata_pipelines.errors import UserError
 
@@ -53,7 +54,9 @@ def check_database(path: Path) -> bool:
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError as error:
-        raise UserError(f"{path}: damaged, or no SQLite database ({error}); {_AGAIN}") from None
+        raise UserError(
+            f"{path}: cannot be reached: damaged, or no SQLite database ({error}); {_AGAIN}"
+        ) from None
     missing = ", ".join(sorted(_CORE - tables)) or f"{_VERSION}'s or {_EXPERIMENTS}' rows"
     raise UserError(f"{path}: half of an MLflow database, without {missing}; {_AGAIN}")
 
@@ -91,7 +94,8 @@ def _make(path: Path) -> None:
     from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    store = SqlAlchemyStore(f"sqlite:///{path}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+    make: Any = SqlAlchemyStore  # MLflow does not say its types
+    store = make(f"sqlite:///{path}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
 
 
