@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from elastrata_pipelines.url_secrets import hide_secrets
+
 _MOST_CHARACTERS = 4000
 """Most characters of a line: a name may be as long as somebody wants it."""
 _MOST_COMPARED = 100
@@ -21,7 +23,8 @@ class UserError(Exception):
 
     Args:
         problems: a complete line each: what is wrong, where (file, key, value), what was expected.
-            What is no printable character of a line is shown as Python writes it.
+            What is no printable character of a line is shown as Python writes it, and secrets in
+            URLs are not shown.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -52,6 +55,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _one_line(text: str) -> str:
+    text = hide_secrets(text)
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2 - 2
         text = f"{text[:half]}...{text[-half:]}"

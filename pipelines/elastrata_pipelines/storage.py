@@ -16,6 +16,9 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.core import url_to_fs
 
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
+
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -28,7 +31,12 @@ def locate(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a path or URL, and the path in it.
 
     A local path is taken as it is: fsspec itself would read `a::b` as a chain of URLs.
+
+    Raises:
+        UserError: the URL holds a secret: what is opened is recorded, too.
     """
+    if (hidden := without_secrets(url)) != url:
+        raise UserError(f"{hidden}: {NO_SECRET}")
     if not is_local(url):
         fs, path = url_to_fs(url)
         return fs, str(path)
@@ -216,6 +224,20 @@ def _locked(folder: Path) -> Iterator[bool | None]:
         yield is_alone
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of this machine that somebody reads later: whole or not at all, as half a recipe
+    is one of another model, and half a trace one of fewer events.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    place = path.resolve()  # a link stays one
+    if place.exists() and not place.is_file():
+        place.write_bytes(data)  # a pipe or /dev/stdout, which nothing may replace
+    else:
+        Storage(str(place.parent)).write(data, place.name)
 
 
 def _abandon(stream: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
+from elastrata_pipelines.configured_text import refuse_unprintable
+from elastrata_pipelines.url_secrets import refuse_secrets
 
 NAME = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 """The form of names that become parts of metrics and folders."""
@@ -21,6 +22,7 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        hide_input_in_errors=True,  # pydantic would print a URL with all that is in it
     )
 
     @field_validator("*")

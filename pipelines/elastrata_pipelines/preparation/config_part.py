@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from elastrata_pipelines.configured_text import refuse_secrets, refuse_unprintable
+from elastrata_pipelines.configured_text import refuse_unprintable
+from elastrata_pipelines.url_secrets import refuse_secrets
 
 
 class ConfigPart(BaseModel):
@@ -16,6 +17,7 @@ class ConfigPart(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        hide_input_in_errors=True,  # pydantic would print a URL with all that is in it
     )
 
     @field_validator("*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -36,8 +37,10 @@ from elastrata.cluster.interrupt import SIGNALS, is_ending
 from elastrata.core.allocator import expand_segments
 from elastrata.terminal.console import print_error, print_json_line
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_KEY = re.compile(r"(?:--)?[\w.-]+")
 
 _COMMANDS = (
     quickstart,
@@ -113,6 +116,7 @@ def run(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if argument != "--traceback"]
 
     def command() -> object:
+        _refuse_secrets(rest)
         return app(rest or ["--help"], prog_name="elastrata", standalone_mode=False)
 
     return outcome(command, as_json="--json" in rest, with_traceback="--traceback" in arguments)
@@ -140,13 +144,34 @@ def outcome(command: Callable[[], object], *, as_json: bool, with_traceback: boo
     except Exception as error:
         failure = FAILED, (_one_line(error), *getattr(error, "__notes__", []))
         if with_traceback:
-            traceback.print_exc()
+            sys.stderr.write(hide_secrets(traceback.format_exc()))
     else:
         return code if isinstance(code, int) else 0
-    print_error(*failure[1])
+    lines = [*map(hide_secrets, failure[1])]
+    print_error(*lines)
     if as_json:
-        print_json_line({"status": "error", "errors": list(failure[1])})
+        print_json_line({"status": "error", "errors": lines})
     return failure[0]
+
+
+def _refuse_secrets(arguments: Sequence[str]) -> None:
+    """Make sure that no argument is a URL that may not be recorded, before anything shows one.
+
+    Raises:
+        UserError: a line for each that is.
+    """
+    problems = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        key, equals, value = argument.partition("=")
+        if not equals or not _KEY.fullmatch(key):
+            key, value = before if before.startswith("--") else "", argument
+        value = value.strip("'\"")
+        # A prompt is recorded nowhere, and may be any URL but one with a password.
+        hidden = hide_secrets(value if "generate" in arguments[:1] else without_secrets(value))
+        if hidden != value:
+            problems.append(": ".join(filter(None, ("command line", key, hidden, NO_SECRET))))
+    if problems:
+        raise UserError(*problems)
 
 
 def _usage(error: typer.TyperException) -> str:

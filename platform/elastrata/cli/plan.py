@@ -248,6 +248,7 @@ def _write(
 ) -> None:
     """A variant of the recipe that says the layout, and what the command line changed."""
     from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
+    from elastrata_pipelines.storage import write_whole
 
     if keys is None:
         raise UserError("--write: this version trains this recipe under none of the layouts")
@@ -258,8 +259,10 @@ def _write(
     for dotted, value in keys.items():
         _set(values, dotted, value)
     base = os.path.relpath(recipe, path.parent) if Path(recipe).is_file() else recipe
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(header + dump_yaml({"extends": base, **values}), encoding="utf-8")
+    try:
+        write_whole(path, (header + dump_yaml({"extends": base, **values})).encode())
+    except OSError as error:
+        raise UserError(f"--write: {path}: cannot be written ({error.strerror})") from None
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import typer
 from elastrata.cli.options import Json, local_path
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import write_whole
 
 Kind = Literal["recipe", "sweep", "cluster"]
 
@@ -74,6 +75,6 @@ def _page() -> str:
 
 def _write(out: Path, text: str) -> None:
     try:
-        out.write_text(text, encoding="utf-8")
+        write_whole(out, text.encode())
     except OSError as error:
         raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None

@@ -17,6 +17,7 @@ from ray.job_submission import JobSubmissionClient
 
 from elastrata.deploy.cluster_file import find_cluster_file, is_launched
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.url_secrets import NO_SECRET, without_secrets
 
 _PORT = 8265
 _SECONDS_FOR_A_TUNNEL = 60.0
@@ -41,6 +42,8 @@ def job_server(cluster: str) -> Iterator[JobSubmissionClient]:
     Raises:
         UserError: there is none, or it does not let us in.
     """
+    if (hidden := without_secrets(cluster)) != cluster:
+        raise UserError(f"--cluster: {hidden}: {NO_SECRET}")
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     if cluster == "auto" or ":" in cluster:

@@ -24,8 +24,9 @@ from elastrata.recipe.value_types import (
     model_of,
 )
 from elastrata.recipe.yaml_reader import RecipeText
-from elastrata_pipelines.configured_text import MOST_CHARACTERS, without_secrets
+from elastrata_pipelines.configured_text import MOST_CHARACTERS
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.url_secrets import without_secrets
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 50
@@ -100,11 +101,11 @@ def misread_booleans(model: Model, text: RecipeText) -> list[str]:
 def shown_value(value: Any) -> str:
     """A value as YAML would have it, in one line, cut where it is long, and without secrets."""
     if isinstance(value, str):
-        shown = repr(without_secrets(value[:MOST_CHARACTERS]))
+        shown = repr(without_secrets(value)[:MOST_CHARACTERS])
     else:
         part = _part(value, [_SHOWN_CHARACTERS])
         dumped = yaml.safe_dump(part, default_flow_style=True, width=10**9, sort_keys=False)
-        shown = without_secrets(dumped.removesuffix("\n...\n").strip())
+        shown = dumped.removesuffix("\n...\n").strip()
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 3]}..."
 
 
@@ -112,7 +113,7 @@ def _part(value: Any, room: list[int]) -> Any:
     """As much of a value as may be shown: so many texts, numbers, lists and sections of it."""
     room[0] -= 1
     if isinstance(value, str):
-        return value[:MOST_CHARACTERS]
+        return without_secrets(value)[:MOST_CHARACTERS]  # cut first, a URL may lose its @
     if isinstance(value, Mapping):
         return {_part(k, room): _part(v, room) for k, v in value.items() if room[0] > 0}
     if isinstance(value, list | tuple):

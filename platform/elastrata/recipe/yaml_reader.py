@@ -14,6 +14,7 @@ from elastrata.recipe.alternatives import replaced_keys, type_below
 from elastrata.recipe.value_types import Model
 from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.url_secrets import hide_secrets, without_secrets
 
 COMMAND_LINE = "command line"
 _EXTENDS = "extends"
@@ -147,6 +148,7 @@ def _shown(path: Path) -> str:
 
 
 def _cut(text: str) -> str:
+    text = hide_secrets(without_secrets(text))
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 

@@ -241,7 +241,7 @@ def _filled_whole(out: Path) -> Iterator[Path]:
                 check_free(out)  # again: another command may have begun there
                 yield from _filled(out)
         except OSError as error:
-            raise UserError(f"--out: {out}: cannot be written ({error.strerror})") from None
+            raise UserError(f"--out: {out}: cannot be written ({error})") from None
 
 
 def _filled(out: Path) -> Iterator[Path]:
@@ -249,7 +249,9 @@ def _filled(out: Path) -> Iterator[Path]:
         folder = Path(scratch) / "model"
         yield folder
         _respect_umask(folder)
-        for path in folder.iterdir():
+        # Nothing loads a folder without its configuration: it comes last, lest an export that was
+        # killed here be taken for whole, without its tokenizer or its masks.
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(out / path.name)
 
 

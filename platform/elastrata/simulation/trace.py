@@ -13,6 +13,7 @@ import numpy as np
 
 from elastrata.recipe.yaml_values import read_text
 from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.storage import write_whole
 
 Kind = Literal["join", "lose", "drain", "kill", "driver"]
 KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "kill", "driver")
@@ -171,4 +172,4 @@ def write_trace(events: Iterable[Event], path: Path) -> None:
     """Writes events so that `read_trace` reads them."""
     lines = [",".join(_COLUMNS)]
     lines += [f"{event.seconds:.3f},{event.kind},{event.workers}" for event in events]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, ("\n".join(lines) + "\n").encode())

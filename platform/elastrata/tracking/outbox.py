@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from elastrata_pipelines.url_secrets import hide_secrets
+
 _log = logging.getLogger(__name__)
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 
@@ -82,5 +84,5 @@ class Outbox:
 
 
 def _brief(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    lines = hide_secrets(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastrata.tracking.colors import BLUE, GRID, INK, PALE_BLUE, QUIET, RED
+from elastrata_pipelines.storage import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -290,5 +292,7 @@ def smoothed(values: npt.NDArray[np.float64], window: int) -> Any:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a picture into a PNG file, whose folder is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    path = path if path.suffix else path.with_suffix(".png")  # as matplotlib would
+    stream = io.BytesIO()
+    figure.savefig(stream, format=path.suffix[1:])
+    write_whole(path, stream.getvalue())

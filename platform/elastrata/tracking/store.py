@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from elastrata.tracking.sqlite_store import check_database, put_database
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
 
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SECONDS_TO_ANSWER = 5.0
@@ -34,6 +35,8 @@ def tracking_uri(configured: str | None, storage: Storage) -> str:
     Raises:
         UserError: none is configured and the storage is remote, or it is not a URI MLflow knows.
     """
+    if configured is not None and without_secrets(configured) != configured:
+        raise UserError(f"tracking.uri: {without_secrets(configured)}: {NO_SECRET}")
     if configured is None:
         if not storage.is_local:
             raise UserError(
@@ -70,6 +73,8 @@ def check_reachable(uri: str) -> None:
             port = parts.port or {"http": 80, "https": 443, "mysql": 3306}.get(parts.scheme, 5432)
             host = parts.hostname or "localhost"
             socket.create_connection((host, port), _SECONDS_TO_ANSWER).close()
+    except UserError as error:
+        raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"tracking.uri: {shown(uri)}: cannot be reached ({error})") from error
 
@@ -79,10 +84,7 @@ def _check_sqlite(path: Path) -> None:
     if not path.exists():  # and must not for a moment: another process may be about to make it
         tempfile.TemporaryFile(dir=path.parent).close()
         return
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version").fetchall()
-        database.execute("BEGIN IMMEDIATE")
-        database.rollback()
+    check_database(path)
 
 
 def sqlite_path(uri: str) -> Path | None:
@@ -97,11 +99,11 @@ def artifact_location(uri: str) -> str | None:
 
 
 def shown(uri: str) -> str:
-    """The URI without a password in it."""
+    """The URI without a user in it, and without secrets."""
     parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
+    if "@" in parts.netloc:
+        uri = urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
+    return without_secrets(uri)
 
 
 def quiet_client(uri: str) -> Any:
@@ -118,9 +120,13 @@ def quiet_client(uri: str) -> Any:
         with alone(uri), warnings.catch_warnings():
             # MLflow's own models use what SQLAlchemy deprecates: nothing a user can change.
             warnings.simplefilter("ignore", DeprecationWarning)
+            if path := sqlite_path(uri):
+                put_database(path)
             return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except Exception as error:  # a missing database driver, a broken URL
-        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {error}") from error
+    except UserError as error:
+        raise UserError(*(f"tracking.uri: {line}" for line in error.problems)) from None
+    except Exception as error:  # a missing database driver, a broken URL, a full disk
+        raise UserError(f"tracking.uri: {shown(uri)}: cannot be used: {_reason(error)}") from error
 
 
 @contextmanager
@@ -172,7 +178,8 @@ def check_store(uri: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]
+    lines = hide_secrets(str(error)).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def experiment_of(client: Any, name: str, uri: str) -> str:

@@ -1,0 +1,252 @@
+"""MLflow's SQLite database: made whole or not at all, and half of one is never trusted."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from elastrata.tracking import sqlite_store
+from elastrata.tracking.sqlite_store import check_database, put_database
+from elastrata.tracking.store import check_store, experiment_of, opened
+from elastrata_pipelines.errors import UserError
+from support.command import wait_until
+from support.empty_store import put_empty_store
+from support.forks import fork, forks
+
+RUNS = 3
+LIMITS = (0, 4096, 100_000, 400_000, 700_000, 900_000)
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return put_empty_store(tmp_path / "runs")
+
+
+@pytest.fixture
+def made_at_once(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow takes seconds to make a database, always the same one."""
+    template = shutil.copy(path, tmp_path / "template.db")
+    monkeypatch.setattr(sqlite_store, "_make", lambda new: shutil.copy(template, new))
+
+
+def execute(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        for statement in statements:
+            database.execute(statement)
+
+
+def record(uri: str) -> str:
+    with opened(uri) as client:
+        return str(client.create_run(experiment_of(client, "here", uri)).info.run_id)
+
+
+def recorded(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as database:
+        return int(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+
+
+def no_bytes(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def no_version(path: Path) -> None:
+    execute(path, "DELETE FROM alembic_version")
+
+
+def no_table_of_versions(path: Path) -> None:
+    execute(path, "DROP TABLE alembic_version")
+
+
+def no_experiment(path: Path) -> None:
+    execute(path, "DELETE FROM experiments")
+
+
+def no_runs(path: Path) -> None:
+    execute(path, "DROP TABLE runs")
+
+
+def one_table(path: Path) -> None:
+    path.unlink()
+    execute(path, "CREATE TABLE experiments (experiment_id INTEGER)")
+
+
+def journal_alone(path: Path) -> None:
+    path.rename(f"{path}-journal")
+
+
+def in_write_ahead_log(path: Path) -> None:
+    """All that there is stands in the log, as a killed process leaves it."""
+    path.unlink()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("CREATE TABLE experiments (experiment_id INTEGER)")
+    for ending in ("", "-wal", "-shm"):
+        shutil.copy(f"{path}{ending}", f"{path}.copy{ending}")
+    database.close()
+    for ending in ("", "-wal", "-shm"):
+        Path(f"{path}.copy{ending}").rename(f"{path}{ending}")
+
+
+HALVES = (
+    *(no_bytes, no_version, no_table_of_versions, no_experiment, no_runs, one_table),
+    *(journal_alone, in_write_ahead_log),
+)
+
+
+@pytest.mark.usefixtures("made_at_once")
+@pytest.mark.parametrize("damage", HALVES)
+def test_half_of_one_without_records_is_set_aside(
+    path: Path, damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(path)
+    left = {file.read_bytes() for file in path.parent.glob("mlflow.db*")}
+    record(f"sqlite:///{path}")
+    (line,) = [message for message in caplog.messages if "mlflow.db" in message]
+    assert "in which nothing was recorded" in line
+    assert "mlflow.db.half-made" in line
+    aside = {file.read_bytes() for file in path.parent.glob("mlflow.db.half-made*")}
+    assert aside & left or damage is in_write_ahead_log
+    assert recorded(path) == 1
+    assert record(f"sqlite:///{path}")
+    assert recorded(path) == 2
+    assert not [*path.parent.glob("*.new*")]
+
+
+@pytest.mark.usefixtures("made_at_once")
+def test_what_was_set_aside_before_stays(path: Path) -> None:
+    for number in range(3):
+        path.write_bytes(b"")
+        put_database(path)
+        assert check_database(path)
+        assert len([*path.parent.glob("*.half-made*")]) == number + 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (no_version, "half of an MLflow database, without alembic_version's"),
+        (no_table_of_versions, "half of an MLflow database, without alembic_version;"),
+        (no_runs, "half of an MLflow database, without runs;"),
+        (lambda path: path.write_bytes(path.read_bytes()[:4096]), "cannot be reached: damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100_001]), "cannot be reached: damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be reached: damaged"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:50]),
+            "cannot be reached: damaged, or no SQLite database",
+        ),
+        (
+            lambda path: path.write_text("This is no database, but a text.\n" * 9),
+            "cannot be reached: damaged, or no",
+        ),
+    ],
+)
+def test_half_of_one_with_records_is_refused_and_stays(
+    path: Path, damage: Damage, why: str
+) -> None:
+    uri = f"sqlite:///{path}"
+    run = record(uri)
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("INSERT INTO tags VALUES ('key', 'value', ?)", (run,))
+    damage(path)
+    before = path.read_bytes()
+    for use in (record, check_store):
+        with pytest.raises(UserError) as caught:
+            use(uri)
+        (line,) = caught.value.problems
+        assert line.startswith(f"tracking.uri: {path}: {why}")
+        assert "move it away: the next run makes a new one" in line
+    assert path.read_bytes() == before
+    assert not [*path.parent.glob("*.half-made*")]
+
+
+def test_a_database_of_another_program_is_refused(path: Path) -> None:
+    path.unlink()
+    execute(path, "CREATE TABLE customers (name TEXT)")
+    with pytest.raises(UserError, match=r"of another program .tables customers."):
+        record(f"sqlite:///{path}")
+    path.unlink()
+    execute(path, "CREATE TABLE customers (name TEXT)", "INSERT INTO customers VALUES ('me')")
+    with pytest.raises(UserError, match="without alembic_version"):
+        record(f"sqlite:///{path}")
+
+
+def test_a_whole_one_is_left_as_it_is(path: Path) -> None:
+    before = path.read_bytes()
+    assert check_database(path)
+    assert path.read_bytes() == before
+
+
+@contextmanager
+def small_files(most_bytes: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: what a full disk is like, without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [pytest.param(n, marks=() if n == LIMITS[2] else pytest.mark.matrix) for n in LIMITS],
+)
+def test_a_disk_that_is_full_while_it_is_made(tmp_path: Path, limit: int) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    with (
+        small_files(limit),
+        pytest.raises(UserError, match=r"cannot be used: .sqlite3.OperationalError"),
+    ):
+        record(uri)
+    assert {file.name for file in tmp_path.iterdir()} == {"mlflow.db.lock"}
+    record(uri)
+    assert recorded(tmp_path / "mlflow.db") == 1
+
+
+def made(folder: Path) -> int:
+    """Bytes of the database that is being made; -1: none is."""
+    return max((file.stat().st_size for file in folder.glob("mlflow.db.*.new")), default=-1)
+
+
+@pytest.mark.matrix  # makes databases in many processes
+@pytest.mark.parametrize("size", [0, 100_000, 500_000])
+def test_a_kill_while_it_is_made(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "mlflow.db"
+    process = fork(record, f"sqlite:///{path}")
+    wait_until(lambda: made(tmp_path) >= size, 500, "it grows")
+    process.kill()
+    process.join()
+    assert not path.exists()
+    record(f"sqlite:///{path}")
+    assert recorded(path) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+
+
+def record_together(uri: str, start: Barrier) -> None:
+    MlflowClient  # noqa: B018 - imported before the start
+    start.wait()
+    record(uri)
+
+
+@pytest.mark.matrix  # makes databases in many processes
+@pytest.mark.parametrize("is_half", [False, True])
+def test_runs_that_begin_together_record_in_one(tmp_path: Path, is_half: bool) -> None:
+    path = tmp_path / "mlflow.db"
+    if is_half:
+        path.write_bytes(b"")
+    start = forks().Barrier(RUNS, timeout=500)
+    processes = [fork(record_together, f"sqlite:///{path}", start) for _ in range(RUNS)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * RUNS
+    assert recorded(path) == RUNS
+    assert len([*tmp_path.glob("*.half-made*")]) == is_half
