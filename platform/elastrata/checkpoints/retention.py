@@ -61,7 +61,7 @@ def prune(
         storage: the run's folder of checkpoints.
         keep_last: number of the newest commits that stay.
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
-        before_removal: called with the folders that are to go, if any; nothing goes where it raises.
+        before_removal: called with the folders that are to go, if any; if it raises, none goes.
 
     Returns:
         The commits that are gone.

@@ -112,14 +112,15 @@ def newest_known_step(entries: Sequence[Entry], newest: int) -> int:
 
     Args:
         entries: its history.
-        newest: the newest step that counts in it. What the last driver had heard of beyond that, its
-            successor has noted in the `fault` of that driver's death.
+        newest: the newest step that counts in it. A dead driver may have heard of more: its
+            successor has noted that in the `fault` of the death.
     """
-    attempt = max((entry["attempt"] for entry in entries if entry["kind"] == "started"), default=0)
+    starts = (entry["attempt"] for entry in entries if entry["kind"] == "started")
+    attempt: int = max(starts, default=0)
     later = [entry for entry in entries if entry["attempt"] >= attempt]
     # A driver that died before the next group's first step had last heard of steps undone by then.
     undone = {entry["last"] for entry in later if entry["kind"] == "rolled_back"}
-    heard = (e.get("newest", 0) for e in later if e["kind"] == "fault")
+    heard = [int(e.get("newest", 0)) for e in later if e["kind"] == "fault"]
     return max([newest, *(step for step in heard if step not in undone)])
 
 
@@ -201,9 +202,9 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
 
 
 def _seconds_unrecorded(entries: Sequence[Entry], lost: Sequence[int]) -> float | None:
-    """For how long groups that were lost may have done steps on no record; None: not known of all."""
+    """For how long lost groups may have done steps on no record; None: not known of all."""
     unheard = {
-        entry["attempt"]: entry["seconds_unheard"]
+        entry["attempt"]: float(entry["seconds_unheard"])
         for entry in entries
         if entry["kind"] == "fault" and "seconds_unheard" in entry
     }
@@ -220,7 +221,7 @@ def seconds_lost(entries: Sequence[Entry], found: Sequence[Recovery]) -> float:
     firsts = {id(g.steps[0]) for g in [g for g in attempts(entries) if g.steps][1:]}
     undone = (step for steps in undone_steps(entries).values() for step in steps)
     # The first step of a group ends a recovery, and is in its seconds.
-    again = sum(step["seconds"] for step in undone if id(step) not in firsts)
+    again = sum(float(step["seconds"]) for step in undone if id(step) not in firsts)
     return sum(recovery.seconds for recovery in found) + again
 
 

@@ -69,14 +69,14 @@ def evidence(run: Storage) -> Evidence:
     lineage = Lineage()
     for entry in found.entries:
         lineage.event(entry)
-    lost = _lost(checkpoints, marked, damaged, found.entries)
+    lost = _lost(checkpoints, marked, damaged, found.entries, lineage)
     if lost:
         # A run that goes on may have saved or removed some between the two looks. It notes that it
         # removes one before it does: what is lost is so in a second look, and the history after it.
         marked_now = markers(checkpoints)
         damaged_now = _damaged(checkpoints, marked_now)
         now = history.read(run.sub("history"))
-        lost_now = _lost(checkpoints, marked_now, damaged_now, now)
+        lost_now = _lost(checkpoints, marked_now, damaged_now, now, lineage)
         lost = {folder: why for folder, why in lost_now.items() if folder in lost}
     return Evidence(
         run=run,
@@ -138,15 +138,18 @@ def _lost(
     marked: Mapping[str, Commit | str],
     damaged: Mapping[str, str],
     entries: Sequence[Entry],
+    lineage: Lineage,
 ) -> dict[str, str]:
-    """By folder, why a checkpoint that must be there is not there, or not whole."""
+    """By folder, why a checkpoint that must be there is not there, or not whole. Those that the run
+    has gone back behind need not be."""
     there = {str(name) for name in folders(checkpoints)}
+    kept = [name for folder in kept_commits(entries) if (name := _parse(folder))]
     missing = {
-        folder: f"{MARKER} is missing"
-        if folder in there
+        str(name): f"{MARKER} is missing"
+        if str(name) in there
         else "missing, though the history has it as committed and not as removed"
-        for folder in kept_commits(entries)
-        if folder not in marked
+        for name in kept
+        if str(name) not in marked and lineage.counts(name.attempt, name.step)
     }
     gone = _removed(entries)
     return missing | {folder: why for folder, why in damaged.items() if folder not in gone}

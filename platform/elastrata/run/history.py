@@ -288,8 +288,8 @@ class HistoryWriter:
 def monotonic_clock() -> str:
     """Return a name for the clock that `time.monotonic` reads: one name, one clock.
 
-    On Linux that is the host's, until it is started anew: its processes have one time, however often
-    the wall clock is set. Where the system does not say so, every process has its own.
+    On Linux that is the host's, until it is started anew: its processes have one time, however
+    often the wall clock is set. Where the system does not say so, every process has its own.
     """
     boot_id, _ = here()
     if boot_id is None:

@@ -222,7 +222,7 @@ def seconds_in_all(entries: Sequence[Entry]) -> float:
     groups = attempts(entries)
     known = {group.attempt for group in groups}
     orphans = (e for e in entries if e["kind"] == "step" and e["attempt"] not in known)
-    return Timeline(entries, groups).seconds + sum(step["seconds"] for step in orphans)
+    return Timeline(entries, groups).seconds + sum(float(step["seconds"]) for step in orphans)
 
 
 def _evaluation(entries: Sequence[Entry]) -> Evaluation | None:

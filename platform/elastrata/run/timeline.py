@@ -1,9 +1,9 @@
 """The timeline of a run: its entries in seconds since its first start, whatever its clocks did.
 
-A wall clock may jump, and those of two hosts differ. So a difference of times counts only where there
-is nothing better: steps, evaluations and the phases of a start have measured seconds, and two entries
-of one host have readings of its monotonic clock. No interval is shorter than what was measured in it,
-and none is negative; the whole is the sum of them.
+A wall clock may jump, and those of two hosts differ. So a difference of times counts only if there
+is nothing better: steps, evaluations and the phases of a start have measured seconds, and two
+entries of one host have readings of its monotonic clock. No interval is shorter than what was
+measured in it, and none is negative; the whole is the sum of them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def seconds_between(before: Entry, after: Entry) -> float:
 def end_index(groups: Sequence[Attempt], ended: Entry) -> int:
     """Return which group of workers a run ended after, by the entry that says so.
 
-    The entry says it (`last`); in histories of old it only has the number of its launch, that of the
-    launch's first group, and the wall clock tells how many groups the launch had.
+    The entry says it (`last`). In histories of old it only has the number of its launch, that of
+    the launch's first group, and the wall clock tells how many groups the launch had.
     """
     if "last" in ended:
-        return sum(group.attempt <= ended["last"] for group in groups) - 1
-    first = sum(group.attempt < ended["attempt"] for group in groups)
-    later = groups[first + 1 :]
-    started = sum(group.started <= ended["time"] for group in later)
-    return min(first + started, len(groups) - 1)
+        return len([group for group in groups if group.attempt <= ended["last"]]) - 1
+    first = len([group for group in groups if group.attempt < ended["attempt"]])
+    more = len([group for group in groups[first + 1 :] if group.started <= ended["time"]])
+    return min(first + more, len(groups) - 1)
 
 
 class Timeline:
@@ -86,10 +85,10 @@ class Timeline:
             after: the later one.
             with_pauses: whether the time counts when the run had ended.
         """
-        places = self._at.get(id(before)), self._at.get(id(after))
-        if places[0] is None or places[1] is None:  # of a group without a start
+        first, second = self._at.get(id(before)), self._at.get(id(after))
+        if first is None or second is None:  # of a group without a start
             return seconds_between(before, after)
-        (begun, idle_before), (done, idle_after) = places
+        (begun, idle_before), (done, idle_after) = first, second
         paused = idle_after - idle_before if with_pauses else 0.0
         return max(0.0, done - begun + paused)
 
@@ -126,7 +125,7 @@ class Timeline:
         elif after:
             seconds = max(0.0, seconds_between(last, after.entry) - after.seconds_starting)
         else:
-            # The driver's parts lie between those of groups: a fault may be listed before its group.
+            # A driver's part comes after its first group's: faults precede the groups they are of.
             later = [*(e for e in entries if e["kind"] == "fault"), *filter(_is_of_group, own)]
             seconds = max((seconds_between(last, entry) for entry in later), default=0.0)
         rest = max(0.0, seconds - evaluated)
@@ -145,8 +144,8 @@ class Timeline:
 
 
 def _ends(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[int, Entry]:
-    """The first end after each group that the run ended after: a run that is launched again when all
-    is done ends again, and has done nothing."""
+    """By index of a group that the run ended after, the first end: a run that is launched again
+    when all is done ends again, and has done nothing."""
     ends: dict[int, Entry] = {}
     for entry in entries:
         if entry["kind"] == "ended":

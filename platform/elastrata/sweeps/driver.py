@@ -19,9 +19,9 @@ from elastrata.checkpoints.commit import commits
 from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata.run.evidence import note_removal
 from elastrata.run.export import export_model, loadable
 from elastrata.run.facts import recipe_params, start_tags
-from elastrata.run.evidence import note_removal
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.domains import Value
 from elastrata.sweeps.folder import BASE_FILE, JOURNAL, SWEEP_FILE, read_journal, sweep_digest
