@@ -1,4 +1,4 @@
-"""Lives of runs whose clocks jump: what their seconds truly went into, and what the clocks wrote."""
+"""Lives of runs whose clocks jump: what their seconds went into, and what the clocks wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastrata.run.goodput import Goodput
+from elastrata.run.history import HistoryWriter
 from elastrata.run.status import Status
+from elastrata_pipelines.storage import Storage
 from support.histories import Entry, started, stepped
 
 BEGAN = 1_700_000_000.0
@@ -36,6 +38,8 @@ class Life:
     """The true seconds, by the names of `Goodput`."""
     last: int = 0
     """The newest step that counts."""
+    launch: int = 1
+    """The number of the first attempt of the launch."""
 
     def __post_init__(self) -> None:
         self._offsets = [self.rng.uniform(-60, 60) if self.hosts > 1 else 0.0] * self.hosts
@@ -104,10 +108,27 @@ class Life:
             self._spend(use, 2)
             status = "KILLED" if end == "stop" else "FAILED"
             last = {"last": attempt} if self.has_readings else {}
-            self._say("ended", attempt, driver, status=status, **last)
+            self._say("ended", self.launch, driver, status=status, **last)
+            self.launch = attempt + 1
             self.now += self.rng.uniform(1, 1e5)
         elif not is_last:
             self._spend(use, 9)
+
+
+def write_history(life: Life, storage: Storage) -> None:
+    """Write a life's entries as its groups and drivers would have."""
+    launch, writers = 1, dict[tuple[int, str], HistoryWriter]()
+    for entry in life.entries:
+        by_driver = entry["kind"] in ("fault", "rolled_back", "ended")
+        key = (launch, "d") if by_driver else (entry["attempt"], "")
+        if key not in writers:
+            writers[key] = HistoryWriter(storage, key[0], print, writer=key[1])
+        kept = {k: v for k, v in entry.items() if k not in ("kind", "was_undone")}
+        writers[key].add(entry["kind"], kept)
+        if entry["kind"] == "ended":
+            launch = max(attempt for attempt, _ in writers) + 1
+    for writer in writers.values():
+        writer.flush()
 
 
 def check_account(found: Goodput, whole: float) -> None:
