@@ -33,6 +33,7 @@ DONE, RECORDED = 40, 1
 
 def _train_until_killed(folder: str) -> None:
     """Trains 40 steps, of which the history gets the first, and is killed."""
+    history.PART_SECONDS = float("inf")
     run = Storage(folder)
     group = HistoryWriter(run.sub("history"), 1, print)
     with own_run(run, lost=print, beat_seconds=0.05) as ownership:
@@ -49,9 +50,8 @@ def _train_until_killed(folder: str) -> None:
 
 
 @pytest.fixture
-def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def killed(tmp_path: Path) -> Storage:
     """The folder of a run whose driver was killed after 40 steps, 39 of them unrecorded."""
-    monkeypatch.setattr(history, "PART_SECONDS", float("inf"))
     write_run(tmp_path / "run", [], steps=60)
     process = fork(_train_until_killed, str(tmp_path / "run"))
     process.join()
@@ -101,9 +101,9 @@ def test_what_a_killed_driver_had_heard_of_is_done_again(
     (recovery,) = json.loads(captured.out)["recoveries"]
     assert (recovery["cause"], recovery["steps_rolled_back"]) == ("fault", DONE)
     assert (recovery["at_least"], recovery["seconds_rolled_back"]) == (True, 1.0)
-    assert recovery["seconds_unrecorded"] == 0.05
+    assert recovery["seconds_unrecorded"] == history.PART_SECONDS
     shown = "".join(captured.err.split())
-    again = f"at least {DONE} steps done again (1.0 s recorded; up to 0.1 s before the loss"
+    again = f"at least {DONE} steps done again (1.0 s recorded; up to 15.0 s before the loss"
     assert "".join(again.split()) in shown
 
     run(["audit", killed.url, "--json"])

@@ -224,7 +224,8 @@ def _note_death(run: Storage, before: Owner, show: Callable[[Event], None]) -> N
     fault = {
         "text": f"the driver is gone ({before})",
         "ranks": [],
-        "seconds_unheard": before.beat_seconds,
+        # Its workers may have lived some seconds longer; they write what they do this often.
+        "seconds_unheard": history.PART_SECONDS,
         **({"newest": before.newest.step} if before.newest else {}),
     }
     writer.add("fault", fault)

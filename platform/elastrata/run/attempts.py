@@ -163,7 +163,8 @@ class Recovery:
     """Whether both are lower bounds: a group that was killed may have done steps that are on no
     record."""
     seconds_unrecorded: float | None
-    """For how long, at most, it may have done such steps before its loss was noticed; 0 where
+    """For how long, at most, it may have done such steps before its loss was noticed (a storage
+    that takes the history is taken for granted); 0 where
     `at_least` is not set, None where the history does not say."""
     world_size: int
     state: str

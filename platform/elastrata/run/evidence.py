@@ -149,15 +149,21 @@ def _lost(
         if str(name) in there
         else "missing, though the history has it as committed and not as removed"
         for name in kept
-        if str(name) not in marked and lineage.counts(name.attempt, name.step)
+        if str(name) not in marked
     }
-    gone = _removed(entries)
-    return missing | {folder: why for folder, why in damaged.items() if folder not in gone}
+    removed = _removed(entries)
+    found = missing | {folder: why for folder, why in damaged.items() if folder not in removed}
+    return {folder: why for folder, why in found.items() if _counts(lineage, folder)}
 
 
 def _removed(entries: Sequence[Entry]) -> set[str]:
     lists = (entry["commits"] for entry in entries if entry["kind"] == "removed")
     return {folder for commits in lists for folder in commits}
+
+
+def _counts(lineage: Lineage, folder: str) -> bool:
+    name = _parse(folder)
+    return name is not None and lineage.counts(name.attempt, name.step)
 
 
 def _parse(folder: object) -> FolderName | None:
