@@ -3,7 +3,9 @@ with a word, or means what it meant. Never a raw exception, a hang, or silence."
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -34,12 +36,15 @@ from elastrata.tracking.silent import SilentTracker
 from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+from support.clocks import BEGAN, Life, check_status, write_history
 from support.forgeries import forgeries
+from support.histories import write_run
 from support.mutations import Mutation, mutated, mutations, seeds
 from support.synthetic import tiny_recipe, write_data_set
 from support.verdict import read_or_refused
 
 MUTATIONS, FORGERIES, STEPS, EVERY = 250, 80, 12, 4
+LIVES, LOSSES = 20, 20
 Meaning = dict[str, Any]
 
 
@@ -154,7 +159,7 @@ def _lost_its_marker(copy: Path, trained: Path, reader: str) -> bool:
         {path.parent.name for path in run.glob(f"checkpoints/*/{MARKER}")}
         for run in (copy, trained)
     )
-    return reader in ("export", "status") and bool(before - left)
+    return reader == "export" and bool(before - left)
 
 
 READERS: dict[str, Callable[[Storage, Recipe], tuple[Meaning, list[str]]]] = {
@@ -189,3 +194,62 @@ def test_a_damaged_run_is_refused_or_told_or_means_what_it_meant(
                 )
                 if found is not None and not found[1] and not _lost_its_marker(copy, trained, name):
                     assert found[0] == whole[name], f"{case}: silent"
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_a_run_whose_clocks_jump_adds_up(tmp_path: Path, seed: int) -> None:
+    """Histories of runs that were killed, resized, stopped and continued, while the wall clocks of
+    one host or of three were set back and forth; with and without monotonic readings."""
+    for number in range(LIVES):
+        rng = random.Random(f"{seed}-{number}")
+        case = f"seed {seed}, life {number}"
+        life = Life(rng, hosts=rng.choice((1, 3)), has_readings=rng.random() < 0.7)
+        folder = tmp_path / str(number)
+        write_run(folder, [], steps=99)
+        run = Storage(str(folder))
+        write_history(life, run.sub("history"))
+        found = read_or_refused(partial(status, run), case, str(folder))
+        assert found is not None, case
+        assert not found.problems, case
+        check_status(found)
+        if life.entries[-1]["kind"] == "ended" and life.has_readings:
+            ends = {"KILLED": "stopped", "FAILED": "failed"}
+            assert found.state == ends[life.entries[-1]["status"]], case
+        elif life.has_readings:
+            assert found.state == "silent", (case, BEGAN)
+        if found.steps:
+            read_or_refused(partial(audit, run), case, str(folder), "history")
+
+
+def _lose(copy: Path, rng: random.Random) -> tuple[str, list[str]]:
+    """What is done to the checkpoints of a copy, and the folders that must be named."""
+    folders = sorted(path for path in (copy / "checkpoints").iterdir() if path.is_dir())
+    how = rng.choice(("all", "some", "the whole folder", "a marker", "a file", "a cut file"))
+    if how == "the whole folder":
+        shutil.rmtree(copy / "checkpoints")
+        return how, [path.name for path in folders]
+    lost = folders if how == "all" else rng.sample(folders, rng.randint(1, len(folders)))
+    for path in lost:
+        files = sorted(file for file in path.iterdir() if file.name != MARKER)
+        file = path / MARKER if how == "a marker" else rng.choice(files)
+        if how in ("all", "some"):
+            shutil.rmtree(path)
+        elif how == "a cut file" and file.stat().st_size:
+            os.truncate(file, rng.randrange(file.stat().st_size))
+        else:
+            file.unlink()
+    return how, [path.name for path in lost]
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_checkpoints_that_are_deleted_are_named(trained: Path, recipe: Recipe, seed: int) -> None:
+    for number in range(LOSSES):
+        rng = random.Random(f"{seed}-{number}")
+        with mutated(trained, Mutation("nothing", lambda copy: None)) as copy:
+            how, lost = _lose(copy, rng)
+            for read in (told, audited):
+                case = f"seed {seed}, case {number}: {how}: {read.__name__}"
+                found = read_or_refused(partial(read, Storage(str(copy)), recipe), case, str(copy))
+                assert found is not None, case
+                for folder in lost:
+                    assert any(folder in line for line in found[1]), f"{case}: {folder}: silent"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -55,6 +55,7 @@ class DurableSaver:
         what: what the warnings call a commit.
         warn: called with one line when a save, or the cleaning up after it, has failed.
         on_commit: called with every new commit.
+        before_removal: as that of `prune`.
         on_remove: called with every commit that was removed to keep no more than was asked for.
 
     Raises:
@@ -73,6 +74,7 @@ class DurableSaver:
         what: str = "checkpoint",
         warn: Callable[[str], None],
         on_commit: Callable[[Commit], None] = lambda _: None,
+        before_removal: Callable[[Sequence[str]], None] = lambda _: None,
         on_remove: Callable[[Commit], None] = lambda _: None,
     ) -> None:
         if not dist.is_initialized():
@@ -84,6 +86,7 @@ class DurableSaver:
         self._what = what
         self._warn = warn
         self._on_commit = on_commit
+        self._before_removal = before_removal
         self._on_remove = on_remove
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
@@ -192,7 +195,12 @@ class DurableSaver:
         self._storage.write(commit.to_json(), commit.folder, MARKER)
         try:
             self._on_commit(commit)
-            removed = prune(self._storage, keep_last=self._keep_last, keep_best=self._keep_best)
+            removed = prune(
+                self._storage,
+                keep_last=self._keep_last,
+                keep_best=self._keep_best,
+                before_removal=self._before_removal,
+            )
             for commit in removed:
                 self._on_remove(commit)
         except Exception as error:

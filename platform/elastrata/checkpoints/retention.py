@@ -4,6 +4,7 @@ what never became one."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -44,7 +45,13 @@ class CheckpointConfig(Config):
         return max(1, self.hot_steps // 2)
 
 
-def prune(storage: CommitStorage, *, keep_last: int, keep_best: bool) -> list[Commit]:
+def prune(
+    storage: CommitStorage,
+    *,
+    keep_last: int,
+    keep_best: bool,
+    before_removal: Callable[[Sequence[str]], None] = lambda _: None,
+) -> list[Commit]:
     """Removes old commits, and unfinished folders that are older than the newest commit.
 
     A folder that is being written now is safe: its attempt or its step is newer than that of any
@@ -54,6 +61,7 @@ def prune(storage: CommitStorage, *, keep_last: int, keep_best: bool) -> list[Co
         storage: the run's folder of checkpoints.
         keep_last: number of the newest commits that stay.
         keep_best: whether the commit with the smallest evaluation loss stays beside them.
+        before_removal: called with the folders that are to go, if any; if it raises, none goes.
 
     Returns:
         The commits that are gone.
@@ -65,9 +73,12 @@ def prune(storage: CommitStorage, *, keep_last: int, keep_best: bool) -> list[Co
     if keep_best and (best := best_commit(found)):
         kept.append(best)
     names = [str(name) for name in folders(storage)]
-    for name in names[names.index(found[0].folder) :]:
-        if name not in {commit.folder for commit in kept}:
-            remove(storage, name)
+    staying = {commit.folder for commit in kept}
+    going = [name for name in names[names.index(found[0].folder) :] if name not in staying]
+    if going:
+        before_removal(going)
+    for name in going:
+        remove(storage, name)
     return [commit for commit in found if commit not in kept]
 
 

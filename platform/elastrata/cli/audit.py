@@ -133,9 +133,16 @@ def _show_attempts(console: Console, attempts: tuple[Attempt, ...]) -> None:
             str(attempt.world_size),
             f"{attempt.first}-{attempt.last}" if attempt.steps else "none",
             attempt.state + (f", step {attempt.step}" if attempt.step else ""),
-            f"{attempt.rolled_back:,}" if attempt.rolled_back else "",
+            _rolled_back(attempt),
         )
     console.print(table)
+
+
+def _rolled_back(attempt: Attempt) -> str:
+    """Return how many steps were rolled back, as far as that is known."""
+    if attempt.at_least:
+        return f"at least {attempt.rolled_back:,}"
+    return f"{attempt.rolled_back:,}" if attempt.rolled_back else ""
 
 
 def _show_steps(console: Console, audited: Audit) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from elastrata.run.attempts import Recovery
     from elastrata.run.goodput import Goodput
     from elastrata.run.names import ListedRun
     from elastrata.run.slow_ranks import TimeBalance
@@ -46,6 +47,9 @@ def runs(
     for run in listed:
         if run.state is None:
             console.print(f"{run.name}: {run.text}", markup=False, style="red")
+        elif run.problems:
+            more = f" (and {len(run.problems) - 1} more)" if run.problems[1:] else ""
+            console.print(f"{run.name}: {run.problems[0]}{more}", markup=False, style="red")
     if json:
         print_json_line(
             {"storage": Storage(storage).uri(), "runs": [asdict(run) for run in listed]}
@@ -134,7 +138,7 @@ def _show_state(console: Console, standing: Status) -> None:
     for slow in standing.slow_ranks:
         console.print(Text.assemble(("slow        ", "bold yellow"), str(slow)))
     for line in standing.problems:
-        console.print(Text.assemble(("altered     ", "bold red"), line))
+        console.print(Text.assemble(("damaged     ", "bold red"), line))
 
 
 def _account(goodput: Goodput) -> str:
@@ -176,15 +180,29 @@ def _show_recoveries(console: Console, standing: Status) -> None:
     if standing.recoveries:
         console.print("\nrecoveries")
     for recovery in standing.recoveries:
-        seconds = f"{recovery.seconds_rolled_back:.1f} s"
-        again = f"{recovery.steps_rolled_back:,} steps done again ({seconds})"
+        again = _again(recovery)
         workers = f"{recovery.world_size} worker{'s' * (recovery.world_size > 1)}"
         parts = [
             f"{recovery.cause}: {_duration(recovery.seconds)} without a step",
-            *([again] if recovery.steps_rolled_back else []),
+            *([again] if again else []),
             f"on with {workers} from {recovery.state} state (attempt {recovery.attempt})",
         ]
         console.print(f"  {utc(recovery.time)}  {', '.join(parts)}", markup=False)
+
+
+def _again(recovery: Recovery) -> str:
+    """Return what is known of the steps that are done again, and what is not; empty if there are
+    none."""
+    count, seconds = recovery.steps_rolled_back, f"{recovery.seconds_rolled_back:.1f} s"
+    if not recovery.at_least:
+        return f"{count:,} steps done again ({seconds})" if count else ""
+    unrecorded = recovery.seconds_unrecorded
+    unknown = (
+        "the last moments before the loss are not recorded"
+        if unrecorded is None
+        else f"up to {unrecorded:.1f} s before the loss are not recorded"
+    )
+    return f"at least {count:,} steps done again ({seconds} recorded; {unknown})"
 
 
 def _duration(seconds: float) -> str:

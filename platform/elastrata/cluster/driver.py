@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -27,9 +27,11 @@ from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
+from elastrata.run.attempts import newest_known_step
 from elastrata.run.facts import flops_by_phase
 from elastrata.run.goodput import goodput
 from elastrata.run.history import HistoryWriter
+from elastrata.run.ownership import read_owner
 from elastrata.run.parent import Parent
 from elastrata.run.pictures import publish_pictures
 from elastrata.run.status import status as status_of
@@ -70,7 +72,7 @@ class RunDriver:
                     failures := Failures(self.recipe.workers.max_failures),
                     self._shown(),
                     history.world_sizes(entries),
-                    step=max(done, default=0),
+                    step=newest_known_step(entries, max(done, default=0)),
                     substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
                 )
                 self._fit(observer, failures, number)
@@ -87,11 +89,22 @@ class RunDriver:
         finally:
             if not self.interrupt.is_lost:  # else run and record are another driver's
                 with undisturbed("closing the run's record"):
-                    writer.add("ended", {"status": status, "text": text})
+                    writer.add("ended", {"status": status, "text": text, **self._place(number)})
                     writer.flush()
                     self._report(status)
                     self.tracker.finish(status)
         return status
+
+    def _place(self, number: int) -> dict[str, Any]:
+        """Return where in the run's history this launch ends: its last group, and its name. Clocks
+        do not tell it."""
+        place: dict[str, Any] = {"last": number}
+        with suppress(Exception):  # storage may be away
+            place["last"] = max(number, history.next_attempt(self.run.sub("history")) - 1)
+        with suppress(Exception):
+            if owner := read_owner(self.run):
+                place["driver"] = owner.token
+        return place
 
     def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
         recipe = self.recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from threading import Lock
@@ -87,6 +88,7 @@ class Observer:
         self._world_sizes = list(world_sizes)
         self._attempt = 0
         self._step = step
+        self._heard = time.monotonic()
         self._substituted = list(substituted)
         self._failures = failures
         self._lock = Lock()
@@ -120,8 +122,9 @@ class Observer:
         """Notes what is to stay of an event; returns whether the user has yet to hear of it."""
         match event:
             case StepRecord():
-                self._step = event.step
+                self._step, self._heard = event.step, time.monotonic()
             case Started():
+                self._heard = time.monotonic()
                 self._attempt = event.attempt
                 self._roll_back(event.step)
                 self._world_sizes.append(event.world_size)
@@ -153,8 +156,8 @@ class Observer:
         return True
 
     def _roll_back(self, step: int) -> None:
-        """Notes which steps are done again. The driver knows of all that were done; what rank 0 had
-        not yet written into the history died with it."""
+        """Notes which steps are done again, as far as the driver has heard of them: what rank 0 had
+        not yet written into the history died with it, and so did what it had not yet sent."""
         if self._step > step:
             undone = {"first": step + 1, "last": self._step}
             self._history.add("rolled_back", {"attempt": self._attempt, **undone})
@@ -174,6 +177,10 @@ class Observer:
     def _lose(self, event: Lost) -> None:
         """Notes that a group is lost; once, as one loss may be seen in several ways."""
         if self._failures.lose(self._attempt):
-            fault = {"text": event.text, "ranks": list(event.ranks)}
+            fault = {
+                "text": event.text,
+                "ranks": list(event.ranks),
+                "seconds_unheard": round(time.monotonic() - self._heard, 3),
+            }
             self._history.add("fault", {"attempt": self._attempt, **fault})
             self._history.flush()

@@ -46,7 +46,7 @@ from elastrata.run.folder import (
     write_identity,
 )
 from elastrata.run.history import HistoryWriter
-from elastrata.run.ownership import NewestStep, Ownership, read_owner
+from elastrata.run.ownership import NewestStep, Owner, Ownership, read_owner
 from elastrata.run.parent import ForkOrigin, Parent
 from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
@@ -191,7 +191,7 @@ def _owned(
             go_back(run, origin, lambda line: _warn(show, line))
         if before and not before.released:
             clear_away(before.process, lambda line: show(Warned(text=line)))
-            _note_death(run, f"the driver is gone ({before})", show)
+            _note_death(run, before, show)
         yield ownership
 
 
@@ -209,11 +209,19 @@ def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Ev
     return noted
 
 
-def _note_death(run: Storage, text: str, show: Callable[[Event], None]) -> None:
-    """The fault that the driver before could not note: its own death."""
+def _note_death(run: Storage, before: Owner, show: Callable[[Event], None]) -> None:
+    """The fault that the driver before could not note: its own death, and the newest step that it
+    had heard of, at most a beat before, which may be on no other record."""
     storage, newest = run.sub("history"), history.next_attempt(run.sub("history")) - 1
     writer = HistoryWriter(storage, newest, lambda line: _warn(show, line), writer="d")
-    writer.add("fault", {"text": text, "ranks": []})
+    fault = {
+        "text": f"the driver is gone ({before})",
+        "ranks": [],
+        # Its workers may have lived some seconds longer; they write what they do this often.
+        "seconds_unheard": history.PART_SECONDS,
+        **({"newest": before.newest.step} if before.newest else {}),
+    }
+    writer.add("fault", fault)
     writer.flush()
 
 

@@ -10,8 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 from elastrata.run.lineage import Lineage
+from elastrata.run.timeline import Timeline
 
 Entry = Mapping[str, Any]
+_LAST_WORDS = ("closed", "halted")
+"""Kinds of entries after which a group does no step that is not in the history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,12 @@ class Attempt:
     steps: tuple[Entry, ...]
     """Its steps, in the order it did them."""
     rolled_back: int
-    """How many of them a later attempt undid."""
+    """How many of its steps a later attempt undid, as far as history or driver know of them."""
+    at_least: bool
+    """Whether it may have done more steps than are known, as a group that was killed: the record of
+    its last seconds died with it. Then `last` and `rolled_back` are lower bounds."""
+    entry: Entry
+    """The entry of its start."""
 
     @property
     def first(self) -> int | None:
@@ -52,6 +60,7 @@ class Attempt:
             "first": self.first,
             "last": self.last,
             "rolled_back": self.rolled_back,
+            "at_least": self.at_least,
             "state": self.state,
             "step": self.step,
         }
@@ -60,6 +69,10 @@ class Attempt:
 def attempts(entries: Sequence[Entry]) -> list[Attempt]:
     """The attempts of a history, in order; one without a `started` entry is none."""
     undone = Counter(step["attempt"] for steps in undone_steps(entries).values() for step in steps)
+    undone.update(_unrecorded(entries))
+    whole = {entry["attempt"] for entry in entries if entry["kind"] in _LAST_WORDS}
+    starts = [entry for entry in entries if entry["kind"] == "started"]
+    newest = starts[-1]["attempt"] if starts else 0
     steps: dict[int, list[Entry]] = {}
     for entry in entries:
         if entry["kind"] == "step":
@@ -74,10 +87,41 @@ def attempts(entries: Sequence[Entry]) -> list[Attempt]:
             seconds_starting=sum(entry.get("seconds", {}).values()),
             steps=tuple(steps.get(entry["attempt"], ())),
             rolled_back=undone[entry["attempt"]],
+            at_least=entry["attempt"] not in whole and entry["attempt"] != newest,
+            entry=entry,
         )
-        for entry in entries
-        if entry["kind"] == "started"
+        for entry in starts
     ]
+
+
+def _unrecorded(entries: Sequence[Entry]) -> Counter[int]:
+    """By attempt, the steps that the driver knows to be undone and that no history has."""
+    undone = undone_steps(entries)
+    starts = [entry["attempt"] for entry in entries if entry["kind"] == "started"]
+    found: Counter[int] = Counter()
+    for entry in entries:
+        if entry["kind"] == "rolled_back":
+            count = entry["last"] - entry["first"] + 1 - len(undone.get(entry["attempt"], ()))
+            before = (attempt for attempt in starts if attempt < entry["attempt"])
+            found[max(before, default=0)] += max(0, count)
+    return found
+
+
+def newest_known_step(entries: Sequence[Entry], newest: int) -> int:
+    """The newest step that a run is known to have done since it went on from an earlier state.
+
+    Args:
+        entries: its history.
+        newest: the newest step that counts in it. A dead driver may have heard of more: its
+            successor has noted that in the `fault` of the death.
+    """
+    starts = (entry["attempt"] for entry in entries if entry["kind"] == "started")
+    attempt: int = max(starts, default=0)
+    later = [entry for entry in entries if entry["attempt"] >= attempt]
+    # A driver that died before the next group's first step had last heard of steps undone by then.
+    undone = {entry["last"] for entry in later if entry["kind"] == "rolled_back"}
+    heard = [int(e.get("newest", 0)) for e in later if e["kind"] == "fault"]
+    return max([newest, *(step for step in heard if step not in undone)])
 
 
 def undone_steps(entries: Iterable[Entry]) -> dict[int, list[Entry]]:
@@ -111,9 +155,17 @@ class Recovery:
     seconds: float
     """Without a step; the time between two launches, when the run had ended, is not counted."""
     steps_rolled_back: int
-    """As the driver knows it, which hears of steps before they are in the history."""
+    """As far as they are known: to the driver, which hears of steps before they are in the history,
+    or to the history."""
     seconds_rolled_back: float
-    """Seconds of those of them that are in the history."""
+    """Seconds of those of them that are in the history; that of the others is in `seconds`."""
+    at_least: bool
+    """Whether both are lower bounds: a group that was killed may have done steps that are on no
+    record."""
+    seconds_unrecorded: float | None
+    """For how long, at most, it may have done such steps before its loss was noticed (a storage
+    that takes the history is taken for granted); 0 where
+    `at_least` is not set, None where the history does not say."""
     world_size: int
     state: str
     """The tier of the state that it continued from: `new`, `hot` or `durable`."""
@@ -122,22 +174,27 @@ class Recovery:
 def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
     """The recoveries of a history, in order."""
     groups = attempts(entries)
-    undone = undone_steps(entries)
+    timeline, undone = Timeline(entries, groups), undone_steps(entries)
+    at_work = [index for index, group in enumerate(groups) if group.steps]
     found = []
-    for before, after in pairwise(group for group in groups if group.steps):
-        stopped, resumed = before.steps[-1]["time"], after.steps[0]["time"]
+    for first, second in pairwise(at_work):
+        before, after = groups[first], groups[second]
         between = range(before.attempt + 1, after.attempt + 1)
         rolled_back = [step for attempt in between for step in undone.get(attempt, ())]
         said = [e for e in entries if e["kind"] == "rolled_back" and e["attempt"] in between]
         count = sum(entry["last"] - entry["first"] + 1 for entry in said)
+        has_ended = any(timeline.has_ended_after(index) for index in range(first, second))
+        lost = [group.attempt for group in groups[first:second] if group.at_least]
         found.append(
             Recovery(
                 attempt=after.attempt,
-                time=stopped,
-                cause=cause(entries, before, after),
-                seconds=max(0.0, resumed - stopped - idle_seconds(entries, stopped, resumed)),
+                time=before.steps[-1]["time"],
+                cause=cause(entries, before, after, has_ended=has_ended),
+                seconds=timeline.elapsed(before.steps[-1], after.steps[0]),
                 steps_rolled_back=max(len(rolled_back), count),
                 seconds_rolled_back=sum(step["seconds"] for step in rolled_back),
+                at_least=bool(lost),
+                seconds_unrecorded=_seconds_unrecorded(entries, lost),
                 world_size=after.world_size,
                 state=after.state,
             )
@@ -145,30 +202,39 @@ def recoveries(entries: Sequence[Entry]) -> list[Recovery]:
     return found
 
 
-def idle_seconds(entries: Sequence[Entry], since: float, until: float) -> float:
-    """How long, between two times, the run had ended and was not launched again yet.
+def _seconds_unrecorded(entries: Sequence[Entry], lost: Sequence[int]) -> float | None:
+    """For how long lost groups may have done steps on no record; None: not known of all."""
+    unheard = {
+        entry["attempt"]: float(entry["seconds_unheard"])
+        for entry in entries
+        if entry["kind"] == "fault" and "seconds_unheard" in entry
+    }
+    return sum(unheard[attempt] for attempt in lost) if unheard.keys() >= set(lost) else None
 
-    What a launch takes before its workers are there belongs to that time: no history tells it.
+
+def seconds_lost(entries: Sequence[Entry], found: Sequence[Recovery]) -> float:
+    """Seconds without a step that counts because groups took over from others; each once.
+
+    Args:
+        entries: of the history.
+        found: its recoveries.
     """
-    inside = sorted(
-        (entry for entry in entries if since <= entry["time"] <= until),
-        key=lambda entry: float(entry["time"]),
-    )
-    return sum(
-        max(0.0, _begun(after) - float(ended["time"]))
-        for ended, after in pairwise(inside)
-        if ended["kind"] == "ended"
-    )
+    firsts = {id(g.steps[0]) for g in [g for g in attempts(entries) if g.steps][1:]}
+    undone = (step for steps in undone_steps(entries).values() for step in steps)
+    # The first step of a group ends a recovery, and is in its seconds.
+    again = sum(float(step["seconds"]) for step in undone if id(step) not in firsts)
+    return sum(recovery.seconds for recovery in found) + again
 
 
-def _begun(entry: Entry) -> float:
-    """The time of an entry; of the start of a group, when its processes were there."""
-    seconds = entry.get("seconds", {}).values() if entry["kind"] == "started" else ()
-    return float(entry["time"] - sum(seconds))
+def cause(entries: Sequence[Entry], before: Attempt, after: Attempt, *, has_ended: bool) -> str:
+    """Why one group took over from another, as `Recovery.cause` has it.
 
-
-def cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
-    """Why one group took over from another, as `Recovery.cause` has it."""
+    Args:
+        entries: of the history.
+        before: the group that is gone.
+        after: the one that took over.
+        has_ended: whether the run had ended between them.
+    """
 
     def happened(kind: str) -> Iterator[Entry]:
         """Entries about the groups that are gone: by their number, for clocks may disagree."""
@@ -184,7 +250,4 @@ def cause(entries: Sequence[Entry], before: Attempt, after: Attempt) -> str:
         return str(halted["reason"])
     if next(happened("fault"), None):
         return "fault"
-    stopped = before.steps[-1]["time"] if before.steps else before.started
-    resumed = after.steps[0]["time"] if after.steps else after.started
-    ends = (entry["time"] for entry in entries if entry["kind"] == "ended")
-    return "restart" if any(stopped <= time <= resumed for time in ends) else "unknown"
+    return "restart" if has_ended else "unknown"

@@ -17,8 +17,9 @@ _Real = Annotated[float, Field(allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _Time = Annotated[float, Field(ge=0, lt=2**37, allow_inf_nan=False)]
 _Metrics = dict[str, float]
-_NOT_OF_STEPS = ("kind", "attempt", "time")
-_NO_METRICS = ("kind", "attempt", "time", "step", "seconds")
+_NOT_OF_STEPS = ("kind", "attempt", "time", "clock", "monotonic")
+_NO_METRICS = (*_NOT_OF_STEPS, "step", "seconds")
+_FOLDER = r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$"
 _AT_HAND = ConfigDict(extra="allow", strict=True)
 
 
@@ -26,6 +27,8 @@ _AT_HAND = ConfigDict(extra="allow", strict=True)
 class _Entry(TypedDict):
     attempt: _Count
     time: _Time
+    clock: NotRequired[str]
+    monotonic: NotRequired[_Seconds]
 
 
 class _Started(_Entry):
@@ -47,6 +50,7 @@ class _Step(_Entry):
     digest: str
     loss: float
     seconds: _Seconds
+    seconds_waiting_for_data: NotRequired[_Seconds]
     flops: NotRequired[_Number]
     flops_of_zeros: NotRequired[_Number]
     skipped: NotRequired[bool | int]
@@ -57,6 +61,7 @@ class _Step(_Entry):
 class _Evaluated(_Entry):
     kind: Literal["evaluated"]
     step: _Count
+    seconds: NotRequired[_Seconds]
 
 
 class _RolledBack(_Entry):
@@ -68,7 +73,18 @@ class _RolledBack(_Entry):
 class _Returned(_Entry):
     kind: Literal["returned"]
     step: _Count
-    commit: Annotated[str, Field(pattern=r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$")]
+    commit: Annotated[str, Field(pattern=_FOLDER)]
+
+
+class _Committed(_Entry):
+    kind: Literal["committed"]
+    step: _Count
+    commit: Annotated[str, Field(pattern=_FOLDER)]
+
+
+class _Removed(_Entry):
+    kind: Literal["removed"]
+    commits: list[Annotated[str, Field(pattern=_FOLDER)]]
 
 
 class _Forked(_Entry):
@@ -92,6 +108,8 @@ class _Ended(_Entry):
     kind: Literal["ended"]
     status: str
     text: NotRequired[str]
+    last: NotRequired[_Count]
+    driver: NotRequired[str]
 
 
 class _Substituted(_Entry):
@@ -121,6 +139,8 @@ class _Fault(_Entry):
     kind: Literal["fault"]
     text: NotRequired[str]
     ranks: NotRequired[list[_Count]]
+    newest: NotRequired[_Count]
+    seconds_unheard: NotRequired[_Seconds]
 
 
 class _Launched(_Entry):
@@ -172,6 +192,8 @@ _KNOWN: TypeAdapter[Any] = TypeAdapter(
         | _Evaluated
         | _RolledBack
         | _Returned
+        | _Committed
+        | _Removed
         | _Forked
         | _Halted
         | _Ended

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from elastrata.checkpoints.commit import Commit, markers, size_problems
+from elastrata.checkpoints.commit import (
+    MARKER,
+    Commit,
+    FolderName,
+    folders,
+    markers,
+    size_problems,
+)
 from elastrata.run import history
-from elastrata.run.history import History
+from elastrata.run.history import History, HistoryWriter
+from elastrata.run.inherited import FORKED
 from elastrata.run.lineage import Lineage
 from elastrata.run.parts import part_names
+from elastrata.run.state import look_at_driver
 from elastrata.run.succession import head
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
+Entry = Mapping[str, Any]
 FROM = "elastrata train ... --from"
 
 
@@ -28,11 +39,14 @@ class Evidence:
     lineage: Lineage
     unreadable: tuple[str, ...]
     """A line for each checkpoint whose marker is damaged."""
+    lost: tuple[str, ...]
+    """A line for each checkpoint that is not there, though the run committed it and did not remove
+    it, and for each one that lacks files or has cut ones."""
 
     @property
     def problems(self) -> tuple[str, ...]:
         """A line for each thing that is not as it was written."""
-        return (*self.history.chain.problems, *self.unreadable)
+        return (*self.history.chain.problems, *self.unreadable, *self.lost)
 
     @property
     def counting(self) -> list[Commit]:
@@ -48,12 +62,22 @@ def evidence(run: Storage) -> Evidence:
     """
     checkpoints = run.sub("checkpoints")
     marked = markers(checkpoints)  # before the history: what they know of it is there by then
+    damaged = _damaged(checkpoints, marked)
     saved = tuple(one for one in marked.values() if isinstance(one, Commit))
     heads = [(f"checkpoint {commit.folder}", link) for commit in saved if (link := head(commit))]
     found = history.look(run.sub("history"), heads)
     lineage = Lineage()
     for entry in found.entries:
         lineage.event(entry)
+    lost = _lost(checkpoints, marked, damaged, found.entries, lineage)
+    if lost:
+        # A run that goes on may have saved or removed some between the two looks. It notes that it
+        # removes one before it does: what is lost is so in a second look, and the history after it.
+        marked_now = markers(checkpoints)
+        damaged_now = _damaged(checkpoints, marked_now)
+        now = history.read(run.sub("history"))
+        lost_now = _lost(checkpoints, marked_now, damaged_now, now, lineage)
+        lost = {folder: why for folder, why in lost_now.items() if folder in lost}
     return Evidence(
         run=run,
         history=found,
@@ -64,7 +88,86 @@ def evidence(run: Storage) -> Evidence:
             for folder, why in marked.items()
             if isinstance(why, str)
         ),
+        lost=tuple(f"checkpoint {checkpoints.uri(folder)}: {why}" for folder, why in lost.items()),
     )
+
+
+def kept_commits(entries: Sequence[Entry]) -> list[str]:
+    """Return the folders of the checkpoints that must be there by a history: committed, and removed
+    by no one who said so. Histories of earlier versions name none."""
+    kept: dict[str, None] = {}
+    is_old = any(entry["kind"] == "started" and "clock" not in entry for entry in entries)
+    for entry in entries:
+        if entry["kind"] == "committed":
+            kept[entry["commit"]] = None
+        elif entry["kind"] == FORKED and not is_old and (of_parent := _parse(entry["commit"])):
+            kept[str(FolderName(entry["attempt"], of_parent.step, of_parent.token))] = None
+    removed = _removed(entries)
+    return [folder for folder in kept if folder not in removed]
+
+
+def note_removal(run: Storage, warn: Callable[[str], None]) -> bool:
+    """Notes in a run's history that all its checkpoints are to go.
+
+    Args:
+        run: its folder; no process trains it.
+        warn: called with a line where storage does not take that.
+
+    Returns:
+        Whether it is noted, so that they may go.
+    """
+    going = [str(name) for name in folders(run.sub("checkpoints"))]
+    storage = run.sub("history")
+    writer = HistoryWriter(storage, max(1, history.next_attempt(storage) - 1), warn, writer="d")
+    if going:
+        writer.add("removed", {"commits": going})
+    return writer.flush()
+
+
+def _damaged(checkpoints: Storage, marked: Mapping[str, Commit | str]) -> dict[str, str]:
+    """By folder, what a checkpoint with a readable marker lacks."""
+    found = {}
+    for folder, commit in marked.items():
+        if isinstance(commit, Commit) and (wrong := size_problems(checkpoints, commit)):
+            found[folder] = wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else "")
+    return found
+
+
+def _lost(
+    checkpoints: Storage,
+    marked: Mapping[str, Commit | str],
+    damaged: Mapping[str, str],
+    entries: Sequence[Entry],
+    lineage: Lineage,
+) -> dict[str, str]:
+    """By folder, why a checkpoint that must be there is not there, or not whole. Those that the run
+    has gone back behind need not be."""
+    there = {str(name) for name in folders(checkpoints)}
+    kept = [name for folder in kept_commits(entries) if (name := _parse(folder))]
+    missing = {
+        str(name): f"{MARKER} is missing"
+        if str(name) in there
+        else "missing, though the history has it as committed and not as removed"
+        for name in kept
+        if str(name) not in marked
+    }
+    removed = _removed(entries)
+    found = missing | {folder: why for folder, why in damaged.items() if folder not in removed}
+    return {folder: why for folder, why in found.items() if _counts(lineage, folder)}
+
+
+def _removed(entries: Sequence[Entry]) -> set[str]:
+    lists = (entry["commits"] for entry in entries if entry["kind"] == "removed")
+    return {folder for commits in lists for folder in commits}
+
+
+def _counts(lineage: Lineage, folder: str) -> bool:
+    name = _parse(folder)
+    return name is not None and lineage.counts(name.attempt, name.step)
+
+
+def _parse(folder: object) -> FolderName | None:
+    return FolderName.parse(folder) if isinstance(folder, str) else None
 
 
 def is_begun(run: Storage) -> bool:
@@ -97,11 +200,15 @@ def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
         warn(line)
     start = _start(found)
     steps = history.effective_steps(found.history.entries)
-    if steps and steps[-1]["step"] > start:
+    driver = look_at_driver(run)
+    heard = driver.newest.step if driver.newest and not driver.released else 0
+    last = steps[-1]["step"] if steps else 0
+    if max(last, heard) > start:
         first = (
             f"from step {start + 1}" if start else "from the first step, as no checkpoint is there"
         )
-        warn(f"goes on {first}; the history has steps up to {steps[-1]['step']}")
+        more = f", and its driver had heard of step {heard}" if heard > last else ""
+        warn(f"goes on {first}; the history has steps up to {last}{more}")
 
 
 def contradictions(

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from elastrata.run.attempts import Attempt, attempts, cause, idle_seconds, undone_steps
+from elastrata.run.attempts import Attempt, attempts, cause, undone_steps
+from elastrata.run.timeline import Timeline
 
 Entry = Mapping[str, Any]
 _PLANNED = ("resize", "drain", "stop")
@@ -16,14 +17,15 @@ _PLANNED = ("resize", "drain", "stop")
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
     """Seconds from the first group's start to the last entry, less the time when the run had ended;
-    all of them, by what they went into."""
+    each once, by what it went into. None is negative, whatever clocks did, and they add up."""
 
     steps: float = 0.0
     """Steps that count."""
     waiting_for_data: float = 0.0
     """In these, until their data was there."""
     done_again: float = 0.0
-    """Steps that a later group did once more."""
+    """Steps on record that a later group did once more. Steps whose record was lost are in
+    `recovering`."""
     evaluating: float = 0.0
     saving: float = 0.0
     """From one step to the next, less evaluations: copies of the state, and the record."""
@@ -38,7 +40,7 @@ class Goodput:
     ending: float = 0.0
     """From the last step on."""
     other: float = 0.0
-    """What is left: clocks of several machines."""
+    """Steps of a group whose start is not in the history."""
 
     @property
     def total(self) -> float:
@@ -59,59 +61,41 @@ class Goodput:
 def goodput(entries: Sequence[Entry]) -> Goodput:
     """The account of a history."""
     groups = attempts(entries)
-    if not groups:
-        return Goodput()
-    times = [float(entry["time"]) for entry in entries]
-    total = max(times) - min(times) + groups[0].seconds_starting
-    total -= idle_seconds(entries, min(times), max(times))
+    timeline = Timeline(entries, groups)
     again = {id(step) for steps in undone_steps(entries).values() for step in steps}
-    counting = [s for group in groups for s in group.steps if id(s) not in again]
-    undone = [s for group in groups for s in group.steps if id(s) in again]
-    waiting = sum(step.get("seconds_waiting_for_data", 0.0) for step in counting)
-    evaluating = sum(e.get("seconds", 0.0) for e in entries if e["kind"] == "evaluated")
-    last = _end(groups[-1])
-    parts: dict[str, float] = {
-        "steps": sum(step["seconds"] for step in counting) - waiting,
-        "waiting_for_data": waiting,
-        "done_again": sum(step["seconds"] for step in undone),
-        "evaluating": evaluating,
-        "saving": max(0.0, sum(map(_between_steps, groups)) - evaluating),
-        "ending": max(0.0, max(times) - last - idle_seconds(entries, last, max(times))),
-        **_between_groups(entries, groups),
-    }
-    starting = _starting(entries, groups)
-    other = total - sum(parts.values()) - sum(starting.values())
-    return Goodput(**parts, starting=starting, other=other)
+    known = [step for group in groups for step in group.steps]
+    counting = [step for step in known if id(step) not in again]
+    waiting = sum(min(s.get("seconds_waiting_for_data", 0.0), s["seconds"]) for s in counting)
+    ids = set(map(id, known))
+    orphans = (e for e in entries if e["kind"] == "step" and id(e) not in ids)
+    return Goodput(
+        steps=max(0.0, sum(step["seconds"] for step in counting) - waiting),
+        waiting_for_data=waiting,
+        done_again=sum(step["seconds"] for step in known if id(step) in again),
+        evaluating=timeline.evaluating,
+        saving=timeline.between_steps,
+        starting=_starting(groups, timeline),
+        **_between_groups(entries, groups, timeline),
+        ending=timeline.ending,
+        other=sum(step["seconds"] for step in orphans),
+    )
 
 
-def _end(group: Attempt) -> float:
-    """The time of its last step, or of its start."""
-    return float(group.steps[-1]["time"]) if group.steps else group.started
-
-
-def _between_steps(group: Attempt) -> float:
-    pairs = pairwise(group.steps)
-    return sum(max(0.0, float(b["time"] - a["time"] - b["seconds"])) for a, b in pairs)
-
-
-def _starting(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[str, float]:
+def _starting(groups: Sequence[Attempt], timeline: Timeline) -> dict[str, float]:
     """Seconds by phase, over all groups, until the first step of each began."""
     phases: dict[str, float] = {}
-    for entry in entries:
-        if entry["kind"] == "started":
-            for phase, seconds in entry.get("seconds", {}).items():
-                phases[phase] = phases.get(phase, 0.0) + seconds
-    firsts = [(group, group.steps[0]) for group in groups if group.steps]
-    waits = [max(0.0, s["time"] - s["seconds"] - group.started) for group, s in firsts]
-    return {**phases, "first_step": sum(waits)}
+    for group in groups:
+        for phase, seconds in group.entry.get("seconds", {}).items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return {**phases, "first_step": timeline.first_steps}
 
 
-def _between_groups(entries: Sequence[Entry], groups: Sequence[Attempt]) -> dict[str, float]:
+def _between_groups(
+    entries: Sequence[Entry], groups: Sequence[Attempt], timeline: Timeline
+) -> dict[str, float]:
     spent = dict.fromkeys(("halted", "recovering", "restarting"), 0.0)
-    for before, after in pairwise(groups):
-        since, until = _end(before), after.started - after.seconds_starting
-        seconds = max(0.0, until - since - idle_seconds(entries, since, after.started))
-        why = cause(entries, before, after)
+    for index, (before, after) in enumerate(pairwise(groups)):
+        why = cause(entries, before, after, has_ended=timeline.has_ended_after(index))
         kind = "halted" if why in _PLANNED else "restarting" if why == "restart" else "recovering"
-        spent[kind] += seconds
+        spent[kind] += timeline.between_groups[index]
     return spent

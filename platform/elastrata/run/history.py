@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
@@ -32,6 +35,7 @@ from elastrata.run.parts import (
     sealed,
     write_head,
 )
+from elastrata.run.process import here
 from elastrata_pipelines.storage import Storage
 
 PART_SECONDS = 15.0
@@ -236,8 +240,14 @@ class HistoryWriter:
 
     def add(self, kind: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry; it is on storage after the next `flush`, or some seconds later."""
-        now = round(time.time(), 3)
-        line = {"kind": kind, "attempt": self._next.attempt, "time": now, **entry}
+        now = {
+            "time": round(time.time(), 3),
+            "clock": monotonic_clock(),
+            "monotonic": round(time.monotonic(), 6),
+        }
+        if "time" in entry:  # of another moment
+            now = {}
+        line = {"kind": kind, "attempt": self._next.attempt, **now, **entry}
         with self._of_lines:
             self._lines.append(json.dumps(line).encode() + b"\n")
             is_time = time.monotonic() - self._written > PART_SECONDS
@@ -246,14 +256,18 @@ class HistoryWriter:
         if is_time:
             Thread(target=self.flush, name="elastrata-history", daemon=True).start()
 
-    def flush(self) -> None:
-        """Writes what has been added since the last time, and waits for it."""
+    def flush(self) -> bool:
+        """Writes what has been added since the last time, and waits for it.
+
+        Returns:
+            Whether storage has all that had been added by then.
+        """
         with self._of_storage:
             with self._of_lines:
                 lines, part = list(self._lines), self._next
                 self._written = time.monotonic()
             if not lines:
-                return
+                return True
             try:
                 if not self._is_linked:
                     self._before, self._is_linked = link_before(self._storage, part), True
@@ -261,12 +275,28 @@ class HistoryWriter:
                 self._storage.write(data, str(part))
             except Exception as error:
                 self._warn(f"history cannot be written to {self._storage.url} for now: {error}")
-                return
+                return False
             with self._of_lines:
                 del self._lines[: len(lines)]
                 self._next, self._before = part.next, link
             with suppress(Exception):  # the next one will be noted
                 write_head(self._storage, part.writer, link)
+            return True
+
+
+@cache
+def monotonic_clock() -> str:
+    """Return a name for the clock that `time.monotonic` reads: one name, one clock.
+
+    On Linux that is the host's, until it is started anew: its processes have one time, however
+    often the wall clock is set. Where the system does not say so, every process has its own.
+    """
+    boot_id, _ = here()
+    if boot_id is None:
+        return uuid.uuid4().hex[:8]
+    with suppress(OSError):  # a container may have its own offset
+        boot_id += str(Path("/proc/self/ns/time").readlink())
+    return sha256(boot_id.encode()).hexdigest()[:8]
 
 
 def _after_the_last(storage: Storage, attempt: int, writer: str) -> PartName:

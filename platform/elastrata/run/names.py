@@ -88,6 +88,8 @@ class ListedRun:
     """Unix time of its last sign of life."""
     text: str
     """The state in words, or why it cannot be read."""
+    problems: tuple[str, ...] = ()
+    """As those of `status`."""
 
 
 def list_runs(storage: Storage) -> Sequence[ListedRun]:
@@ -116,4 +118,5 @@ def _listed(storage: Storage, name: str) -> ListedRun:
         workers=current.world_sizes[-1].world_size if current.world_sizes else 0,
         seen=current.seen,
         text=current.text,
+        problems=current.problems,
     )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from elastrata.run.attempts import attempts
 from elastrata.run.ownership import NewestStep, owner_is_alive, read_owner
+from elastrata.run.timeline import end_index
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -31,6 +33,10 @@ class Driver:
     """Unix time of its last sign of life."""
     newest: NewestStep | None = None
     """The newest step that it has told of."""
+    token: str | None = None
+    """The name of its launch."""
+    released: bool = False
+    """Whether it has ended and said so."""
 
 
 def look_at_driver(run: Storage) -> Driver:
@@ -40,7 +46,12 @@ def look_at_driver(run: Storage) -> Driver:
         if owner is None:
             return Driver()
         return Driver(
-            alive=owner_is_alive(run), since=owner.since, seen=owner.time, newest=owner.newest
+            alive=owner_is_alive(run),
+            since=owner.since,
+            seen=owner.time,
+            newest=owner.newest,
+            token=owner.token,
+            released=owner.released,
         )
     except UserError:
         return Driver()
@@ -60,6 +71,9 @@ def run_state(
 ) -> tuple[State, str]:
     """The state of a run, and the same in words.
 
+    Steps and entries decide it, in the order they were written. A clock does only where no process
+    and no entry tells: for a driver on another host, and in histories of old.
+
     Args:
         entries: its history.
         done: whether it has come to its last step, or to its target.
@@ -73,18 +87,21 @@ def run_state(
     seen = last_sign(entries, driver)
     steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
     limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
-    lately = seen is not None and now - seen <= limit
+    lately = seen is not None and abs(now - seen) <= limit
     if driver.alive or (driver.alive is None and lately and not done):
         return "running", "running"
     if done:
         return "finished", "finished"
     since = f"since {utc(seen)}" if seen else "yet"
-    return "silent", f"no sign of life {since}"
+    return "silent", f"no sign of life {since}{_unrecorded(entries, driver)}"
 
 
 def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
     """Unix time of the last sign of life, of workers or driver; None: there was none yet."""
-    return max([driver.seen, *(entry["time"] for entry in entries)]) or None
+    newest = max((entry["attempt"] for entry in entries), default=0)
+    last = [entry["time"] for entry in entries if entry["attempt"] == newest][-1:]
+    ended = [entry["time"] for entry in entries if entry["kind"] == "ended"][-1:]
+    return max([driver.seen, *last, *(ended if _end(entries, driver) else [])]) or None
 
 
 def utc(seconds: float) -> str:
@@ -92,15 +109,28 @@ def utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
+    """The steps that a dead driver had heard of and that are not in the history, in words."""
+    steps = (entry["step"] for entry in entries if entry["kind"] == "step")
+    if driver.newest and driver.newest.step > (last := max(steps, default=0)):
+        return f"; at least up to step {driver.newest.step:,}, on record up to step {last:,}"
+    return ""
+
+
 def _end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
     """The entry that says how the newest launch ended; None where that one has not ended."""
-    ends = [entry for entry in entries if entry["kind"] == "ended"]
-    if not ends:
+    ended = next((entry for entry in reversed(entries) if entry["kind"] == "ended"), None)
+    if ended is None:
         return None
-    newest = max(ends, key=lambda entry: float(entry["time"]))
-    started = [entry["time"] for entry in entries if entry["kind"] == "started"]
-    began_again = [driver.since] if driver.alive else []
-    return newest if max([0.0, *started, *began_again]) <= newest["time"] else None
+    groups = attempts(entries)
+    is_last = end_index(groups, ended) == len(groups) - 1
+    if "last" not in ended:  # of an earlier version
+        is_last |= driver.released
+    if driver.alive:
+        is_old = driver.since > ended["time"]
+        began_again = ended["driver"] != driver.token if "driver" in ended else is_old
+        is_last = is_last and not began_again
+    return ended if is_last else None
 
 
 def _halt(entries: Sequence[Entry]) -> str:

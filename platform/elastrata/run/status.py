@@ -10,7 +10,7 @@ from typing import Any
 
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
-from elastrata.run.attempts import Recovery, attempts, idle_seconds, recoveries
+from elastrata.run.attempts import Recovery, attempts, recoveries, seconds_lost
 from elastrata.run.chain import State as ChainState
 from elastrata.run.entries import metrics_of
 from elastrata.run.evidence import evidence
@@ -27,6 +27,7 @@ from elastrata.run.state import (
 )
 from elastrata.run.summary import read_summary
 from elastrata.run.time_to_target import TimeToTarget, time_to_target
+from elastrata.run.timeline import Timeline
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -183,7 +184,7 @@ def summary(
         last = driver.newest.model_dump()
     recovered = recoveries(entries)
     seconds = seconds_in_all(entries)
-    lost = sum(recovery.seconds + recovery.seconds_rolled_back for recovery in recovered)
+    lost = seconds_lost(entries, recovered)
     return Status(
         run=run,
         state=state,
@@ -218,11 +219,10 @@ def _finite(loss: float | None) -> float | None:
 
 def seconds_in_all(entries: Sequence[Entry]) -> float:
     """From the first start of workers to the last entry, less the time when the run had ended."""
-    times = [float(entry["time"]) for entry in entries]
-    if not times:
-        return 0.0
-    starting = sum(group.seconds_starting for group in attempts(entries)[:1])
-    return max(times) - min(times) + starting - idle_seconds(entries, min(times), max(times))
+    groups = attempts(entries)
+    known = {group.attempt for group in groups}
+    orphans = (e for e in entries if e["kind"] == "step" and e["attempt"] not in known)
+    return Timeline(entries, groups).seconds + sum(float(step["seconds"]) for step in orphans)
 
 
 def _evaluation(entries: Sequence[Entry]) -> Evaluation | None:
@@ -255,4 +255,4 @@ def _faults(entries: Sequence[Entry]) -> tuple[Fault, ...]:
         for entry in entries
         if entry["kind"] == "fault"
     ]
-    return tuple(sorted(faults, key=lambda fault: fault.time))
+    return tuple(sorted(faults, key=lambda fault: fault.attempt))

@@ -9,7 +9,9 @@ from typing import Any
 
 from elastrata.core.target import TargetConfig, reached
 from elastrata.run import history
+from elastrata.run.attempts import attempts
 from elastrata.run.entries import metrics_of
+from elastrata.run.timeline import Timeline
 
 Entry = Mapping[str, Any]
 
@@ -83,12 +85,13 @@ def time_to_target(entries: Sequence[Entry], target: TargetConfig) -> TimeToTarg
 def _counts(entries: Sequence[Entry], evaluation: Entry) -> dict[str, Any]:
     """The counts and times of the run when it was evaluated."""
     steps = [s for s in history.effective_steps(entries) if s["step"] <= evaluation["step"]]
-    starts = (entry["time"] for entry in entries if entry["kind"] == "started")
-    began = next(starts, entries[0]["time"])
+    groups = attempts(entries)
+    began = groups[0].entry if groups else entries[0]
+    timeline = Timeline(entries, groups)
     return {
         "step": evaluation["step"],
         "samples": steps[-1]["samples"],
         "tokens": steps[-1]["tokens"],
-        "seconds": round(evaluation["time"] - began, 3),
+        "seconds": round(timeline.elapsed(began, evaluation, with_pauses=True), 3),
         "seconds_in_steps": round(sum(step["seconds"] for step in steps), 3),
     }

@@ -20,6 +20,7 @@ from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.claim import SWEEP_FILE, is_copy
+from elastrata.run.evidence import note_removal
 from elastrata.run.export import export_model, loadable
 from elastrata.run.facts import recipe_params, start_tags
 from elastrata.run.history import HistoryWriter
@@ -260,8 +261,10 @@ class SweepDriver:
         for trial in self.standings.trials.values():
             is_cleaned = trial.id in self.cleaned and not at_the_end
             if trial.is_over and trial is not best and trial.id != but and not is_cleaned:
-                self.job.folder.sub(trial.id).delete("checkpoints")
-                self.cleaned.add(trial.id)
+                run = self.job.folder.sub(trial.id)
+                if note_removal(run, self.warn):
+                    run.delete("checkpoints")
+                    self.cleaned.add(trial.id)
 
     def _publish(self) -> None:
         try:

@@ -183,7 +183,7 @@ def _line(event: Event, step: int) -> str | None:
         case Started():
             workers = "worker" if event.world_size == 1 else "workers"
             since = f" from step {event.step}, {_TIERS[event.state]}" if event.step else ""
-            again = f", {step - event.step} steps again" if step > event.step else ""
+            again = f", at least {step - event.step} steps again" if step > event.step else ""
             stayed = f", {event.stayed} of them as before," if event.stayed else ""
             count = f"{event.world_size} {workers}{stayed}"
             return f"training on {count}{since}{again} (attempt {event.attempt})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from threading import Event
 from types import TracebackType
@@ -90,6 +90,7 @@ class CheckpointManager:
             keep_best=config.keep_best,
             warn=self._failed,
             on_commit=self._committed,
+            before_removal=self._note_removal,
             on_remove=lambda commit: channel.send(
                 Removed(uri=self._checkpoints.uri(commit.folder))
             ),
@@ -279,10 +280,21 @@ class CheckpointManager:
 
     def _committed(self, commit: Commit) -> None:
         self._retry = self._retry.succeeded()
+        if self._history:
+            self._history.add("committed", {"step": commit.step, "commit": commit.folder})
+            self._history.flush()
         uri = self._checkpoints.uri(commit.folder)
         self._channel.send(
             Committed(step=commit.step, uri=uri, evaluation_loss=commit.evaluation_loss)
         )
+
+    def _note_removal(self, folders: Sequence[str]) -> None:
+        """Notes which checkpoints are to go, before they do: one that is gone without a note is
+        missing."""
+        if self._history:
+            self._history.add("removed", {"commits": list(folders)})
+            if not self._history.flush():
+                raise OSError("old checkpoints stay, as the history cannot take that they go")
 
     def __enter__(self) -> Self:
         return self
@@ -299,4 +311,5 @@ class CheckpointManager:
             if self._in_memory:
                 self._in_memory.saver.close()
         if self._history:
+            self._history.add("closed", {})
             self._history.flush()

@@ -1,0 +1,217 @@
+"""Checkpoints that a run committed and did not remove must be there: `status`, `audit` and `runs`
+name those that are not. What retention removes is noted in the history first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastrata.checkpoints.commit import MARKER, commits
+from elastrata.checkpoints.retention import prune
+from elastrata.cli.main import run
+from elastrata.launch.fork import plan_fork
+from elastrata.recipe.recipe import Recipe
+from elastrata.run import evidence as evidence_module
+from elastrata.run import history
+from elastrata.run.evidence import check_continuation, evidence, note_removal
+from elastrata.run.fork import begin_fork
+from elastrata.run.history import History, HistoryWriter
+from elastrata.run.status import status
+from elastrata_pipelines.storage import Storage
+from support.lone_run import lone_run, train_alone
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of steps 2 and 4."""
+    return lone_run(tmp_path_factory.mktemp("lost"))
+
+
+@pytest.fixture(scope="module")
+def pruned(trained: Path) -> Path:
+    """A finished run that keeps one checkpoint, the newest, and has had several."""
+    kept = {"every": 1, "keep_last": 1, "keep_best": False}
+    return lone_run(trained.parent.parent, "pruned", checkpoint=kept)
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "runs" / "copy")
+    return tmp_path / "runs" / "copy"
+
+
+def _folders(copy: Path) -> list[Path]:
+    return sorted((copy / "checkpoints").iterdir())
+
+
+def _delete_all(copy: Path) -> list[str]:
+    names = [path.name for path in _folders(copy)]
+    for path in _folders(copy):
+        shutil.rmtree(path)
+    return [f"{name}: missing" for name in names]
+
+
+def _delete_the_folder(copy: Path) -> list[str]:
+    lines = _delete_all(copy)
+    (copy / "checkpoints").rmdir()
+    return lines
+
+
+def _delete_an_older_one(copy: Path) -> list[str]:
+    oldest = _folders(copy)[0]
+    shutil.rmtree(oldest)
+    return [f"{oldest.name}: missing"]
+
+
+def _delete_a_marker(copy: Path) -> list[str]:
+    newest = _folders(copy)[-1]
+    (newest / MARKER).unlink()
+    return [f"{newest.name}: {MARKER} is missing"]
+
+
+def _delete_a_file(copy: Path) -> list[str]:
+    newest = _folders(copy)[-1]
+    file = next(path for path in newest.iterdir() if path.name != MARKER)
+    file.unlink()
+    return [f"{newest.name}: {file.name} is missing"]
+
+
+def _cut_a_file(copy: Path) -> list[str]:
+    oldest = _folders(copy)[0]
+    file = max(oldest.iterdir(), key=lambda path: path.stat().st_size)
+    data = file.read_bytes()
+    file.unlink()  # a fork's files are links
+    file.write_bytes(data[:-1])
+    return [f"{oldest.name}: {file.name} is truncated"]
+
+
+LOSSES: list[Callable[[Path], list[str]]] = [
+    _delete_all,
+    _delete_the_folder,
+    _delete_an_older_one,
+    _delete_a_marker,
+    _delete_a_file,
+    _cut_a_file,
+]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_what_is_lost_is_named(
+    lose: Callable[[Path], list[str]], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["audit", str(copy)]) == 0
+    assert status(Storage(str(copy))).problems == ()
+    lines = lose(copy)
+    for command, code in ((["status"], 0), (["audit"], 1)):
+        capsys.readouterr()
+        assert run([*command, str(copy), "--json"]) == code
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert len(result["problems"]) == len(lines)
+        assert all(any(line in problem for problem in result["problems"]) for line in lines)
+        assert run([*command, str(copy)]) == code
+        shown = "".join(capsys.readouterr().out.split())
+        assert all("".join(line.split()) in shown for line in lines)
+    assert run(["runs", str(copy.parent), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert lines[0] in captured.err.replace("\n", "") or "missing" in captured.err
+    assert len(json.loads(captured.out)["runs"][0]["problems"]) == len(lines)
+
+
+def test_what_retention_removes_is_no_loss(pruned: Path) -> None:
+    entries = history.read(Storage(str(pruned / "history")))
+    committed = [entry["commit"] for entry in entries if entry["kind"] == "committed"]
+    removed = [f for e in entries if e["kind"] == "removed" for f in e["commits"]]
+    (left,) = _folders(pruned)
+    assert len(committed) > 1
+    assert {*committed} - {*removed} == {left.name}
+    assert status(Storage(str(pruned))).problems == ()
+    assert run(["audit", str(pruned)]) == 0
+
+
+def test_nothing_is_removed_that_the_history_could_not_note(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
+    storage = Storage(str(tmp_path / "checkpoints"))
+
+    def refuse(folders: object) -> None:
+        raise OSError("the history cannot be written")
+
+    with pytest.raises(OSError, match="cannot be written"):
+        prune(storage, keep_last=1, keep_best=False, before_removal=refuse)
+    assert [commit.step for commit in commits(storage)] == [4, 2]
+
+
+@pytest.mark.parametrize("is_pruned", [True, False])
+def test_a_run_that_goes_on_meanwhile_is_no_false_alarm(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, is_pruned: bool
+) -> None:
+    """Between the look at the checkpoints and the one at the history a checkpoint is removed, or
+    committed."""
+    storage, whole = Storage(str(copy)), history.look
+    aside = copy / "aside"
+    if not is_pruned:
+        _folders(copy)[-1].rename(aside)
+
+    def meanwhile(*arguments: Any) -> History:
+        monkeypatch.setattr(evidence_module.history, "look", whole)
+        if is_pruned:
+            writer = HistoryWriter(storage.sub("history"), 1, pytest.fail)
+
+            def note(folders: Any) -> None:
+                writer.add("removed", {"commits": list(folders)})
+                assert writer.flush()
+
+            prune(storage.sub("checkpoints"), keep_last=1, keep_best=False, before_removal=note)
+        else:
+            aside.rename(copy / "checkpoints" / name)
+        return whole(*arguments)
+
+    entries = history.read(storage.sub("history"))
+    name = [entry["commit"] for entry in entries if entry["kind"] == "committed"][-1]
+    monkeypatch.setattr(evidence_module.history, "look", meanwhile)
+    assert evidence(storage).problems == ()
+    assert status(storage).problems == ()
+
+
+def test_checkpoints_that_a_sweep_removes_are_no_loss(copy: Path) -> None:
+    storage = Storage(str(copy))
+    assert note_removal(storage, pytest.fail)
+    storage.delete("checkpoints")
+    assert status(storage).problems == ()
+    parts = len(list((copy / "history").iterdir()))
+    assert note_removal(storage, pytest.fail)
+    assert len(list((copy / "history").iterdir())) == parts, "there is nothing more to note"
+
+
+def test_what_the_run_has_gone_back_behind_need_not_be_there(copy: Path) -> None:
+    storage = Storage(str(copy))
+    warned: list[str] = []
+    _delete_all(copy)
+    check_continuation(storage, warned.append)
+    assert [line for line in warned if "missing" in line]
+    assert "goes on from the first step, as no checkpoint is there" in warned[-1]
+    later = HistoryWriter(storage.sub("history"), 2, pytest.fail)
+    later.add("started", {"step": 0, "world_size": 1})
+    later.flush()
+    assert status(storage).problems == ()
+
+
+def test_a_fork_has_its_first_checkpoint_until_it_is_removed(trained: Path) -> None:
+    plan = plan_fork(f"{trained}@2", "forked", [])
+    begin_fork(plan.fork)
+    folder = Path(plan.fork.run.uri())
+    assert status(plan.fork.run).problems == ()
+    (first,) = _folders(folder)
+    first.rename(folder / "aside")
+    (problem,) = status(plan.fork.run).problems
+    assert f"{first.name}: missing" in problem
+    (folder / "aside").rename(first)
+    one = {"every": 1, "keep_last": 1, "keep_best": False}
+    recipe = plan.fork.recipe.model_dump(mode="json") | {"checkpoint": one}
+    train_alone(Recipe.model_validate(recipe), folder)
+    assert not first.exists()
+    assert status(plan.fork.run).problems == ()

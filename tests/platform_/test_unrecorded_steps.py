@@ -1,0 +1,176 @@
+"""Steps that were done and are on no record: what is known of them is told as a lower bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastrata.cli.main import run
+from elastrata.cluster.failures import Failures
+from elastrata.cluster.interrupt import Interrupt
+from elastrata.cluster.observer import Observer
+from elastrata.core.events import Lost, Started
+from elastrata.launch.launch import _owned
+from elastrata.run import history
+from elastrata.run.attempts import attempts, newest_known_step, recoveries
+from elastrata.run.evidence import check_continuation
+from elastrata.run.goodput import goodput
+from elastrata.run.history import HistoryWriter
+from elastrata.run.ownership import NewestStep, own_run
+from elastrata.run.status import status
+from elastrata.tracking.silent import SilentTracker
+from elastrata_pipelines.storage import Storage
+from support.forks import fork
+from support.histories import Entry, record, said, started, stepped, write_run
+
+DONE, RECORDED = 40, 1
+
+
+def _train_until_killed(folder: str) -> None:
+    """Trains 40 steps, of which the history gets the first, and is killed."""
+    history.PART_SECONDS = float("inf")
+    run = Storage(folder)
+    group = HistoryWriter(run.sub("history"), 1, print)
+    with own_run(run, lost=print, beat_seconds=0.05) as ownership:
+        group.add("started", {"step": 0, "world_size": 1, "state": "new"})
+        group.add("step", record(1).to_dict())
+        group.flush()
+        for step in range(2, DONE + 1):
+            group.add("step", record(step).to_dict())
+        beat = ownership.owner.beat
+        ownership.note(NewestStep(step=DONE, samples=840, tokens=4_000, loss=0.1))
+        while ownership.owner.beat < beat + 2:
+            ownership._ending.wait(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Storage:
+    """The folder of a run whose driver was killed after 40 steps, 39 of them unrecorded."""
+    write_run(tmp_path / "run", [], steps=60)
+    process = fork(_train_until_killed, str(tmp_path / "run"))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return Storage(str(tmp_path / "run"))
+
+
+def _go_on(run: Storage) -> None:
+    """What a launch does until the second group has done its first step."""
+    with _owned(run, Interrupt(), lambda event: None, None):
+        entries = history.read(run.sub("history"))
+        driver = HistoryWriter(run.sub("history"), 2, pytest.fail, writer="d")
+        observer = Observer(
+            SilentTracker(),
+            driver,
+            Failures(3),
+            lambda event: None,
+            [1],
+            step=newest_known_step(entries, RECORDED),
+            substituted=[],
+        )
+        begun = {"attempt": 2, "world_size": 1, "step": 0}
+        group = HistoryWriter(run.sub("history"), 2, pytest.fail)
+        group.add("started", {"step": 0, "world_size": 1, "state": "new"})
+        observer([Started(state="new", pids={}, seconds={}, **begun)])
+        group.add("step", record(1).to_dict())
+        group.flush()
+
+
+def test_what_a_killed_driver_had_heard_of_is_done_again(
+    killed: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    check_continuation(killed, said.append)
+    assert said == [
+        "goes on from the first step, as no checkpoint is there; the history has steps up to "
+        f"{RECORDED}, and its driver had heard of step {DONE}"
+    ]
+    before = status(killed)
+    assert (before.state, before.steps) == ("silent", RECORDED)
+    assert f"at least up to step {DONE}, on record up to step {RECORDED}" in before.text
+
+    _go_on(killed)
+
+    assert run(["status", killed.url, "--json"]) == 0
+    captured = capsys.readouterr()
+    (recovery,) = json.loads(captured.out)["recoveries"]
+    assert (recovery["cause"], recovery["steps_rolled_back"]) == ("fault", DONE)
+    assert (recovery["at_least"], recovery["seconds_rolled_back"]) == (True, 1.0)
+    assert recovery["seconds_unrecorded"] == history.PART_SECONDS
+    shown = "".join(captured.err.split())
+    again = f"at least {DONE} steps done again (1.0 s recorded; up to 15.0 s before the loss"
+    assert "".join(again.split()) in shown
+
+    run(["audit", killed.url, "--json"])
+    captured = capsys.readouterr()
+    first, second = json.loads(captured.out)["attempts"]
+    assert (first["rolled_back"], first["at_least"]) == (DONE, True)
+    assert (second["rolled_back"], second["at_least"]) == (0, False)
+    assert f"at least {DONE}" in captured.err
+
+
+def _lost(**fault: Any) -> list[Entry]:
+    return [
+        started(1, 0, time=100.0),
+        stepped(1, 1, time=101.0),
+        stepped(1, 2, time=102.0),
+        said("fault", 1, time=105.0, text="rank 0 was killed", ranks=[0], **fault),
+        started(2, 2, time=110.0, state="hot"),
+        stepped(2, 3, time=111.0),
+    ]
+
+
+def test_a_group_that_was_killed_may_have_done_more() -> None:
+    (recovery,) = recoveries(_lost())
+    assert (recovery.steps_rolled_back, recovery.at_least) == (0, True)
+    assert recovery.seconds_unrecorded is None, "histories of old do not say"
+    (recovery,) = recoveries(_lost(seconds_unheard=3.0))
+    assert (recovery.at_least, recovery.seconds_unrecorded) == (True, 3.0)
+
+
+def test_a_group_that_closed_its_record_has_done_no_more() -> None:
+    entries = _lost()
+    entries.insert(3, said("closed", 1, time=104.0))
+    (recovery,) = recoveries(entries)
+    assert (recovery.at_least, recovery.seconds_unrecorded) == (False, 0)
+    assert [group.at_least for group in attempts(entries)] == [False, False]
+
+
+def test_steps_that_were_undone_before_their_driver_died_count_once() -> None:
+    entries = [
+        started(1, 0, time=100.0),
+        stepped(1, 1, time=101.0),
+        started(2, 0, time=110.0),
+        said("rolled_back", 2, time=110.0, first=1, last=DONE),
+        said("fault", 2, time=120.0, newest=DONE),
+    ]
+    assert newest_known_step(entries, 0) == 0
+    entries[-1]["newest"] = 7
+    assert newest_known_step(entries, 0) == 7
+    entries.append(started(3, 7, time=130.0))
+    assert newest_known_step(entries, 7) == 7
+
+
+def test_steps_on_no_record_are_no_steps_done_again_in_the_account() -> None:
+    entries = _lost()
+    entries.insert(5, said("rolled_back", 2, time=110.0, first=3, last=5))
+    account = goodput(entries)
+    assert (account.done_again, account.recovering) == (0.0, 8.0)
+    (recovery,) = recoveries(entries)
+    assert (recovery.steps_rolled_back, recovery.seconds_rolled_back) == (3, 0.0)
+
+
+def test_a_fault_has_how_long_nothing_was_heard(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    writer = HistoryWriter(storage, 1, pytest.fail, writer="d")
+    observer = Observer(
+        SilentTracker(), writer, Failures(3), lambda event: None, [1], step=0, substituted=[]
+    )
+    observer([Lost(text="rank 0 was killed", ranks=(0,))])
+    (fault,) = history.read(storage)
+    assert 0 <= fault["seconds_unheard"] < 600
