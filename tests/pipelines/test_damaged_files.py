@@ -86,7 +86,7 @@ def test_a_damaged_file_is_left_out_whole(
     data = KINDS[ending]("\n".join(LINES).encode())
     (tmp_path / f"a{ending}").write_bytes(data)
     (tmp_path / f"b{ending}").write_bytes(damage(data))
-    (tmp_path / "c.txt").write_text("the last")
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
     for size in (2**10, 2**14, portion_bytes(0)):
         for files_in_a_group in (1, 3):
             texts, counts = chosen(tmp_path, size, files_in_a_group)
@@ -95,8 +95,8 @@ def test_a_damaged_file_is_left_out_whole(
 
 
 def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the first")
-    (tmp_path / "b.txt").write_text("gone soon")
+    (tmp_path / "a.txt").write_text("the first", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("gone soon", encoding="utf-8")
     config = PrepareConfig.model_validate(
         {
             "sources": [{"paths": str(tmp_path)}],

@@ -104,7 +104,7 @@ def test_each_file_is_opened_once_to_be_found_and_once_to_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(300):
-        (tmp_path / f"{number:03d}.txt").write_text(f"text {number}")
+        (tmp_path / f"{number:03d}.txt").write_text(f"text {number}", encoding="utf-8")
     finding, reading = Counted(), Counted()
     package = "elastrata_pipelines.preparation"
     for name, counted in (("sources", finding), ("pieces", reading)):

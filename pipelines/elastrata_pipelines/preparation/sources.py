@@ -16,7 +16,12 @@ from fsspec.core import url_to_fs
 from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.local_files import find_local, open_regular
+from elastrata_pipelines.preparation.local_files import (
+    find_local,
+    named_here,
+    open_regular,
+    utf8_name,
+)
 from elastrata_pipelines.storage import is_local
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -106,10 +111,11 @@ def _expand(path: str) -> tuple[list[_Entry], list[str]]:
     """The files a path means, by their names inside it, and what else is there."""
     if not is_local(path):
         return list(_expand_url(path)), []
-    root = str(Path(path.removeprefix("file://").removeprefix("local://")).expanduser().absolute())
+    plain = named_here(path.removeprefix("file://").removeprefix("local://"))
+    root = str(Path(plain).expanduser().absolute())
     found = find_local(root)
     entries = [
-        _Entry(url, url[len(found.base) + 1 :], size, _checksum(url, size), url == root)
+        _Entry(url, utf8_name(url[len(found.base) + 1 :]), size, _checksum(url, size), url == root)
         for url, size in found.sizes.items()
     ]
     return entries, found.others
