@@ -111,3 +111,16 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     result = ChooseTrainingText(config, 1.0)(portion)
     assert [text for _, text in result.chosen] == ["the first"]
     assert result.skipped == {UNREADABLE: 1}
+
+
+@pytest.mark.parametrize("ending", [".txt.gz", ".txt.bz2", ".txt.xz", ".txt.zst"])
+def test_streams_one_after_another_are_read_to_the_last(tmp_path: Path, ending: str) -> None:
+    """Several streams are one text; what follows and is none of them is damage, not the end."""
+    half = len(LINES) // 2
+    parts = ["\n".join(part).encode() for part in (LINES[:half], ["", *LINES[half:]])]
+    first, second = map(KINDS[ending], parts)
+    (tmp_path / f"a{ending}").write_bytes(first + second)
+    assert chosen(tmp_path, 2**12, 1) == (LINES, {})
+    (tmp_path / f"a{ending}").write_bytes(first + b"x" + second[1:])
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
+    assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})
