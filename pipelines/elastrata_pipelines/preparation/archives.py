@@ -128,14 +128,14 @@ def _begins_archive(head: bytes) -> bool:
 
 
 def _members(
-    file: SourceFile, stream: _Begun, config: SourceConfig
+    file: SourceFile, stream: Any, config: SourceConfig
 ) -> Iterator[tuple[SourceFile, Any]]:
     """The files in an archive that are not hidden, and their bytes, to be read at once.
 
     Raises:
         Exception: the archive is damaged or cut off.
     """
-    archive = tarfile.open(  # noqa: SIM115  the stream is closed by who opened it
+    archive: Any = tarfile.open(  # noqa: SIM115  the stream is closed by who opened it
         fileobj=stream, mode="r|", tarinfo=_Header, encoding="utf-8", errors="surrogateescape"
     )
     number = 0
@@ -154,7 +154,7 @@ def _members(
                 compression=compression,
             )
             yield member, archive.extractfile(header)
-    while rest := archive.fileobj.read(2**16):  # type: ignore[union-attr]
+    while rest := archive.fileobj.read(2**16):
         if rest.strip(b"\0"):
             raise OSError("more follows after the archive's end (a second one?); unpack it")
 
