@@ -121,6 +121,21 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, documents: str) -
     assert again == (found if name != "tar" else again[0], [], len(names))
 
 
+@pytest.mark.parametrize("what", ["lfs", "annex", "page", "error", "zip"])
+def test_what_stands_in_the_place_of_a_file_is_called_what_it_is(tmp_path: Path, what: str) -> None:
+    data, words = NO_TEXTS[what]
+    names = ["a.jsonl.gz", "b.txt.bz2", "c.tar", "d.tgz", "e.parquet", "f.txt.xz", "g.txt.zst"]
+    for name in names:
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "h.tar").write_bytes(tar({"i.jsonl.gz": data}))
+    documents, problems, _ = read(tmp_path)
+    assert documents == []
+    assert [line.partition(f": cannot be read ({words}")[0] for line in problems] == [
+        *names, "h.tar: i.jsonl.gz",
+    ]  # fmt: skip
+    assert read(tmp_path, skip=True) == ([], [], 8)
+
+
 def test_html_is_text_where_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_bytes(PAGE)
     (tmp_path / "b.php.gz").write_bytes(gzip.compress(PAGE))

@@ -17,12 +17,12 @@ from typing import Any
 from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.not_text import HEAD_BYTES, refuse_no_text
+from elastrata_pipelines.preparation.not_text import HEAD_BYTES, refuse_no_text, refuse_not_packed
 from elastrata_pipelines.preparation.parquet import parquet_pieces
 from elastrata_pipelines.preparation.pieces import (
     DocumentTooLongError,
     Piece,
-    open_file,
+    open_stored,
     refuse_bomb,
     text_pieces,
     uncompressed,
@@ -68,13 +68,20 @@ class FileReader:
             DocumentTooLongError: a document is longer than `max_document_bytes`.
             Exception: of a file that cannot be read, or that is no text.
         """
-        with open_file(file) as stream:
+        with open_stored(file.url) as stored, self._uncompressed(file, stored) as stream:
             yield from self._pieces(file, stream, 0)
+
+    @contextmanager
+    def _uncompressed(self, file: SourceFile, stored: Any) -> Iterator[Any]:
+        if file.compression:
+            refuse_not_packed(file, _peek(stored), self.config)
+        with uncompressed(stored, file.compression) as stream:
+            yield stream
 
     def _pieces(self, file: SourceFile, stream: Any, level: int) -> Iterator[Piece | Refused]:
         head = _read(stream, HEAD_BYTES)
         rest = _Begun(head, stream)
-        if _is_archive(file, head, level):
+        if _is_archive(file, head, level, self.config):
             if level == _DEEPEST:
                 raise OSError(f"archives in archives, more than {_DEEPEST} deep; unpack it")
             for member, data in _members(file, rest, self.config):
@@ -93,7 +100,7 @@ class FileReader:
             yield Refused(member.name, "")
             return
         try:
-            with uncompressed(data, member.compression) as stream:
+            with self._uncompressed(member, data) as stream:
                 yield from self._pieces(member, stream, level)
         except DocumentTooLongError:
             raise
@@ -108,12 +115,13 @@ def names_archive(file: SourceFile) -> bool:
     return ending in _ENDINGS or (ending in COMPRESSIONS and stem.endswith(".tar"))
 
 
-def _is_archive(file: SourceFile, head: bytes, level: int) -> bool:
+def _is_archive(file: SourceFile, head: bytes, level: int, config: SourceConfig) -> bool:
     if head[257:262] == b"ustar" or _begins_archive(head):
         if not (file.compression or level or names_archive(file)):
             raise OSError("a tar archive, not text; end its name in .tar")
         return True
     if names_archive(file) and (not head or head.strip(b"\0")):
+        refuse_no_text(file, head, config)
         raise OSError("its name says that it is a tar archive, which it is not")
     return names_archive(file)
 
@@ -187,6 +195,15 @@ class _Begun:
             return bytes(self._stream.read(size))
         head, self._head = self._head[:size], self._head[size:]
         return head if self._head else head + _read(self._stream, size - len(head))
+
+
+def _peek(stored: Any) -> bytes:
+    """The first bytes of a stream, which stays at its start."""
+    if hasattr(stored, "peek"):  # members of archives cannot be read again
+        return bytes(stored.peek(HEAD_BYTES)[:HEAD_BYTES])
+    head = _read(stored, HEAD_BYTES)
+    stored.seek(0)
+    return head
 
 
 def _read(stream: Any, size: int) -> bytes:

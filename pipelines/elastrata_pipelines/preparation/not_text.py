@@ -44,6 +44,9 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     rb"\xff\xfe|\xfe\xff": ("UTF-16", _ENCODE),
 }  # fmt: skip
 """What a file is, and what to do about it, by how it begins. Compare `man 5 magic`."""
+_PROMISED = {
+    "gzip": "gzip data", "bz2": "bzip2 data", "xz": "xz data", "zstd": "Zstandard data", None: "",
+}  # fmt: skip
 _STARTS = [(re.compile(start, re.DOTALL), *words) for start, words in _KINDS.items()]
 _LFS = re.compile(rb"version https?://(?:git-lfs|hawser)\.github\.com/spec/v[^\n]*\n(?:.*\n)*?oid ")
 _ANNEX = re.compile(rb"(?:/annex/objects/|(?:\.\.[/\\])*\.git[/\\]annex[/\\]objects[/\\])\S+\s")
@@ -85,6 +88,17 @@ def refuse_no_text(file: SourceFile, head: bytes, config: SourceConfig) -> None:
         )
     if file.kind == "text" and _is_binary(len(_CONTROL_BYTE.findall(head)), len(head)):
         raise OSError("binary data (control characters), expected text; leave it out")
+
+
+def refuse_not_packed(file: SourceFile, head: bytes, config: SourceConfig) -> None:
+    """Check the first bytes of a file that its name says is compressed, as they are stored.
+
+    Raises:
+        OSError: something else stands in its place, such as a pointer or a page.
+    """
+    found = _kind(head)
+    if found is None or found[0] != _PROMISED.get(file.compression):
+        refuse_no_text(file, head, config)
 
 
 def is_binary(text: str) -> bool:

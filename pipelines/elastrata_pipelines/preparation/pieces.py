@@ -68,13 +68,6 @@ def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
 
 
 @contextmanager
-def open_file(file: SourceFile) -> Iterator[BinaryIO]:
-    """Opens a file for reading, uncompressed."""
-    with _stored(file.url) as stored, uncompressed(stored, file.compression) as stream:
-        yield stream
-
-
-@contextmanager
 def uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
     """Read what is compressed in a stream."""
     if compression == "gzip":
@@ -122,7 +115,8 @@ _DECOMPRESSORS: dict[str | None, Callable[[], Any]] = {
 }
 
 
-def _stored(url: str) -> Any:
+def open_stored(url: str) -> Any:
+    """Open a file of a source for reading, as it is stored."""
     if is_local(url):
         return open_regular(url)
     protocol, _ = split_protocol(url)
