@@ -11,9 +11,17 @@ import sqlite3
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from elastrata_pipelines.hashing import combine
+from elastrata_pipelines.preparation import SourceConfig
+from elastrata_pipelines.preparation.origins import find_origins
+from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
+from elastrata_pipelines.storage import Storage
 from support.archives import NO_TEXTS, PAGE, parquet, read, tar, zstd
 
 TEXTS = {f"texts/{number}.txt": f"text {number} ünï\n" * (number + 1) for number in range(30)}
@@ -236,3 +244,20 @@ def test_a_document_over_the_limit_is_named_by_its_member(tmp_path: Path) -> Non
     (tmp_path / "a.tar").write_bytes(tar({"long.txt": b"x" * 3000}))
     _, (problem,), _ = read(tmp_path, limit=1000)
     assert problem.startswith("a.tar: long.txt: the document that begins at line 1 is longer than")
+
+
+def test_a_sample_of_a_member_is_traced_to_it(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.xz").write_bytes(lzma.compress(tar({"b.txt": b"one\ntwo\nthree"})))
+    config = {"name": "s", "paths": [str(texts)], "documents": "line"}
+    documents, _, _ = read(texts, documents="line")
+    storage = Storage(str(tmp_path / "data"))
+    said = SourceConfig.model_validate(config).model_dump(mode="json", exclude={"paths"})
+    written = Provenance(configuration={"sources": [said]}, files={})
+    storage.write(written.to_json(), PROVENANCE)
+    ids = combine(np.array([documents[1].id], np.uint64), np.zeros(1, np.uint64))
+    (sample,) = combine(ids, np.zeros(1, np.uint64)).tolist()
+    manifest: Any = SimpleNamespace(pairs=None, packing="concat", seq_len=16)
+    found = find_origins(storage, manifest, [sample], {"s": [str(texts)]})
+    assert (found[sample].file, found[sample].line) == (f"{texts}/a.xz: b.txt", 2)
