@@ -124,3 +124,10 @@ def test_streams_one_after_another_are_read_to_the_last(tmp_path: Path, ending: 
     (tmp_path / f"a{ending}").write_bytes(first + b"x" + second[1:])
     (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
     assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})
+
+
+@pytest.mark.parametrize("ending", KINDS)
+def test_zeros_in_the_place_of_a_file_are_told(tmp_path: Path, ending: str) -> None:
+    (tmp_path / f"a{ending}").write_bytes(bytes(500))
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
+    assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, RawIOBase
 from pickle import PickleBuffer
 from typing import Any, BinaryIO, cast
@@ -111,7 +112,8 @@ class _Streams(RawIOBase):
 
 _DECOMPRESSORS: dict[str | None, Callable[[], Any]] = {
     "bz2": bz2.BZ2Decompressor,
-    "xz": lzma.LZMADecompressor,
+    # zeros would be an empty stream of the older .lzma format
+    "xz": partial(lzma.LZMADecompressor, format=lzma.FORMAT_XZ),
 }
 
 
