@@ -47,13 +47,13 @@ def _measure(other: str, folder: Path) -> dict[str, Any]:
 
 def _elastrata(python: str, *arguments: str) -> str:
     command = [python, "-m", "elastrata", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
 
 
 def _begin(python: str, *arguments: str) -> None:
     """Trains until the first checkpoint, whose line a run prints; then interrupts it."""
     command = [python, "-m", "elastrata", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as run:
         assert run.stdout
         for line in run.stdout:
             if line.startswith("checkpoint of step"):

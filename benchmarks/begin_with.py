@@ -81,7 +81,7 @@ def write_model(folder: Path, recipe: Recipe) -> dict[str, int]:
         total, largest = total + tensor.nbytes, max(largest, tensor.nbytes)
     save_file(files[-1], folder / f"model-{len(files):05d}.safetensors")
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return {"model_bytes": total, "largest_tensor_bytes": largest}
 
 
@@ -92,7 +92,7 @@ def measure(rank: int, ranks: int, layers: int, parallel: dict[str, Any], folder
     optimizer = torch.optim.AdamW(model.parameters())
     dist.barrier()
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     began = time.perf_counter()
     begin_with(parent, recipe.workload, VOCABULARY, SEQ_LEN, model, optimizer)
     seconds = time.perf_counter() - began
@@ -101,7 +101,7 @@ def measure(rank: int, ranks: int, layers: int, parallel: dict[str, Any], folder
 
 def _resident(key: str) -> int:
     """Bytes, as the kernel counts them."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith(key))
     return int(line.split()[1]) * 1024
 

@@ -85,7 +85,7 @@ def profiled_clip(recipe: Recipe, lengths: str) -> dict[str, Any]:
                 torch.cuda.synchronize()
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
-        return clip_overlap(json.loads(trace.read_text())["traceEvents"], RANGE)
+        return clip_overlap(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], RANGE)
 
 
 def clip_overlap(events: Sequence[Mapping[str, Any]], range_name: str) -> dict[str, Any]:

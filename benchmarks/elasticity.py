@@ -70,7 +70,7 @@ def write_recipe(folder: Path, wikitext: Path) -> Path:
         },
         "storage": str(folder / "runs"),
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     run_json("prepare", folder / "recipe.yaml")
     return folder / "recipe.yaml"
 

@@ -59,10 +59,10 @@ def _register() -> None:
     info = SITE / f"elastrata-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     about = f"Metadata-Version: 2.1\nName: elastrata\nVersion: {project['version']}\n"
-    (info / "METADATA").write_text(about)
+    (info / "METADATA").write_text(about, encoding="utf-8")
     lines = [
         line
         for group, points in project["entry-points"].items()
         for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
     ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

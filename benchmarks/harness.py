@@ -83,7 +83,7 @@ def of_version(checkout: Path | None, *arguments: str) -> Any:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -101,7 +101,7 @@ def picture(width: float, height: float) -> Any:
 def known_result(name: str) -> dict[str, Any]:
     """The figures of `results/<name>.json`, where an earlier run left it."""
     path = RESULTS / f"{name}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {key: value for key, value in known.items() if key not in _ABOUT}
 
 
@@ -129,5 +129,7 @@ def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str])
         },
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({**about, **figures}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({**about, **figures}, indent=1) + "\n", encoding="utf-8"
+    )
     print(json.dumps(figures, indent=1))

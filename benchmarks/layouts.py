@@ -99,7 +99,10 @@ def train(
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    resident = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        * resource.getpagesize()
+    )
     return peak, resident, seconds[-1]
 
 

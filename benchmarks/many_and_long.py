@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import os
 import random
@@ -61,7 +60,7 @@ def write_files(folder: Path, count: int) -> None:
     folder.mkdir()
     for number in range(count):
         text = f"This is the text number {number}, a short one of a few words.\n"
-        (folder / f"{number:06d}.txt").write_text(text)
+        (folder / f"{number:06d}.txt").write_text(text, encoding="utf-8")
 
 
 def read_files(folder: str) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def train(kind: str, text: str) -> Any:
 def encode(kind: str, path: str) -> Work:
     from elastrata_pipelines.preparation import encoders
 
-    text = Path(path).read_text()
+    text = Path(path).read_text(encoding="utf-8")
     files = train("bpe" if kind == "exact" else kind, text[: 10**6])
     encoder = encoders.make_encoder(files.tokenizer_json)
     if kind == "exact":
@@ -115,7 +114,7 @@ def samples(packing: str, path: str) -> Work:
     from elastrata_pipelines.storage import Storage
 
     kind = "wordpiece" if packing == "none" else "bpe"
-    with open(path) as stream:
+    with open(path, encoding="utf-8") as stream:
         files = train(kind, stream.read(10**6))
     values = {"sources": [{"paths": path}], "tokenizer": {"train": kind}, "packing": packing}
     config = PrepareConfig.model_validate({**values, "seq_len": 128, "held_out": 0.01})
@@ -144,7 +143,7 @@ def prepare(path: Path, folder: Path) -> dict[str, Any]:
     """`elastrata prepare`, and what all its processes take together."""
     command = [sys.executable, "-m", "elastrata", "prepare", "--text", str(path)]
     begun, seconds, peak = time.perf_counter(), dict[int, float](), 0
-    with (folder / "output.txt").open("w") as output:
+    with (folder / "output.txt").open("w", encoding="utf-8") as output:
         driver = psutil.Popen(
             [*command, "--out", str(folder / "data"), "--overwrite", "--held-out", "0"],
             stdout=output,
@@ -154,7 +153,7 @@ def prepare(path: Path, folder: Path) -> dict[str, Any]:
             peak = max(peak, sum(_memory(process, seconds) for process in _tree(driver)))
             time.sleep(SAMPLE_SECONDS)
     if driver.returncode:
-        raise RuntimeError((folder / "output.txt").read_text())
+        raise RuntimeError((folder / "output.txt").read_text(encoding="utf-8"))
     row = {
         "task": f"prepare {path.name}",
         "cpu_seconds": round(sum(seconds.values()), 1),
@@ -188,7 +187,7 @@ def _seconds() -> float:
 
 def _status(key: str) -> int:
     """Megabytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(key))) // 1024
 
 
@@ -202,7 +201,7 @@ def measure_here(task: str, path: str) -> dict[str, Any]:
         "encode": lambda: encode(kind, path),
         "samples": lambda: samples(kind, path),
     }[task.split()[0]]()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is counted from here
     cpu, begun, before = _seconds(), time.perf_counter(), _status("VmRSS")
     told = work()
     return {
@@ -215,7 +214,7 @@ def measure_here(task: str, path: str) -> dict[str, Any]:
 
 
 def _training(kind: str, path: str) -> Work:
-    text = Path(path).read_text()
+    text = Path(path).read_text(encoding="utf-8")
     train(kind, text[: 10**5])
 
     def work() -> dict[str, Any]:
@@ -251,11 +250,11 @@ def main() -> None:
             write_files(files, count)
             rows.append({"files": count} | measure("read", files, arguments.pipelines))
         line = Path(folder) / "line.txt"
-        line.write_text(words(LINE_BYTES))
+        line.write_text(words(LINE_BYTES), encoding="utf-8")
         rows += [measure(task, line, arguments.pipelines) for task in TASKS]
         if not arguments.pipelines:
             small = Path(folder) / "small.txt"
-            small.write_text(words(10_000))
+            small.write_text(words(10_000), encoding="utf-8")
             rows += [prepare(path, Path(folder)) for path in (small, line, files)]
     figures = {
         "machine": f"{os.cpu_count()} cores, shared with other work",

@@ -86,16 +86,16 @@ class Quota:
 
     def __enter__(self) -> Quota:
         self._folder.mkdir()
-        (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD))
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD), encoding="utf-8")
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         return self
 
     def limit(self, share: float) -> None:
         """From now on."""
-        (self._folder / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD)))
+        (self._folder / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD)), encoding="utf-8")
 
     def __exit__(self, *error: object) -> None:
-        (CGROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        (CGROUPS / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         self._folder.rmdir()
 
 
@@ -301,7 +301,8 @@ def elsewhere() -> Iterator[list[float]]:
 
     def busy() -> float:
         user, nice, system, _, _, *interrupts = (
-            int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
+            int(word)
+            for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:8]
         )
         return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 

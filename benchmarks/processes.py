@@ -61,7 +61,7 @@ def last_line(command: Sequence[str | Path], **environment: str) -> Any:
         RuntimeError: it failed; with the end of what it wrote to stderr.
     """
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True
+        command, env={**os.environ, **environment}, capture_output=True, encoding="utf-8"
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}")
@@ -72,7 +72,7 @@ def last_line(command: Sequence[str | Path], **environment: str) -> Any:
 def elastrata(*arguments: str) -> dict[str, Any]:
     """The result of a command of `elastrata`; what it shows people goes to stderr."""
     done = subprocess.run(
-        ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, text=True
+        ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, encoding="utf-8"
     )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -126,11 +126,11 @@ def short_steps(
 
 def record() -> dict[str, Any]:
     """The disturbed run of `elasticity.py`: hot copies every 5 steps, up to two workers there."""
-    run = json.loads((RESULTS / "elasticity_plain.json").read_text())
+    run = json.loads((RESULTS / "elasticity_plain.json").read_text(encoding="utf-8"))
     disturbed = run["through faults"]
     seconds = run["median_step_seconds"]
     recovery = read_recovery(str(RESULTS / "faults.json"))
-    table = json.loads((RESULTS / "faults.json").read_text())["kinds"]
+    table = json.loads((RESULTS / "faults.json").read_text(encoding="utf-8"))["kinds"]
     hung = table["worker hung (SIGSTOP), 10 s allowed"]["next_step_after_s"]["median"]
     at = short_steps(
         run["steps"],
@@ -164,7 +164,7 @@ def record() -> dict[str, Any]:
 
 def chaos() -> dict[str, Any]:
     """The run of `chaos.py`, whose record does not tell what a step took: at several paces."""
-    run = json.loads((RESULTS / "chaos.json").read_text())
+    run = json.loads((RESULTS / "chaos.json").read_text(encoding="utf-8"))
     recovery = read_recovery(str(RESULTS / "faults.json"))
     found = {}
     for pace in PACES:

@@ -228,7 +228,7 @@ def seconds_to_send(messages: Sequence[Callable[[], Any]], times: int) -> float:
 
 
 def sent_bytes(device: str) -> int:
-    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text(encoding="utf-8"))
 
 
 def measured_megabits() -> float:
@@ -349,7 +349,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
     device = os.environ["GLOO_SOCKET_IFNAME"]
     found = measure(arguments.rank, device, overrides, arguments.techniques, arguments.rounds)
     if arguments.rank == 0:
-        Path(arguments.found).write_text(json.dumps(found))
+        Path(arguments.found).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -376,7 +376,7 @@ def measured(measurement: str, megabits: int, arguments: argparse.Namespace) -> 
                 process.wait()
         if any(codes):
             raise SystemExit(f"a rank ended with {codes}")
-        result: dict[str, Any] = json.loads(found.read_text())
+        result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
         return result
 
 

@@ -71,16 +71,16 @@ def _copy(files: Iterable[Path], root: Path, folder: Path) -> None:
         if target.exists():
             continue
         try:
-            text = file.read_text()
+            text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        target.write_text(text, encoding="utf-8")
 
 
 def prepare(recipe: Path, values: dict[str, Any]) -> None:
     """Writes a recipe, and its data set unless it is there."""
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     if not Path(values["data"]["path"], "manifest.json").exists():
         elastrata("prepare", str(recipe))
 
@@ -120,7 +120,7 @@ def write_json_lines(data: Path, target: Path, most_bytes: int) -> int:
         most_bytes: the document that reaches them is the last.
     """
     size = 0
-    with target.open("w") as stream:
+    with target.open("w", encoding="utf-8") as stream:
         for text in _documents(data / "wikitext"):
             stream.write(json.dumps({"text": text}) + "\n")
             size += len(text.encode())
@@ -130,12 +130,12 @@ def write_json_lines(data: Path, target: Path, most_bytes: int) -> int:
 
 
 def _documents(wikitext: Path) -> Iterator[str]:
-    yield (wikitext / "train.txt").read_text()
-    yield (wikitext / "validation.txt").read_text()
+    yield (wikitext / "train.txt").read_text(encoding="utf-8")
+    yield (wikitext / "validation.txt").read_text(encoding="utf-8")
     for kind in ("stdlib", "purelib"):
         for path in sorted(Path(sysconfig.get_paths()[kind]).rglob("*.py")):
             try:
-                text = path.read_text()
+                text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
                 continue
             if text.strip():

@@ -230,7 +230,7 @@ def measure(
 ) -> list[dict[str, dict[str, float]]]:
     """Runs rounds of trainers, turn by turn; returns these and those kept from earlier."""
     kept = bench.scratch / "rounds.json"
-    found = json.loads(kept.read_text()) if kept.exists() else []
+    found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
     for _ in range(rounds):
         figures = {}
         for trainer in trainers:
@@ -238,7 +238,7 @@ def measure(
             figures[trainer]["load"] = os.getloadavg()[0]
             print(f"{trainer}: {figures[trainer]['tokens_per_second']:.0f} tokens/s", flush=True)
         found.append(figures)
-        kept.write_text(json.dumps(found))
+        kept.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 

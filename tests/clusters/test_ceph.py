@@ -42,7 +42,7 @@ def server() -> Iterator[Ceph]:
 def _write_recipe(folder: Path, storage: str, data: str, **changes: object) -> Path:
     tracking = {"uri": f"sqlite:///{folder / 'mlflow.db'}"}
     recipe = tiny_recipe(data, storage, tracking=tracking, **changes)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return folder / "recipe.yaml"
 
 

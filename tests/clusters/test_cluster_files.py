@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def _documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((cluster_files() / f"{name}.yaml").read_text()))
+    return list(yaml.safe_load_all((cluster_files() / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def _launched(name: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_rays_own_loader_and_schema_accept_it(name: str) -> None:
 @pytest.mark.parametrize("name", [*LAUNCHED, "kuberay-cluster", "kuberay-job"])
 def test_workers_run_at_the_priority_of_other_programs(name: str) -> None:
     """In every place where a raylet is started."""
-    text = (cluster_files() / f"{name}.yaml").read_text()
+    text = (cluster_files() / f"{name}.yaml").read_text(encoding="utf-8")
     count = text.count(NICENESS if name in LAUNCHED else f'{NICENESS}, value: "0"')
     assert count == {"one-machine": 3, "kuberay-cluster": 3, "kuberay-job": 3}.get(name, 1)
 
@@ -114,7 +114,7 @@ def test_the_clouds_differ_in_what_is_the_clouds_own_alone() -> None:
 
 @pytest.mark.parametrize("name", [*LAUNCHED, "kuberay-cluster", "kuberay-job"])
 def test_no_file_holds_a_key_and_every_image_is_pinned(name: str) -> None:
-    text = (cluster_files() / f"{name}.yaml").read_text()
+    text = (cluster_files() / f"{name}.yaml").read_text(encoding="utf-8")
     assert not re.search(r"(?i)(secret_?key|password|access_key|BEGIN .*KEY|AKIA)", text)
     images = re.findall(r"image: (\S+)", text)
     assert all(re.search(r":\d+\.\d+\.\d+-(cpu|gpu)$", image) for image in images)
@@ -147,7 +147,7 @@ def test_pods_have_the_time_to_save_and_the_head_is_not_evicted() -> None:
 
 
 def test_the_images_are_pinned_and_install_what_is_tested() -> None:
-    text = (cluster_files() / "Dockerfile").read_text()
+    text = (cluster_files() / "Dockerfile").read_text(encoding="utf-8")
     bases = re.findall(r"^FROM (\S+:\S+) AS", text, flags=re.MULTILINE)
     assert bases
     assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
@@ -174,7 +174,7 @@ def test_what_the_shipped_files_can_provide() -> None:
 
 
 def test_the_dashboard_shows_what_there_is() -> None:
-    dashboard = json.loads((cluster_files() / "grafana.json").read_text())
+    dashboard = json.loads((cluster_files() / "grafana.json").read_text(encoding="utf-8"))
     shown = {
         re.match(r"\w+", target["expr"])[0]
         for panel in dashboard["panels"]
@@ -186,6 +186,6 @@ def test_the_dashboard_shows_what_there_is() -> None:
 
 def test_the_readme_names_every_file() -> None:
     folder: Path = cluster_files()
-    text = (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w-]+\.(?:yaml|json)|Dockerfile)`", text))
     assert named == {path.name for path in folder.iterdir()} - {"README.md"}

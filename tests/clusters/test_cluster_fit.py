@@ -27,7 +27,7 @@ def _checks(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
 
 def _write(folder: Path, values: object) -> str:
     path = folder / "mine.yaml"
-    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values), encoding="utf-8")
     return str(path)
 
 

@@ -162,8 +162,10 @@ def test_a_notice_drains_the_node_of_a_real_cluster(
     ends = datetime.fromtimestamp(time.time() + 2 * PATIENCE_SECONDS, UTC)
     action = {"action": "terminate", "time": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
     metadata.answers[AWS_ACTION] = json.dumps(action)
-    assert guard.wait(timeout=PATIENCE_SECONDS) == 0, log.read_text()
-    assert f"the spot machine gets: terminate; drained {going.node_id}" in log.read_text()
+    assert guard.wait(timeout=PATIENCE_SECONDS) == 0, log.read_text(encoding="utf-8")
+    assert f"the spot machine gets: terminate; drained {going.node_id}" in log.read_text(
+        encoding="utf-8"
+    )
     alone = Nodes(cluster.address, going.node_id)
     wait_until(lambda: not alone.alive(), PATIENCE_SECONDS, "the end of the drained node")
     assert Nodes(cluster.address, staying.node_id).alive() == [staying.node_id]
@@ -180,11 +182,15 @@ def test_a_pod_that_is_to_end_waits_until_its_node_has(
     where = ("--address", cluster.address, "--node", going.node_id)
     guard = start("guard", how, "100", *where, log=log)
     if how == "--on-sigterm":
-        wait_until(lambda: "waiting for SIGTERM" in log.read_text(), 60, "a guard that waits")
+        wait_until(
+            lambda: "waiting for SIGTERM" in log.read_text(encoding="utf-8"),
+            60,
+            "a guard that waits",
+        )
         guard.send_signal(signal.SIGTERM)
-    assert guard.wait(timeout=90) == 0, log.read_text()
-    assert f"drained {going.node_id}" in log.read_text()
-    assert log.read_text().splitlines()[-1].endswith("the node has gone")
+    assert guard.wait(timeout=90) == 0, log.read_text(encoding="utf-8")
+    assert f"drained {going.node_id}" in log.read_text(encoding="utf-8")
+    assert log.read_text(encoding="utf-8").splitlines()[-1].endswith("the node has gone")
     assert Nodes(cluster.address, going.node_id).alive() == []
 
 
@@ -194,4 +200,4 @@ def test_where_no_node_is_left_to_drain(cluster: Cluster, tmp_path: Path) -> Non
     where = ("--address", cluster.address, "--node", "00" * 28)
     guard = start("guard", "--now", "0", *where, log=log)
     assert guard.wait(timeout=60) == 1
-    assert "not drained: no Ray node of this machine is alive" in log.read_text()
+    assert "not drained: no Ray node of this machine is alive" in log.read_text(encoding="utf-8")

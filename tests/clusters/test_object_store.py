@@ -164,7 +164,7 @@ def test_what_is_refused_takes_one_line_and_nothing_is_begun(
     write_data_set(tmp_path / "data", samples=100)
     tracking = {"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     recipe = tiny_recipe(tmp_path / "data", f"{bucket}/runs", tracking=tracking)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     faults.answer = lambda method, path: (status, code)
     done = run("train", tmp_path / "recipe.yaml", "--name", "run")
     assert done.returncode == 2

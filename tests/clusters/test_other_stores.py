@@ -80,7 +80,7 @@ def _azure(patch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     place = ("--blobHost", "127.0.0.1", "--blobPort", str(port))
     options = ("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent")
-    with (folder / "log").open("w") as log:
+    with (folder / "log").open("w", encoding="utf-8") as log:
         server = subprocess.Popen([azurite, *place, *options], cwd=folder, stdout=log, stderr=log)
     endpoint = f"http://127.0.0.1:{port}/devstoreaccount1"
     patch.setenv(
@@ -149,7 +149,7 @@ def test_a_run_is_the_same_there(bucket: str, tmp_path: Path) -> None:
         write_data_set(f"{place}/data", samples=100)
         changes = {"steps": 6, "checkpoint": {"every": 3}, "tracking": tracking}
         recipe = tiny_recipe(f"{place}/data", f"{place}/runs", **changes)
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
         results[name] = run_json("train", tmp_path / f"{name}.yaml", "--name", name)
     assert results["far"]["final_loss"] == results["near"]["final_loss"]
     assert [commit.step for commit in commits(Storage(f"{bucket}/runs/far/checkpoints"))] == [6, 3]

@@ -75,7 +75,9 @@ def test_a_killed_driver_a_stop_and_a_second_submission_are_one_run(
     log = tmp_path / "first"
     first = submitted.start(log)
     _wait_for_steps(log, groups=1)
-    assert re.search(r"elastrata \S+ from \S+/py_modules_files/\S+/elastrata\n", log.read_text())
+    assert re.search(
+        r"elastrata \S+ from \S+/py_modules_files/\S+/elastrata\n", log.read_text(encoding="utf-8")
+    )
     wait_until(lambda: _metrics(submitted) >= METRICS, 600, "the run's metrics")
     (driver,) = _drivers()
     driver.send_signal(signal.SIGKILL)
@@ -83,7 +85,9 @@ def test_a_killed_driver_a_stop_and_a_second_submission_are_one_run(
     assert again.returncode == 2
     assert "trains that run already" in again.stderr
     _wait_for_steps(log, groups=2)
-    assert "the driver was killed (SIGKILL); trying again, 9 tries left" in log.read_text()
+    assert "the driver was killed (SIGKILL); trying again, 9 tries left" in log.read_text(
+        encoding="utf-8"
+    )
     _stop(submitted)
     first.wait(timeout=600)
     kept = len(submitted.steps())
@@ -111,7 +115,7 @@ def test_a_wrong_token_takes_one_line(submitted: Submitted) -> None:
         submitted.command("submit", "bert/tiny"),
         env=client_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"}),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -133,10 +137,12 @@ def test_plain_ray_job_submit_from_an_environment_with_ray_alone(
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", empty], check=True)
     pip = [empty / "bin" / "python", "-m", "pip", "install", "-q", "ray[default]==2.60.0"]
-    installed = subprocess.run(pip, capture_output=True, text=True)
+    installed = subprocess.run(pip, capture_output=True, encoding="utf-8")
     if installed.returncode != 0:
         pytest.skip(f"pip cannot install ray[default]: {installed.stderr[-200:]}")
-    (folder / "mine.yaml").write_text(f"extends: {submitted.recipe}\nname: plain\nsteps: 40\n")
+    (folder / "mine.yaml").write_text(
+        f"extends: {submitted.recipe}\nname: plain\nsteps: 40\n", encoding="utf-8"
+    )
     done = subprocess.run(
         [
             *(empty / "bin" / "ray", "job", "submit", "--address", submitted.cluster.address),
@@ -148,7 +154,7 @@ def test_plain_ray_job_submit_from_an_environment_with_ray_alone(
             "PATH": f"{empty / 'bin'}:/usr/bin:/bin",
         },
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -160,7 +166,7 @@ def _run(submitted: Submitted, *arguments: str) -> subprocess.CompletedProcess[s
         submitted.command(*arguments),
         env=submitted.cluster.environment,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
 
@@ -179,7 +185,7 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
     """Until so many groups of workers have shown steps."""
 
     def has_stepped() -> bool:
-        text = log.read_text(errors="replace")
+        text = log.read_text(encoding="utf-8", errors="replace")
         assert ": FAILED" not in text, text
         parts = re.split(r"^training on", text, flags=re.MULTILINE)
         return len(parts) > groups and "\nstep " in parts[-1]
@@ -187,7 +193,7 @@ def _wait_for_steps(log: Path, *, groups: int) -> None:
     try:
         wait_until(has_stepped, 600, f"steps of group {groups}")
     except AssertionError:
-        raise AssertionError(log.read_text(errors="replace")) from None
+        raise AssertionError(log.read_text(encoding="utf-8", errors="replace")) from None
 
 
 def _drivers() -> list[psutil.Process]:

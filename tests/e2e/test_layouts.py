@@ -33,7 +33,7 @@ def test_eight_workers_compute_the_losses_of_one_and_one_continues(tmp_path: Pat
         workers={"min": 8, "max": 8, "cpus": 0.2, "threads": 1, "spares": False},
     )
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
 
     divided = run_json("train", recipe, *LAYOUT, "--name", "divided")
 

@@ -19,10 +19,11 @@ def test_a_run_whose_data_and_storage_are_on_s3(bucket: str, tmp_path: Path) -> 
     tracking = {"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     changes = {"steps": 6, "checkpoint": {"every": 3}, "tracking": tracking}
     (tmp_path / "s3.yaml").write_text(
-        yaml.safe_dump(tiny_recipe(f"{bucket}/data", f"{bucket}/runs", **changes))
+        yaml.safe_dump(tiny_recipe(f"{bucket}/data", f"{bucket}/runs", **changes)), encoding="utf-8"
     )
     (tmp_path / "local.yaml").write_text(
-        yaml.safe_dump(tiny_recipe(tmp_path / "data", tmp_path / "runs", **changes))
+        yaml.safe_dump(tiny_recipe(tmp_path / "data", tmp_path / "runs", **changes)),
+        encoding="utf-8",
     )
 
     remote = run_json("train", tmp_path / "s3.yaml", "--name", "run")
@@ -42,7 +43,7 @@ def test_a_run_whose_data_and_storage_are_on_s3(bucket: str, tmp_path: Path) -> 
 def test_remote_storage_needs_a_place_for_the_record(bucket: str, tmp_path: Path) -> None:
     write_data_set(tmp_path / "data", samples=100)
     recipe = tiny_recipe(tmp_path / "data", f"{bucket}/runs")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     done = run("train", tmp_path / "recipe.yaml", "--name", "run")
     assert done.returncode == 2
     assert "tracking.uri: null: expected a URI such as http://HOST:5000" in done.stderr

@@ -33,7 +33,7 @@ def _write(folder: Path) -> None:
         evaluation={"every": 4, "samples": 32},
         checkpoint={"every": 4},
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     for name in ("undisturbed", "disturbed"):
         sweep = {
             "name": name,
@@ -42,11 +42,11 @@ def _write(folder: Path) -> None:
             "trials": TRIALS,
             "concurrency": 2,
         }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(sweep))
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
 
 
 def _end(driver: Command, log: Path, folder: Path) -> SweepResult:
-    assert driver.wait(SECONDS) == 0, log.read_text()
+    assert driver.wait(SECONDS) == 0, log.read_text(encoding="utf-8")
     return read_result(str(folder))
 
 

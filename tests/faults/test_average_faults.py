@@ -60,7 +60,7 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def test_it_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     values = _recipe(tmp_path)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     alone = train_alone(Recipe.model_validate(values), tmp_path / "runs" / "alone")
     with nodes() as cluster:
         cluster.add(cpus=1)

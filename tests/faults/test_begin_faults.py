@@ -46,7 +46,7 @@ def test_a_killed_worker_of_a_begun_run_reads_no_weights_anew(tmp_path: Path) ->
     parent = lone_run(tmp_path, "parent")
     values = _recipe(tmp_path)
     undisturbed = train_alone(Recipe.model_validate(values), tmp_path / "runs" / "undisturbed")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     live = LiveRun(tmp_path / "recipe.yaml", "child", tmp_path / "log", *TWO)
     live.wait_for_group(1, steps=3 * HOT_STEPS)
     shutil.rmtree(parent)

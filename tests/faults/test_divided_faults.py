@@ -50,7 +50,7 @@ def _recipe(folder: Path, workload: dict[str, Any]) -> tuple[Path, dict[str, Any
         checkpoint={"every": 100, "hot_steps": HOT_STEPS},
         workers={"cpus": 1, "threads": 1, "spares": False, "resize_seconds": 1},
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return folder / "recipe.yaml", values
 
 

@@ -34,7 +34,7 @@ def stem(tmp_path: Path) -> Path:
         schedule={"shape": "wsd"},
         checkpoint={"every": 10, "keep_last": 20, "hot_steps": 10},
     )
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return Path(run_json("train", tmp_path / "recipe.yaml", "--name", "stem")["run_dir"])
 
 
@@ -73,5 +73,5 @@ def test_a_killed_worker_of_a_fork_is_replaced(stem: Path, tmp_path: Path) -> No
     fork = start("fork", f"{stem}@{AT}", "--name", "child", *TWO, log=tmp_path / "log")
     wait_until(lambda: _newest(child) > AT, 300, "a checkpoint of its own")
     send(workers_of(fork.pid)[-1], signal.SIGKILL)
-    assert fork.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    assert fork.wait(timeout=300) == 0, (tmp_path / "log").read_text(encoding="utf-8")
     _assert_alike(child, stem)

@@ -81,7 +81,9 @@ def test_a_second_driver_is_refused(recipe, tmp_path) -> None:
     assert f"process {live.driver.pid}" in second.stderr
     live.send(signal.SIGINT)
     live.driver.wait(timeout=120)
-    owner = json.loads((recipe.parent / "runs" / "twice" / "driver.json").read_text())
+    owner = json.loads(
+        (recipe.parent / "runs" / "twice" / "driver.json").read_text(encoding="utf-8")
+    )
     assert owner["released"]
 
 
@@ -92,7 +94,7 @@ def test_a_failed_save_is_taken_again_soon(recipe, tmp_path) -> None:
     live = LiveRun(recipe, "unsaved", tmp_path / "log", *longer)
     live.wait_for_group(1)
     checkpoints = recipe.parent / "runs" / "unsaved" / "checkpoints"
-    checkpoints.write_text("no folder can be made here")
+    checkpoints.write_text("no folder can be made here", encoding="utf-8")
     wait_until(lambda: f"checkpoint of step {every} failed" in live.output, 400, "a failed save")
     checkpoints.unlink()
     newest = wait_until(lambda: commits(Storage(str(checkpoints))), 300, "a commit")[0]
@@ -108,7 +110,7 @@ def test_the_last_state_outlives_storage_and_worker(recipe, tmp_path) -> None:
     live = LiveRun(recipe, "last-save", tmp_path / "log", *few)
     live.wait_for_group(1)
     checkpoints = recipe.parent / "runs" / "last-save" / "checkpoints"
-    checkpoints.write_text("no folder can be made here")
+    checkpoints.write_text("no folder can be made here", encoding="utf-8")
     wait_until(lambda: "checkpoint of step 200 failed" in live.output, 300, "a failed save")
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
     wait_until(lambda: live.groups() == 2, 300, "another group")
@@ -125,7 +127,7 @@ def test_an_interrupt_waits_for_storage(recipe, tmp_path) -> None:
     live = LiveRun(recipe, "interrupted-save", tmp_path / "log", "steps=20000")
     live.wait_for_group(1)
     checkpoints = recipe.parent / "runs" / "interrupted-save" / "checkpoints"
-    checkpoints.write_text("no folder can be made here")
+    checkpoints.write_text("no folder can be made here", encoding="utf-8")
     live.send(signal.SIGTERM)
     wait_until(lambda: " failed, training goes on" in live.output, 60, "a failed save")
     checkpoints.unlink()

@@ -51,9 +51,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("given")
     for name in READERS:
         (folder / name).mkdir()
-    (folder / "cluster.yaml" / "cluster.yaml").write_text(dump_yaml(CLUSTER))
+    (folder / "cluster.yaml" / "cluster.yaml").write_text(dump_yaml(CLUSTER), encoding="utf-8")
     write_trace(EVENTS, folder / "trace.csv" / "trace.csv")
-    (folder / "recovery.json" / "recovery.json").write_text(json.dumps({"kinds": MEDIANS}))
+    (folder / "recovery.json" / "recovery.json").write_text(
+        json.dumps({"kinds": MEDIANS}), encoding="utf-8"
+    )
     return folder
 
 
@@ -104,5 +106,5 @@ def test_a_line_of_a_trace_is_refused_by_its_number(tmp_path: Path, line: str, w
 def test_a_median_is_a_number_of_seconds(tmp_path: Path, median: Any) -> None:
     kinds = {**MEDIANS, "node added": {"next_step_after_s": {"median": median}}}
     path = tmp_path / "recovery.json"
-    path.write_text(json.dumps({"kinds": kinds}))
+    path.write_text(json.dumps({"kinds": kinds}), encoding="utf-8")
     assert read_or_refused(partial(read_recovery, str(path)), str(median), str(path)) is None

@@ -75,7 +75,7 @@ def _loads(folder: Path, case: Hostile) -> bool:
         _check_lines(error.problems)
         _check_files(error.problems, case)
         return False
-    (folder / "again.yaml").write_text(to_yaml(recipe))
+    (folder / "again.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe("again.yaml") == recipe
     for check in (_numbers, mask_problems, preparations, training_data, _plan, _inspect):
         try:
@@ -125,7 +125,7 @@ _shipped = lru_cache(available_recipes)
 def test_a_bomb_of_anchors_is_refused_before_it_goes_off(
     folder: Path, kind: str, levels: int, width: int
 ) -> None:
-    (folder / RECIPE).write_text(bomb(levels, width, kind))
+    (folder / RECIPE).write_text(bomb(levels, width, kind), encoding="utf-8")
     with hangs_are_errors(), pytest.raises(UserError) as raised:
         load_recipe(RECIPE)
     (line,) = raised.value.problems

@@ -70,9 +70,9 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", TEXT)
     write(tmp_path / "c.txt", TEXT.encode("utf-16"))
     assert problems(tmp_path, config(tmp_path, documents="line")) == [
+        "./c.txt: cannot be read (UTF-16, expected UTF-8 text; store it as UTF-8)",
         "./a.txt: not UTF-8 at byte 11",
         "./a.txt: not UTF-8 at byte 26",
-        "./c.txt: not UTF-8 at byte 0",
     ]
 
 
@@ -199,7 +199,7 @@ def test_a_sequence_too_short_for_the_special_tokens() -> None:
 
 
 def test_bad_documents_can_be_skipped(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", b"\xff\xfe")
+    write(tmp_path / "a.txt", b"caf\xe9")
     write(tmp_path / "b.txt", TEXT)
     write(tmp_path / "c.jsonl", json.dumps({"text": TEXT}) + "\nnot json\n")
     wanted = config(tmp_path, bad_documents="skip")
@@ -220,7 +220,7 @@ def test_a_folder_that_holds_everything_odd(tmp_path: Path) -> None:
     names = ["a::b.txt", "what?.txt", "line\nbreak.txt", os.fsdecode(b"caf\xe9.txt")]
     for name in names:
         write(odd / name, f"{name[0]} {TEXT}")
-    write(odd / "x.txt", b"\xff\xfe")
+    write(odd / "x.txt", b"caf\xe9")
     write(odd / "y.txt", "x" * 2_500_000)
     good = json.dumps({"text": TEXT}).encode()
     bad = [b"[" * 10**5, b'{"text": "\xed\xa0\x80"}', b'{"text": "a", "text": "b"}']

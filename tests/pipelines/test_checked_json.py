@@ -27,7 +27,7 @@ from elastrata_pipelines.storage import Storage
 def test_only_a_folder_is_listed(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     assert list_names(storage, "nowhere") == []
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "nothing").symlink_to("gone")
     assert list_names(storage) == ["circle", "file", "nothing"]
@@ -136,5 +136,5 @@ def test_reasons_are_one_short_line() -> None:
 
 
 def test_a_record_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('{"x": 7, "tags": ["a", "b"]}')
+    (tmp_path / "file").write_text('{"x": 7, "tags": ["a", "b"]}', encoding="utf-8")
     assert read_record(Point, Storage(str(tmp_path)), "file") == Point(x=7, tags=("a", "b"))

@@ -86,7 +86,7 @@ def test_a_damaged_file_is_left_out_whole(
     data = KINDS[ending]("\n".join(LINES).encode())
     (tmp_path / f"a{ending}").write_bytes(data)
     (tmp_path / f"b{ending}").write_bytes(damage(data))
-    (tmp_path / "c.txt").write_text("the last")
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
     for size in (2**10, 2**14, portion_bytes(0)):
         for files_in_a_group in (1, 3):
             texts, counts = chosen(tmp_path, size, files_in_a_group)
@@ -95,8 +95,8 @@ def test_a_damaged_file_is_left_out_whole(
 
 
 def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the first")
-    (tmp_path / "b.txt").write_text("gone soon")
+    (tmp_path / "a.txt").write_text("the first", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("gone soon", encoding="utf-8")
     config = PrepareConfig.model_validate(
         {
             "sources": [{"paths": str(tmp_path)}],
@@ -111,3 +111,23 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     result = ChooseTrainingText(config, 1.0)(portion)
     assert [text for _, text in result.chosen] == ["the first"]
     assert result.skipped == {UNREADABLE: 1}
+
+
+@pytest.mark.parametrize("ending", [".txt.gz", ".txt.bz2", ".txt.xz", ".txt.zst"])
+def test_streams_one_after_another_are_read_to_the_last(tmp_path: Path, ending: str) -> None:
+    """Several streams are one text; what follows and is none of them is damage, not the end."""
+    half = len(LINES) // 2
+    parts = ["\n".join(part).encode() for part in (LINES[:half], ["", *LINES[half:]])]
+    first, second = map(KINDS[ending], parts)
+    (tmp_path / f"a{ending}").write_bytes(first + second)
+    assert chosen(tmp_path, 2**12, 1) == (LINES, {})
+    (tmp_path / f"a{ending}").write_bytes(first + b"x" + second[1:])
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
+    assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})
+
+
+@pytest.mark.parametrize("ending", KINDS)
+def test_zeros_in_the_place_of_a_file_are_told(tmp_path: Path, ending: str) -> None:
+    (tmp_path / f"a{ending}").write_bytes(bytes(500))
+    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
+    assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})

@@ -53,7 +53,7 @@ def _manifest_folder(data: Path) -> None:
 
 def _file(data: Path) -> None:
     shutil.rmtree(data / HELD_OUT)
-    (data / HELD_OUT).write_text("")
+    (data / HELD_OUT).write_text("", encoding="utf-8")
 
 
 def _pipe(data: Path) -> None:
@@ -86,7 +86,9 @@ def test_what_was_held_out_is_missed_by_every_reader(
 ) -> None:
     do_break, line = BROKEN[what]
     do_break(data)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe(data, tmp_path / "runs")))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(tiny_recipe(data, tmp_path / "runs")), encoding="utf-8"
+    )
     for command in (["inspect", str(data), "--verify"], ["train", str(tmp_path / "recipe.yaml")]):
         assert run(command) == 2
         (told,) = capsys.readouterr().err.splitlines()
@@ -165,4 +167,4 @@ def test_on_an_object_store(bucket: str, tmp_path: Path) -> None:
 def test_a_run_knows_its_data_set_by_the_checksum(data: Path) -> None:
     recipe = Recipe.model_validate(tiny_recipe(data, "runs"))
     (data_set,) = training_data(recipe).data_sets
-    assert f'"checksum": "{data_set.fingerprint}"' in (data / MANIFEST).read_text()
+    assert f'"checksum": "{data_set.fingerprint}"' in (data / MANIFEST).read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ def write_long_line(path: Path, size: int) -> None:
     """Write a line of words of `size` bytes."""
     rng = random.Random(3)
     known = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 11))) for _ in range(5000)]
-    path.write_text(" ".join(rng.choices(known, k=size // 6))[:size])
+    path.write_text(" ".join(rng.choices(known, k=size // 6))[:size], encoding="utf-8")
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def resident() -> Iterator[list[int]]:
     """Measure by how much the process grows: it depends on what was freed before, on allocators and
     on the kernel."""
     peak: list[int] = []
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is counted from here
     before = memory("VmRSS")
     yield peak
     peak.append(memory("VmHWM") - before)
@@ -66,7 +66,9 @@ def tokenized(path: Path, packing: str, runs: Path, measure: Measure) -> tuple[T
             "packing": packing,
         }
     )
-    files = train_tokenizer([path.read_text()[: 10**5]], config.tokenizer, seq_len=128)
+    files = train_tokenizer(
+        [path.read_text(encoding="utf-8")[: 10**5]], config.tokenizer, seq_len=128
+    )
     work = TokenizeWork(
         config=config, tokenizer_json=files.tokenizer_json, frame=files.frame(), pair_frame=None,
         token_dtype="uint16", unknown_id=None, runs=Storage(str(runs)),
@@ -81,7 +83,7 @@ def tokenized(path: Path, packing: str, runs: Path, measure: Measure) -> tuple[T
 
 def memory(key: str) -> int:
     """Bytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
 
 
@@ -110,7 +112,7 @@ def test_a_long_line_takes_a_few_times_its_memory(
 
 
 def test_a_large_piece_is_not_copied_on_its_way(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
     config = PrepareConfig.model_validate(
         {"sources": [{"paths": str(tmp_path)}], "tokenizer": {"train": "bpe"}, "seq_len": 8}
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastrata_pipelines.preparation import SourceConfig
-from elastrata_pipelines.preparation import portions as portions_module
+from elastrata_pipelines.preparation.archives import FileReader
 from elastrata_pipelines.preparation.documents import read_documents
 from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.portions import group_files, read_portions
@@ -71,10 +71,10 @@ class CountedBytes(bytes):
 def test_each_piece_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a group of n files adds up their sizes in n steps, not in n times n."""
 
-    def one_piece(file: SourceFile, *_: Any) -> Any:
+    def one_piece(_: Any, file: SourceFile) -> Any:
         yield Piece(file=file, first=0, offset=0, data=CountedBytes(b"a text"))
 
-    monkeypatch.setattr(portions_module, "text_pieces", one_piece)
+    monkeypatch.setattr(FileReader, "pieces", one_piece)
     looked_at = []
     for count in (1_000, 4_000):
         CountedBytes.looked_at = 0
@@ -104,7 +104,7 @@ def test_each_file_is_opened_once_to_be_found_and_once_to_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(300):
-        (tmp_path / f"{number:03d}.txt").write_text(f"text {number}")
+        (tmp_path / f"{number:03d}.txt").write_text(f"text {number}", encoding="utf-8")
     finding, reading = Counted(), Counted()
     package = "elastrata_pipelines.preparation"
     for name, counted in (("sources", finding), ("pieces", reading)):

@@ -59,7 +59,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a text and everything that is none."""
     folder = tmp_path / "odd"
     (folder / "deep").mkdir(parents=True)
-    (folder / "a.txt").write_text("the text")
+    (folder / "a.txt").write_text("the text", encoding="utf-8")
     os.mkfifo(folder / "pipe.txt")
     (folder / "zero.txt").symlink_to("/dev/zero")
     (folder / "gone.txt").symlink_to(folder / "nowhere")
@@ -128,7 +128,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     for folder in ("inside/b", "inside/c", "outside/deep"):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "x.txt").write_text(folder)
+        (tmp_path / folder / "x.txt").write_text(folder, encoding="utf-8")
     inside = tmp_path / "inside"
     (inside / "a").symlink_to(inside / "b")  # read as b
     (inside / "link").symlink_to(outside)
@@ -148,8 +148,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("this one")
-    (tmp_path / "sa.txt").write_text("what [ab].txt and the like would match")
+    (tmp_path / name).write_text("this one", encoding="utf-8")
+    (tmp_path / "sa.txt").write_text("what [ab].txt and the like would match", encoding="utf-8")
     texts, problems = read(source(tmp_path))
     assert sorted(texts) == ["this one", "what [ab].txt and the like would match"]
     assert problems == []
@@ -160,7 +160,7 @@ def test_names_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb\x1b.jsonl", os.fsdecode(b"caf\xe9.jsonl")])
 def test_a_name_is_shown_in_one_line(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("[1]\n")
+    (tmp_path / name).write_text("[1]\n", encoding="utf-8")
     assert lines(source(tmp_path), tmp_path) == [
         f"./{in_one_line(name)}:1: a JSON object was expected, not list"
     ]

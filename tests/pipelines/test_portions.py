@@ -79,7 +79,7 @@ def test_compressed_files_hold_the_same_texts(
     ending: str, compress: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
     text = "".join(f"line {number}\n" for number in range(3000))
-    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / f"b.txt{ending}").write_bytes(compress(text.encode()))
     plain = documents(tmp_path / "a.txt", 1000, documents="line")
     packed = documents(tmp_path / f"b.txt{ending}", 1000, documents="line")
@@ -99,9 +99,9 @@ def test_moving_a_corpus_leaves_its_identities_alone(tmp_path: Path) -> None:
     found = []
     for folder in (tmp_path / "one", tmp_path / "two" / "deeper"):
         (folder / "sub").mkdir(parents=True)
-        (folder / "sub" / "a.txt").write_text("x\ny\n")
-        (folder / "b.txt").write_text("z")
-        (folder / ".hidden").write_text("not this")
+        (folder / "sub" / "a.txt").write_text("x\ny\n", encoding="utf-8")
+        (folder / "b.txt").write_text("z", encoding="utf-8")
+        (folder / ".hidden").write_text("not this", encoding="utf-8")
         found.append(documents(folder, LIMIT))
     assert [replace(document, file="") for document in found[0]] == [
         replace(document, file="") for document in found[1]
@@ -111,7 +111,7 @@ def test_moving_a_corpus_leaves_its_identities_alone(tmp_path: Path) -> None:
 
 def test_files_are_found_by_glob_once(tmp_path: Path) -> None:
     for name in ("a.txt", "b.md", "c.txt"):
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-8")
     config = SourceConfig(paths=(f"{tmp_path}/*.txt", str(tmp_path), f"{tmp_path}/a.txt"))
     found = find_files(0, config)
     assert [file.name for file in found.files] == ["a.txt", "c.txt", "b.md"]

@@ -30,7 +30,9 @@ BPE = {"train": "bpe", "vocab_size": 400}
 def make(out: Path, texts: list[str], **changes: Any) -> Manifest:
     """Prepares one document per text."""
     corpus = out.parent / f"{out.name}.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     values = {
         "sources": [{"paths": [str(corpus)], "name": "texts"}],
         "tokenizer": WORDPIECE,
@@ -124,7 +126,7 @@ def test_pairs(tmp_path: Path) -> None:
 def test_weights_repeat_and_thin_out(tmp_path: Path) -> None:
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"{name} {text}"}) for text in texts(400, 30)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     manifest = make(
         tmp_path / "out", [],
         sources=[
@@ -165,7 +167,7 @@ def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
 
 
 def test_held_out_sources(tmp_path: Path) -> None:
-    (tmp_path / "test.txt").write_text("\n".join(texts(30)))
+    (tmp_path / "test.txt").write_text("\n".join(texts(30)), encoding="utf-8")
     source = {"paths": [str(tmp_path / "test.txt")], "documents": "line"}
     manifest = make(tmp_path / "out", texts(50), held_out=[source], seq_len=128)
     held_out = Manifest.read(Storage(str(tmp_path / "out" / "held_out")))
@@ -187,7 +189,8 @@ def test_every_format_holds_the_same_documents(tmp_path: Path) -> None:
 
 def test_a_regular_expression_begins_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(
-        "".join(f" = Title {n} = \n\n text {n} \n = = part = = \n more\n" for n in range(40))
+        "".join(f" = Title {n} = \n\n text {n} \n = = part = = \n more\n" for n in range(40)),
+        encoding="utf-8",
     )
     source = {"paths": [str(tmp_path / "a.txt")], "document_start": " = [^=]"}
     make(tmp_path / "out", [], sources=[source], seq_len=64)
@@ -197,7 +200,7 @@ def test_a_regular_expression_begins_documents(tmp_path: Path) -> None:
 
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("\n".join(texts(30)))
+    (tmp_path / "a.txt").write_text("\n".join(texts(30)), encoding="utf-8")
     source = {"paths": ["a.txt"], "documents": "line"}
     values = {"sources": [source], "tokenizer": WORDPIECE, "seq_len": 128}
     manifest = prepare(PrepareConfig.model_validate(values), "out")
@@ -227,7 +230,7 @@ def test_preparing_again(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_preparation_keeps_its_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+    (tmp_path / "a.txt").write_text("\n".join(texts(50)), encoding="utf-8")
     source = {"paths": [str(tmp_path / "a.txt")], "documents": "line"}
     config = PrepareConfig.model_validate({
         "sources": [source], "tokenizer": WORDPIECE, "seq_len": 32,
@@ -266,9 +269,9 @@ def test_mistakes_are_found_before_the_session_begins(tmp_path: Path) -> None:
     values = {"sources": [source], "tokenizer": WORDPIECE, "seq_len": 32}
     with pytest.raises(UserError, match=r"missing.txt: no such file or folder"):
         prepare(PrepareConfig.model_validate(values), str(tmp_path / "out"), session=session)
-    (tmp_path / "missing.txt").write_text("text")
+    (tmp_path / "missing.txt").write_text("text", encoding="utf-8")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "other").write_text("")
+    (tmp_path / "out" / "other").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="holds other files"):
         prepare(PrepareConfig.model_validate(values), str(tmp_path / "out"), session=session)
 

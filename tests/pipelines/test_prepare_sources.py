@@ -41,7 +41,7 @@ def recipe(folder: Path, **of_data: Any) -> Recipe:
 def folder(tmp_path: Path) -> Path:
     for seed, name in enumerate(("web", "code")):
         lines = [plain_text(seed * 100 + n, 200).replace("\n", " ") for n in range(40)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
     return tmp_path
 
 
@@ -74,7 +74,7 @@ def fingerprint(config: PrepareConfig) -> str:
 def test_other_text_of_the_tokenizer_is_another_data_set(folder: Path) -> None:
     first, _ = preparations(recipe(folder)).values()
     before = fingerprint(first)
-    (folder / "code.txt").write_text("something else")
+    (folder / "code.txt").write_text("something else", encoding="utf-8")
     assert fingerprint(first) != before
     alone = first.model_copy(
         update={"tokenizer": first.tokenizer.model_copy(update={"sources": ()})}
@@ -105,6 +105,6 @@ def test_names_that_do_not_agree_are_told_at_once(folder: Path) -> None:
 def test_a_recipe_of_both_is_read_from_a_file(folder: Path) -> None:
     from elastrata.recipe.file import load_recipe, to_yaml
 
-    (folder / "mix.yaml").write_text(to_yaml(recipe(folder)))
-    assert yaml.safe_load((folder / "mix.yaml").read_text())["data"]["sources"]
+    (folder / "mix.yaml").write_text(to_yaml(recipe(folder)), encoding="utf-8")
+    assert yaml.safe_load((folder / "mix.yaml").read_text(encoding="utf-8"))["data"]["sources"]
     assert load_recipe(str(folder / "mix.yaml"), ["name=null"]).data == recipe(folder).data

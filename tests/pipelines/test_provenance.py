@@ -27,7 +27,7 @@ def provenance(folder: Path, **changes: Any) -> Provenance:
 
 
 def test_differences_name_keys_with_both_values(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
     first = provenance(tmp_path)
     assert first.differences(provenance(tmp_path)) == []
     other = provenance(
@@ -43,9 +43,9 @@ def test_differences_name_keys_with_both_values(tmp_path: Path) -> None:
 
 
 def test_differences_of_sources_and_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
     first = provenance(tmp_path)
-    (tmp_path / "a.txt").write_text("same size")
+    (tmp_path / "a.txt").write_text("same size", encoding="utf-8")
     (line,) = first.differences(provenance(tmp_path))
     assert line.startswith("files of texts: 1 of 9 bytes (")
     assert ", now 1 of 9 bytes (" in line
@@ -58,7 +58,7 @@ def test_differences_of_sources_and_files(tmp_path: Path) -> None:
 
 def test_the_target_names_what_differs_and_what_was_not_kept(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some text")
+    (tmp_path / "text" / "a.txt").write_text("some text", encoding="utf-8")
     write_data_set(tmp_path / "out", samples=50)
     storage = Storage(str(tmp_path / "out"))
     asked = provenance(tmp_path / "text", seq_len=64)

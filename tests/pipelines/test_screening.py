@@ -33,7 +33,9 @@ TOKENIZER = {"train": "wordpiece", "vocab_size": 400}
 def make(out: Path, texts: Sequence[str], **changes: Any) -> Manifest:
     """Prepares one document per text."""
     corpus = out.parent / f"{out.name}.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     values = {
         "sources": [{"paths": [str(corpus)], "name": "texts"}],
         "tokenizer": TOKENIZER, "seq_len": 256, "stripe_size": 64,
@@ -94,14 +96,17 @@ def test_a_filter_for_a_source_that_is_not_there_is_told() -> None:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package with filters, installed as pip would."""
     (tmp_path / "our_filters.py").write_text(
-        "def short(text):\n    return len(text) < 9\n\nnothing = 3\n"
+        "def short(text):\n    return len(text) < 9\n\nnothing = 3\n", encoding="utf-8"
     )
     info = tmp_path / "our_filters-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: our-filters\nVersion: 1\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: our-filters\nVersion: 1\n", encoding="utf-8"
+    )
     (info / "entry_points.txt").write_text(
         "[elastrata.filters]\nshort = our_filters:short\nnothing = our_filters:nothing\n"
-        "broken = our_filters:missing\n"
+        "broken = our_filters:missing\n",
+        encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield

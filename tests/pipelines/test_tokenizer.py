@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +54,67 @@ def test_two_trainings_in_two_processes_are_equal(kind: str) -> None:
             cwd=root,
             check=True,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         ).stdout
         for _ in range(2)
     ]
     assert printed[0] == printed[1]
+
+
+DATA_SET = """
+import sys
+from elastrata_pipelines.preparation import PrepareConfig
+from elastrata_pipelines.preparation.corpus import Corpus
+from elastrata_pipelines.preparation.reading import Group, ReadWork
+from elastrata_pipelines.preparation.tokenizer import load_tokenizer
+from elastrata_pipelines.preparation.training import train_tokenizer
+from elastrata_pipelines.preparation.work import ChooseTrainingText
+
+source = {"name": "s", "paths": [sys.argv[1]], "documents": "line"}
+values = {"sources": [source], "tokenizer": {"train": "bpe", "vocab_size": 400}, "seq_len": 32}
+config = PrepareConfig.model_validate(values)
+corpus = Corpus.find(config, lambda *_: None)
+portions = ReadWork(config, 2**20)(Group(0, corpus.files))
+chosen = [one for portion in portions for one in ChooseTrainingText(config, 1.0)(portion).chosen]
+trained = train_tokenizer([text for _, text in chosen], config.tokenizer, seq_len=32)
+with open(f"{sys.argv[2]}/tokenizer.json", "wb") as stream:
+    stream.write(trained.tokenizer_json.encode())
+loaded = load_tokenizer(f"{sys.argv[2]}/tokenizer.json")
+print(ascii(chosen), trained.fingerprint, loaded.fingerprint, corpus.fingerprint(loaded))
+"""
+
+
+def test_the_machines_encoding_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text, file names, ids of documents, tokenizer and fingerprint are those of UTF-8."""
+    texts, saved = tmp_path / "texts", tmp_path / "tokenizer"
+    texts.mkdir()
+    saved.mkdir()
+    for name, text in (("größe.txt", "Straße naïve ½\n中文 한국어 🙂"), ("数.txt", "é ß")):
+        (texts / name).write_text(text, encoding="utf-8")
+    (texts / "a.txt").write_text("plain\nspaces and letters", encoding="utf-8")
+    expected = StringIO()
+    monkeypatch.setattr(sys, "argv", ["", str(texts), str(saved)])
+    with redirect_stdout(expected):
+        exec(DATA_SET, {})
+    assert "\\u4e2d" in expected.getvalue()
+    found = subprocess.run(
+        [sys.executable, "-c", DATA_SET, str(texts), str(saved)],
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **_latin_1(tmp_path)},
+        stdout=subprocess.PIPE,
+        encoding="ascii",
+    )
+    assert found.stdout == expected.getvalue()
+
+
+def _latin_1(folder: Path) -> dict[str, str]:
+    """Variables that set a locale of ISO-8859-1 or, on machines that cannot make one, of ASCII."""
+    name = "de_DE.ISO-8859-1"
+    command = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(folder / name)]
+    if shutil.which("localedef") and subprocess.run(command, capture_output=True).returncode < 2:
+        return {"LC_ALL": name, "LOCPATH": str(folder)}
+    return {"LC_ALL": "C"}
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])

@@ -31,6 +31,10 @@ def test_segments_expand_unless_somebody_says_otherwise(program: str, said: str 
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
     environment |= {VARIABLE: said} if said else {}
     told = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert told.stdout.splitlines()[-1] == (said or "expandable_segments:True")

@@ -48,7 +48,7 @@ CHOICES = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "base.yaml").write_text(BASE, encoding="utf-8")
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def test_a_recipe_that_extends_another_chooses_anew(folder: Path, choice: str) -
     text = f"{key}: {value}"
     for name in reversed(section.split(".")):
         text = f"{name}: {{{text}}}"
-    (folder / "top.yaml").write_text(f"extends: base.yaml\n{text}\n")
+    (folder / "top.yaml").write_text(f"extends: base.yaml\n{text}\n", encoding="utf-8")
     _holds(load_recipe("top.yaml", _without_sparsity(choice)), choice)
 
 
@@ -101,7 +101,8 @@ def test_a_phase_chooses_anew(folder: Path) -> None:
         "- {}\n"
         "- schedule: {shape: cosine}\n"
         "  sparsity: {method: static}\n"
-        "  data: {path: other, prepare: {tokenizer: {load: some/folder}}}\n"
+        "  data: {path: other, prepare: {tokenizer: {load: some/folder}}}\n",
+        encoding="utf-8",
     )
     first, second = load_recipe("top.yaml", ["phases.0.sparsity.method=block"]).parts
     assert first.sparsity is not None
@@ -116,11 +117,14 @@ def test_a_sweep_that_extends_another_chooses_anew(folder: Path) -> None:
     (folder / "sweep.yaml").write_text(
         "recipe: base.yaml\n"
         "searcher: {name: optuna, startup_trials: 3, seed: 5}\n"
-        "space: {optimizer.lr: {loguniform: [1e-4, 1e-2], points: 3}, batch_size: {int: [8, 16]}}\n"
+        "space: {optimizer.lr: {loguniform: [1e-4, 1e-2], points: 3}, "
+        "batch_size: {int: [8, 16]}}\n",
+        encoding="utf-8",
     )
     (folder / "top.yaml").write_text(
         "extends: sweep.yaml\nsearcher: {name: random}\n"
-        "space: {optimizer.lr: {choice: [1e-3, 1e-2]}}\n"
+        "space: {optimizer.lr: {choice: [1e-3, 1e-2]}}\n",
+        encoding="utf-8",
     )
     sweep = SweepConfig.model_validate(read_recipe_text("top.yaml", model=SweepConfig).values)
     assert sweep.searcher == RandomConfig(seed=5)
@@ -130,7 +134,8 @@ def test_a_sweep_that_extends_another_chooses_anew(folder: Path) -> None:
 
 def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> None:
     (folder / "top.yaml").write_text(
-        "extends: base.yaml\ndata: {prepare: {tokenizer: {load: a, train: bpe}}}\n"
+        "extends: base.yaml\ndata: {prepare: {tokenizer: {load: a, train: bpe}}}\n",
+        encoding="utf-8",
     )
     for name, overrides in (
         ("top.yaml", []),
@@ -156,7 +161,8 @@ def test_the_same_choice_and_a_misspelt_one_leave_all_as_it_is(folder: Path) -> 
 
 def test_a_shipped_recipe_takes_a_tokenizer_that_exists(folder: Path) -> None:
     (folder / "mine.yaml").write_text(
-        "extends: bert/mini\ndata: {prepare: {tokenizer: {load: bert-base-uncased}}}\n"
+        "extends: bert/mini\ndata: {prepare: {tokenizer: {load: bert-base-uncased}}}\n",
+        encoding="utf-8",
     )
     prepare = load_recipe("mine.yaml").data.prepare
     assert prepare is not None

@@ -190,12 +190,12 @@ def test_an_altered_loss_is_found_beside_another_run(
 def test_without_its_data_set_a_run_is_checked_by_positions(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    identity = json.loads((copy / "run.json").read_text())
+    identity = json.loads((copy / "run.json").read_text(encoding="utf-8"))
     (data_set,) = identity["data"]
 
     def audit_with(where: Path) -> tuple[int, dict[str, Any]]:
         (copy / "run.json").write_text(
-            json.dumps({**identity, "data": [{**data_set, "url": str(where)}]})
+            json.dumps({**identity, "data": [{**data_set, "url": str(where)}]}), encoding="utf-8"
         )
         return _audit(capsys, copy)
 
@@ -217,11 +217,13 @@ def test_bad_input_is_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(["audit", str(copy / "nowhere")]) == 2
     assert "no run here (run.json is missing)" in capsys.readouterr().err
     part = max((copy / "history").iterdir(), key=lambda path: path.stat().st_size)
-    text = part.read_text()
-    part.write_text(text[: len(text) // 2])
+    text = part.read_text(encoding="utf-8")
+    part.write_text(text[: len(text) // 2], encoding="utf-8")
     assert run(["audit", str(copy)]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(f"{part}, line {len(part.read_text().splitlines())}: not JSON")
+    assert printed.startswith(
+        f"{part}, line {len(part.read_text(encoding='utf-8').splitlines())}: not JSON"
+    )
     shutil.rmtree(copy / "history")
     assert run(["audit", str(copy)]) == 2
     assert f"{copy}/history: no step is on record yet" in capsys.readouterr().err

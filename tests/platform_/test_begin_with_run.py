@@ -59,7 +59,7 @@ def _evaluations(run: Path) -> dict[int, float]:
     lines = [
         json.loads(line)
         for path in sorted((run / "history").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
+        for line in path.read_text(encoding="utf-8").splitlines()
     ]
     return {line["step"]: line["eval/loss"] for line in lines if line["kind"] == "evaluated"}
 
@@ -343,8 +343,10 @@ def _upload(folder: Path, url: str) -> None:
 def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -> None:
     values = _recipe(folder, str(parent))
     del values["workload"]
-    (folder / "on.yaml").write_text(yaml.safe_dump(values))
+    (folder / "on.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     assert load_recipe(str(folder / "on.yaml")).workload.model_dump()["hidden_size"] == 32
-    (folder / "on.yaml").write_text(yaml.safe_dump({**values, "begin_with": "runs/none"}))
+    (folder / "on.yaml").write_text(
+        yaml.safe_dump({**values, "begin_with": "runs/none"}), encoding="utf-8"
+    )
     with pytest.raises(UserError, match=r"on\.yaml: begin_with\.weights: runs/none: "):
         load_recipe(str(folder / "on.yaml"))

@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_theirs("gpt2", folder)
     for name, text in _tokenizer(WORDS).contents.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -97,7 +97,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
     cached = tmp_path / "cache" / "models--someone--little"
     shutil.copytree(model, cached / "snapshots" / COMMIT)
     (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text(COMMIT)
+    (cached / "refs" / "main").write_text(COMMIT, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
 def test_a_recipe_that_names_no_model_has_that_of_the_weights(model: Path, tmp_path: Path) -> None:
     values = tiny_recipe(tmp_path / "data", tmp_path / "runs", begin_with=str(model))
     del values["workload"]
-    (tmp_path / "on.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "on.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "on.yaml"))
     expected = Recipe.model_validate({**values, "workload": WORKLOADS["gpt2"]}).workload
     assert recipe.workload.architecture() == expected.architecture()

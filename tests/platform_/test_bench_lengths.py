@@ -39,7 +39,7 @@ def test_quartiles_of_five() -> None:
 )
 def test_files_of_both_forms(content, histogram, tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     assert read_histogram(str(path)) == histogram
     chosen = choose_lengths(str(path), seq_len=9, prepared=True)
     assert (chosen.name, chosen.histogram) == ("lengths.json", histogram)
@@ -69,7 +69,7 @@ def test_a_manifest_is_such_a_file(tmp_path: Path) -> None:
 )
 def test_a_bad_histogram_is_told_in_one_line(content, problem, tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as caught:
         read_histogram(str(path))
     (line,) = caught.value.problems

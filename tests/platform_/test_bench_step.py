@@ -219,6 +219,6 @@ foreign = ("ray", "mlflow", "transformers", "tokenizers", "safetensors", "matplo
 print(code, [name for name in foreign if name in sys.modules])
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        [sys.executable, "-c", script], check=True, capture_output=True, encoding="utf-8"
     )
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr

@@ -58,7 +58,9 @@ def group(tmp_path: Path) -> Group:
         notes, result = folder / "notes", folder / "result"
         return Ended(
             codes,
-            [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else [],
+            [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
+            if notes.exists()
+            else [],
             torch.load(result, weights_only=True) if result.exists() else {},
         )
 

@@ -7,13 +7,17 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from rich.table import Table
 
 from elastrata.cli.main import outcome, run
+from elastrata.terminal.console import escape_foreign_letters, open_console, print_json_line
 from support.command import ELASTRATA
 from support.synthetic import write_data_set
 
@@ -98,7 +102,8 @@ def test_a_recipe_without_text_cannot_be_prepared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "r.yaml").write_text(
-        "{workload: {name: bert}, data: {path: d}, steps: 9, batch_size: 8, optimizer: {lr: 1}}"
+        "{workload: {name: bert}, data: {path: d}, steps: 9, batch_size: 8, optimizer: {lr: 1}}",
+        encoding="utf-8",
     )
     assert run(["prepare", str(tmp_path / "r.yaml")]) == 2
     assert "r.yaml: data.prepare: missing" in capsys.readouterr().err
@@ -187,19 +192,22 @@ def test_inspect_shows_the_parameter_groups_of_a_recipe(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("extends: bert/tiny\noptimizer: {name: muon}\n")
+    recipe.write_text("extends: bert/tiny\noptimizer: {name: muon}\n", encoding="utf-8")
     assert run(["inspect", str(recipe)]) == 0
     shown = capsys.readouterr().out
     assert "bert.encoder.layer.*.attention.self.query.weight [128, 128] x 2" in shown
     assert "30,522 ids, as asked of `elastrata prepare`" in shown
-    recipe.write_text(f"extends: bert/tiny\ndata: {{path: '{data}'}}\noptimizer: {{name: lamb}}\n")
+    recipe.write_text(
+        f"extends: bert/tiny\ndata: {{path: '{data}'}}\noptimizer: {{name: lamb}}\n",
+        encoding="utf-8",
+    )
     assert run(["inspect", str(recipe), "--json"]) == 0
     result = _json(capsys)["model"]
     assert (result["vocabulary"], result["prepared"]) == (97, True)
     assert [group["rule"] for group in result["groups"]] == ["LAMB", "LAMB"]
     assert [group["weight_decay"] for group in result["groups"]] == [0.01, 0.0]
     assert result["parameters"] == sum(group["parameters"] for group in result["groups"])
-    recipe.write_text("extends: bert/tiny\ndata: {prepare: null}\n")
+    recipe.write_text("extends: bert/tiny\ndata: {prepare: null}\n", encoding="utf-8")
     assert run(["inspect", str(recipe)]) == 2
     assert "no data set here, whose tokenizer" in capsys.readouterr().err
 
@@ -221,7 +229,7 @@ def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert run(["schema", "--out", str(tmp_path / "s.json"), "--json"]) == 0
     assert _json(capsys) == {"path": str(tmp_path / "s.json")}
-    assert json.loads((tmp_path / "s.json").read_text()) == shown
+    assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8")) == shown
 
 
 @pytest.mark.parametrize(("kind", "key"), [("sweep", "space"), ("cluster", "devices")])
@@ -261,6 +269,26 @@ def test_a_termination_is_an_interrupt() -> None:
 
 def test_output_may_be_cut_short() -> None:
     cut = subprocess.run(
-        f"{shlex.quote(ELASTRATA)} schema | head -c 10", shell=True, capture_output=True, text=True
+        f"{shlex.quote(ELASTRATA)} schema | head -c 10",
+        shell=True,
+        capture_output=True,
+        encoding="utf-8",
     )
     assert cut.stderr == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "gbk", "utf-8"])
+def test_letters_that_the_terminal_has_not_are_escaped(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names hold any letter, and files' names bytes that are none: told, whatever the locale."""
+    name, written = "größe 数 \udce9", BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding=encoding))
+    escape_foreign_letters()
+    table = Table(title=name)
+    table.add_column(name)
+    open_console(as_json=False).print(table, name)
+    print_json_line({"name": name})
+    *shown, last = written.getvalue().decode(encoding).splitlines()
+    assert json.loads(last) == {"name": name}
+    assert sum("gr" in line and "\\udce9" in line for line in shown) == 3

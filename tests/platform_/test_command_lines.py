@@ -57,17 +57,17 @@ def _write_files(home: Path) -> None:
     texts = home / "my" / "texts"
     texts.mkdir(parents=True)
     for number in range(400):  # of so many a hundredth is some, whichever is held out
-        (texts / f"{number}.txt").write_text(plain_text(number, 600))
+        (texts / f"{number}.txt").write_text(plain_text(number, 600), encoding="utf-8")
     lines = [json.dumps({"content": plain_text(number, 600)}) for number in range(400)]
-    (home / "web.jsonl").write_text("\n".join(lines))
-    (home / "mine.yaml").write_text(_yaml("README.md"))
-    (home / "phases.yaml").write_text(PHASES)
-    (home / "cluster.yaml").write_text(_yaml("docs/planner.md"))
+    (home / "web.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (home / "mine.yaml").write_text(_yaml("README.md"), encoding="utf-8")
+    (home / "phases.yaml").write_text(PHASES, encoding="utf-8")
+    (home / "cluster.yaml").write_text(_yaml("docs/planner.md"), encoding="utf-8")
     sweep = _yaml("docs/sweeps.md")
     for there, here in SMALL_SWEEP.items():
         assert there in sweep
         sweep = sweep.replace(there, here)
-    (home / "lr.yaml").write_text(sweep)
+    (home / "lr.yaml").write_text(sweep, encoding="utf-8")
     (home / "cluster_configs").symlink_to(ROOT / "cluster_configs")
 
 
@@ -129,7 +129,7 @@ def test_what_is_not_run_is_at_least_right(line: str) -> None:
     elif program == "ray":
         _check_ray(words)
     elif program == "mlflow":
-        ours = (ROOT / "tests" / "support" / "tracking_server.py").read_text()
+        ours = (ROOT / "tests" / "support" / "tracking_server.py").read_text(encoding="utf-8")
         assert all(f'"{word}"' in ours for word in words if word.startswith("--"))
     elif "install" in words:
         _check_install(words)
@@ -165,7 +165,7 @@ def _check_install(words: Sequence[str]) -> None:
         folder, _, extra = words[words.index("-e") + 1].partition("[")
         project = ROOT / folder / "pyproject.toml"
         assert not extra or re.search(
-            rf"^{extra.removesuffix(']')} = \[", project.read_text(), re.MULTILINE
+            rf"^{extra.removesuffix(']')} = \[", project.read_text(encoding="utf-8"), re.MULTILINE
         )
 
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_checked_by_hand_as_the_page_says(home: Path) -> None:
     variables = {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "LC_ALL": "C"}
     environment = {**os.environ, **variables}  # our Python; "OK" in English
     done = subprocess.run(
-        line, shell=True, cwd=newest, env=environment, capture_output=True, text=True
+        line, shell=True, cwd=newest, env=environment, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
     assert "__0_0.distcp: OK" in done.stdout
@@ -200,19 +200,20 @@ def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
     (line,) = (line for line in ELSEWHERE if line.startswith("jupytext"))
     shutil.copy(ROOT / "workloads" / "notebooks" / "sweep.py", tmp_path)
     subprocess.run([BIN / "jupytext", *line.split()[1:]], cwd=tmp_path, check=True)
-    assert json.loads((tmp_path / "sweep.ipynb").read_text())["cells"]
+    assert json.loads((tmp_path / "sweep.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
 def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     (home / "fine_tune.py").write_text(
-        re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0]
+        re.findall(r"```python\n(.*?)```", page.split("### export")[1], re.DOTALL)[0],
+        encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, "fine_tune.py"], cwd=home, capture_output=True, text=True
+        [sys.executable, "fine_tune.py"], cwd=home, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
-    tuned = json.loads((home / "models" / "fine-tuned" / "config.json").read_text())
+    tuned = json.loads((home / "models" / "fine-tuned" / "config.json").read_text(encoding="utf-8"))
     assert tuned["architectures"] == ["BertForSequenceClassification"]
 
 

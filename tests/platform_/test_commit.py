@@ -130,20 +130,27 @@ def tear_marker(path: Path) -> str:
 
 def alter_marker(path: Path) -> str:
     marker = path.parent / MARKER
-    marker.write_text(marker.read_text().replace('"samples": 0', '"samples": 8'))
+    marker.write_text(
+        marker.read_text(encoding="utf-8").replace('"samples": 0', '"samples": 8'), encoding="utf-8"
+    )
     return "commit.json does not match its own digest (altered)"
 
 
 def age_marker(path: Path) -> str:
     marker = path.parent / MARKER
-    marker.write_text(marker.read_text().replace('"format_version": 1', '"format_version": 0'))
+    marker.write_text(
+        marker.read_text(encoding="utf-8").replace('"format_version": 1', '"format_version": 0'),
+        encoding="utf-8",
+    )
     return "commit.json has format version 0, expected 1"
 
 
 def lengthen_version(path: Path) -> str:
     marker = path.parent / MARKER
     longer = f'"format_version": "{"x" * 10_000}"'
-    marker.write_text(marker.read_text().replace('"format_version": 1', longer))
+    marker.write_text(
+        marker.read_text(encoding="utf-8").replace('"format_version": 1', longer), encoding="utf-8"
+    )
     return f"commit.json has format version 'x{'x' * 18}, expected 1"
 
 

@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Iterator[
         (home / kind / "texts").mkdir(parents=True)
         for number in range(count):
             text = plain_text(1 if kind == "my" else 2, 900 + 7 * number)[-900:]
-            (home / kind / "texts" / f"{number}.txt").write_text(text)
+            (home / kind / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         made = "--tokenizer bpe --vocab-size 400 --packing best_fit --seq-len 64 --out data/old"
@@ -39,7 +39,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Iterator[
         shutil.copytree(home / "data" / "old" / "tokenizer", home / "models" / "theirs")
         _train_with_transformers(home / "old" / "texts", home / "models" / "theirs")
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        (home / "continue.yaml").write_text(re.findall(r"```yaml\n(.*?)```", readme, re.S)[1])
+        (home / "continue.yaml").write_text(
+            re.findall(r"```yaml\n(.*?)```", readme, re.S)[1], encoding="utf-8"
+        )
         yield home
 
 
@@ -54,7 +56,10 @@ def _train_with_transformers(texts: Path, folder: Path) -> None:
     config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end, **sizes)
     model: Any = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    ids = [tokenizer(path.read_text())["input_ids"][:128] for path in sorted(texts.iterdir())]
+    ids = [
+        tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:128]
+        for path in sorted(texts.iterdir())
+    ]
     for number in range(30):
         batch = torch.tensor([ids[number % len(ids)]])
         model(input_ids=batch, labels=batch).loss.backward()
@@ -86,10 +91,10 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert (parent["kind"], parent["url"]) == ("folder", str(home / "models" / "theirs"))
     page = (ROOT / "docs" / "begin-and-fork.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^cd models/theirs && .*", page, re.M)
-    told = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    told = subprocess.run(line, shell=True, capture_output=True, encoding="utf-8", check=True)
     assert told.stdout.split()[0] == parent["sha256"]
     assert run(["export", "continue", "--out", "models/mine"]) == 0
-    config = json.loads((home / "models" / "mine" / "config.json").read_text())
+    config = json.loads((home / "models" / "mine" / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["GPT2LMHeadModel"]
 
 

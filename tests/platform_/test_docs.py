@@ -119,15 +119,15 @@ def test_the_keys_of_a_check_are_those_of_a_finding() -> None:
 def test_the_recipes_in_the_documents_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     readme, guide = _blocks("README.md", "yaml")[0], _blocks("docs/recipes.md", "yaml")[0]
-    (tmp_path / "mine.yaml").write_text(readme)
-    (tmp_path / "guide.yaml").write_text(guide)
+    (tmp_path / "mine.yaml").write_text(readme, encoding="utf-8")
+    (tmp_path / "guide.yaml").write_text(guide, encoding="utf-8")
     assert load_recipe("mine.yaml", ["optimizer.lr=3e-4"]).optimizer.lr == 3e-4
     assert load_recipe("guide.yaml").workload.name == "bert"
 
 
 def test_the_variant_and_the_overrides_of_the_guide_work(tmp_path: Path) -> None:
     variant = _blocks("docs/recipes.md", "yaml")[2]
-    (tmp_path / "v.yaml").write_text(variant)
+    (tmp_path / "v.yaml").write_text(variant, encoding="utf-8")
     assert load_recipe(str(tmp_path / "v.yaml")).optimizer.lr == yaml.safe_load("0.001")
     command = _blocks("docs/recipes.md", "sh")[0].split()
     recipe = load_recipe(command[2], command[3:])
@@ -135,14 +135,14 @@ def test_the_variant_and_the_overrides_of_the_guide_work(tmp_path: Path) -> None
 
 
 def test_the_sweep_of_the_guide_loads(tmp_path: Path) -> None:
-    (tmp_path / "lr.yaml").write_text(_blocks("docs/sweeps.md", "yaml")[0])
+    (tmp_path / "lr.yaml").write_text(_blocks("docs/sweeps.md", "yaml")[0], encoding="utf-8")
     command = _blocks("docs/sweeps.md", "sh")[0].splitlines()[1].partition("#")[0].split()
     sweep = load_sweep(str(tmp_path / command[2]), command[3:])
     assert (sweep.trials, sweep.changes["batch_size"]) == (64, 128)
 
 
 def test_the_cluster_of_the_guide_loads(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text(_blocks("docs/planner.md", "yaml")[0])
+    (tmp_path / "cluster.yaml").write_text(_blocks("docs/planner.md", "yaml")[0], encoding="utf-8")
     cluster = read_cluster(str(tmp_path / "cluster.yaml"))
     assert (cluster.devices, cluster.price, cluster.device.network) == (128, 1.8, 25e9)
 
@@ -152,7 +152,7 @@ def test_the_mistakes_of_the_guide_are_told_as_it_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
-        "extends: bert/mini\noptimizer: {lrr: 3e-4}\nschedule: {shape: lin}\n"
+        "extends: bert/mini\noptimizer: {lrr: 3e-4}\nschedule: {shape: lin}\n", encoding="utf-8"
     )
     assert run(["train", "mine.yaml", "steps=0"]) == 2
     shown = re.findall(

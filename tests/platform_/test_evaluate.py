@@ -59,7 +59,7 @@ def tasks(tmp_path: Path) -> Path:
     folder = tmp_path / "tasks"
     folder.mkdir()
     lines = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
-    (tmp_path / "questions.jsonl").write_text(lines)
+    (tmp_path / "questions.jsonl").write_text(lines, encoding="utf-8")
     task = {
         "task": "fire_or_ice",
         "dataset_path": "json",
@@ -74,7 +74,7 @@ def tasks(tmp_path: Path) -> Path:
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    (folder / "fire_or_ice.yaml").write_text(yaml.safe_dump(task))
+    (folder / "fire_or_ice.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     return folder
 
 

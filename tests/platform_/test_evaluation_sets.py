@@ -96,7 +96,9 @@ def test_a_target_may_be_of_a_set(run: Path) -> None:
     values = kept_recipe(run).model_dump(mode="json")
     for metric, is_known in (("eval/prose/loss", True), ("eval/poetry/loss", False)):
         file = run.parent / "target.yaml"
-        file.write_text(yaml.safe_dump({**values, "target": {"metric": metric, "at_most": 1}}))
+        file.write_text(
+            yaml.safe_dump({**values, "target": {"metric": metric, "at_most": 1}}), encoding="utf-8"
+        )
         if is_known:
             assert load_recipe(str(file)).target is not None
         else:
@@ -122,7 +124,7 @@ def problems(
 ) -> list[str]:
     """The lines that `elastrata train` refuses a recipe with these sets with."""
     values = {**tiny_recipe(folder / "data", folder / "runs"), "evaluation": {"sets": sets}}
-    (folder / "sets.yaml").write_text(yaml.safe_dump({**values, **changes}))
+    (folder / "sets.yaml").write_text(yaml.safe_dump({**values, **changes}), encoding="utf-8")
     capsys.readouterr()
     assert run_here(["train", str(folder / "sets.yaml"), "--name", "never"]) == 2
     assert not (folder / "runs" / "never").exists()

@@ -61,7 +61,7 @@ Rehearsed = tuple[list[int], dict[tuple[str, int], int]]
 def at_1024_ranks() -> dict[str, Rehearsed]:
     wanted = [[*WORKERS, *overrides] for overrides in LAYOUTS.values()]
     command = [sys.executable, "-c", _AT_1024_RANKS, json.dumps(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     return {

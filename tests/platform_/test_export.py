@@ -109,13 +109,13 @@ def test_an_export_in_bf16_and_shards_is_the_rounded_model(gpt: Path, tmp_path: 
     assert run_here(["export", str(gpt), "--out", str(cut), *options]) == 0
     files = {path.name for path in cut.glob("*.safetensors")}
     assert len(files) > 1
-    assert files == {*json.loads((cut / INDEX).read_text())["weight_map"].values()}
+    assert files == {*json.loads((cut / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
     model, exact = (
         transformers.AutoModelForCausalLM.from_pretrained(path) for path in (cut, whole)
     )
     assert (model.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(model.state_dict(), exact.bfloat16().state_dict(), rtol=0, atol=0)
-    assert "in bfloat16" in (cut / "README.md").read_text()
+    assert "in bfloat16" in (cut / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -144,7 +144,7 @@ def test_the_card_says_what_the_model_comes_from(
     assert all(f"`{fact}`" in card.text for fact in facts)
     assert "4 steps, 84 samples" in card.text
     recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
-    whole = yaml.safe_load((run / "recipe.yaml").read_text())
+    whole = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
     assert recipe["workload"] == {k: v for k, v in whole["workload"].items() if k != "attention"}
     assert (recipe["batch_size"], recipe["seed"]) == (whole["batch_size"], whole["seed"])
     assert not {"storage", "workers", "tracking"} & recipe.keys()
@@ -159,7 +159,7 @@ def test_the_digest_of_an_earlier_checkpoint_is_that_of_its_steps(
         assert run_here(["export", str(bert), "--out", out, "--checkpoint", step]) == 0
     steps = history.effective_steps(history.read(Storage(str(bert)).sub("history")))
     for count in (2, 4):
-        card = (tmp_path / str(count) / "README.md").read_text()
+        card = (tmp_path / str(count) / "README.md").read_text(encoding="utf-8")
         assert digest_of(steps[:count]) in card
         assert digest_of(steps[: 6 - count]) not in card
 
@@ -198,10 +198,10 @@ def test_a_workload_that_is_not_installed_is_told(
     for name in ("recipe.yaml", "run.json"):
         (run / name).unlink()
     recipe = tiny_recipe("data", "runs", workload={"name": "lstm", "hidden_size": 32})
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    identity = json.loads((bert / "run.json").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    identity = json.loads((bert / "run.json").read_text(encoding="utf-8"))
     undated = dict.fromkeys(("recipe_sha256", "digest"))
-    (run / "run.json").write_text(json.dumps({**identity, **undated}))
+    (run / "run.json").write_text(json.dumps({**identity, **undated}), encoding="utf-8")
     options = {"export": ["--out", str(tmp_path / "out")], "generate": ["--prompt", "a"]}
     assert run_here([command, str(run), *options[command]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -218,7 +218,7 @@ def test_what_is_no_language_model_is_told(
     for number, config in enumerate(("{}", '{"model_type": "lstm"}', "[", '{"model_type": 3}')):
         exported = tmp_path / str(number)
         exported.mkdir()
-        (exported / "config.json").write_text(config)
+        (exported / "config.json").write_text(config, encoding="utf-8")
         assert run_here(["generate", str(exported), "--prompt", "a"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{exported}: config.json: not of a model that transformers knows")

@@ -199,8 +199,8 @@ def test_an_audit_finds_a_parent_that_was_touched(stem: Path, tmp_path: Path) ->
     parent = Path(shutil.copytree(stem, tmp_path / "runs" / "parent"))
     child = forked(parent, "child")
     for part in (parent / "history").glob("*.jsonl"):
-        text = part.read_text()
-        part.write_text(text.replace('"samples": 210,', '"samples": 211,'))
+        text = part.read_text(encoding="utf-8")
+        part.write_text(text.replace('"samples": 210,', '"samples": 211,'), encoding="utf-8")
     found = audit(Storage(str(child)))
     assert any("211 samples after step 10" in line for line in found.problems)
 
@@ -211,9 +211,9 @@ def test_an_audit_finds_a_fork_that_took_samples_again(stem: Path, tmp_path: Pat
     fingerprint = plan.fork.data[0].fingerprint
     begin_fork(plan.fork)
     run_file = tmp_path / "runs" / "child" / "run.json"
-    values = json.loads(run_file.read_text())
+    values = json.loads(run_file.read_text(encoding="utf-8"))
     values["origin"]["positions"][fingerprint] = 189
-    run_file.write_text(json.dumps({**values, "digest": None}))
+    run_file.write_text(json.dumps({**values, "digest": None}), encoding="utf-8")
     child = train_alone(plan.fork.recipe, run_file.parent)
     found = audit(Storage(str(child)))
     assert "epoch 0: 21 samples seen more than once" in found.problems

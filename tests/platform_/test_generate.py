@@ -189,7 +189,7 @@ def test_a_prompt_must_leave_room(model: LanguageModel) -> None:
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "held_out.txt").write_text(SENTENCE * 3)
+    (tmp_path / "held_out.txt").write_text(SENTENCE * 3, encoding="utf-8")
     arguments = ["--prompt", "Some say [the]", "--tokens", "8", "--temperature", "0"]
     both = ["generate", str(folder), *arguments, "--file", str(tmp_path / "held_out.txt")]
     assert run_here(both) == 0
@@ -234,7 +234,7 @@ def test_a_bert_continues_nothing(tmp_path: Path) -> None:
 def test_a_run_from_text_to_text(tmp_path: Path) -> None:
     """Packed documents, prepared and trained on; its newest checkpoint and its export agree."""
     lines = [f"Number {n} comes after {n - 1} and before {n + 1}.\n" for n in range(3000)]
-    (tmp_path / "text.txt").write_text("".join(lines))
+    (tmp_path / "text.txt").write_text("".join(lines), encoding="utf-8")
     recipe = {
         "extends": "gpt/tiny",
         "workload": {"hidden_size": 32},
@@ -255,7 +255,7 @@ def test_a_run_from_text_to_text(tmp_path: Path) -> None:
         "workers": {"cpus": 0.4, "threads": 1, "spares": False},
         "storage": str(tmp_path / "runs"),
     }
-    (tmp_path / "numbers.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "numbers.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     run_json("prepare", tmp_path / "numbers.yaml")
     trained = run_json("train", tmp_path / "numbers.yaml")
     assert trained["final_loss"] < 4.5  # log 400 is 6.0

@@ -214,7 +214,9 @@ def test_a_wrong_name_is_told_with_the_nearest(run: Storage) -> None:
         find_commit(run, "000000002-0001-abcdee")
     with pytest.raises(UserError, match="one of the steps 2, 5, 7, 8, or the name of a folder"):
         find_commit(run, "6")
-    Path(run.path("checkpoints", str(FolderName(1, 2, "abcdef")), METADATA)).write_text("b state")
+    Path(run.path("checkpoints", str(FolderName(1, 2, "abcdef")), METADATA)).write_text(
+        "b state", encoding="utf-8"
+    )
     with pytest.raises(UserError, match=r"--from: .*\.metadata is altered"):
         find_commit(run, "2")
 
@@ -236,7 +238,7 @@ def test_an_edited_line_is_noticed(run: Storage) -> None:
     part = Path(run.path("history", "0001-00000001.jsonl"))
     entries = read_part(part)
     entries[0]["loss"] += 0.5
-    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     lines = evidence(run).problems
     assert any("altered: its lines are not those that were sealed" in line for line in lines)
 
@@ -249,7 +251,9 @@ def test_a_history_of_old_has_no_chain_and_gets_one(tmp_path: Path) -> None:
     found = evidence(run)
     assert (found.history.chain.state, found.problems) == ("whole", ())
     part = tmp_path / "run" / "history" / "0001-00000000.jsonl"
-    part.write_text(part.read_text().replace('"loss": 4.0', '"loss": 3.5'))
+    part.write_text(
+        part.read_text(encoding="utf-8").replace('"loss": 4.0', '"loss": 3.5'), encoding="utf-8"
+    )
     assert evidence(run).history.chain.state == "broken"
 
 
@@ -277,7 +281,9 @@ def test_the_command_refuses_before_anything_is_started(
 ) -> None:
     write_data_set(tmp_path / "data", samples=60)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path / "data", tmp_path, steps=20)))
+    recipe.write_text(
+        yaml.safe_dump(tiny_recipe(tmp_path / "data", tmp_path, steps=20)), encoding="utf-8"
+    )
     chosen = load_recipe(str(recipe), ["name=run"])
     data_sets = training_data(chosen).data_sets
     write_identity(run, RunIdentity(name="run", data=data_sets), chosen)

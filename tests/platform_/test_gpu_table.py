@@ -62,7 +62,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def run(gpu: ModuleType, tmp_path: Path) -> Run:
-    (tmp_path / "their_cases.py").write_text(CASES)
+    (tmp_path / "their_cases.py").write_text(CASES, encoding="utf-8")
 
     def run_cases(*cases: Any, minutes: float = 60.0, again: bool = False) -> list[dict[str, Any]]:
         results = tmp_path / "rows.jsonl"
@@ -74,7 +74,7 @@ def run(gpu: ModuleType, tmp_path: Path) -> Run:
             environment={"PYTHONPATH": str(tmp_path)},
         )
         rows.run(cases)
-        return [json.loads(line) for line in results.read_text().splitlines()]
+        return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
     return run_cases
 
@@ -110,7 +110,7 @@ def test_every_case_is_a_row_whatever_becomes_of_it(run: Run, tmp_path: Path) ->
     assert by_name["fine"]["device"] == "cpu"
     assert by_name["fine"]["mark"] == mark["mark"]
     assert run(*cases) == rows, "all are done"
-    assert (tmp_path / "mark").read_text() == "xx"
+    assert (tmp_path / "mark").read_text(encoding="utf-8") == "xx"
     again = run(*cases, again=True)
     assert [row["case"] for row in again[len(rows) :]] == ["wrong", "fails", "crashes", "hangs"]
 
@@ -119,7 +119,7 @@ def test_it_goes_on_after_a_row_that_was_cut_off(run: Run, tmp_path: Path) -> No
     mark = {"mark": str(tmp_path / "mark")}
     first, second = (case_of("fine", name=name, values=mark) for name in ("a", "b"))
     (row,) = run(first)
-    with (tmp_path / "rows.jsonl").open("a") as file:
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"case": "b", "stat')
     assert [row["case"] for row in run(first, second)] == ["a", "b"]
     assert run(first, second)[0] == row
@@ -143,12 +143,14 @@ def test_the_table_names_what_there_is(gpu: ModuleType) -> None:
     for place, case in enumerate(gpu.TABLE):
         assert not case.instead_of or case.instead_of in names[:place]
     for module, _, function in {case.function.partition(":") for case in gpu.TABLE}:
-        assert f"\ndef {function}(" in (SCRIPT.parent / f"{module}.py").read_text()
+        assert f"\ndef {function}(" in (SCRIPT.parent / f"{module}.py").read_text(encoding="utf-8")
 
 
 def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
     subprocess.run([sys.executable, SCRIPT, *options], cwd=folder, check=True)
-    return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "gpu.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.mark.matrix

@@ -97,8 +97,8 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     first.flush()
     second.add("started", {"step": 1, "world_size": 3})
     second.flush()
-    (tmp_path / "0001-00000002.jsonl.1a2b3c4d.tmp").write_text("half a li")
-    (tmp_path / "0001-00000000 (copy).jsonl").write_text("not a part")
+    (tmp_path / "0001-00000002.jsonl.1a2b3c4d.tmp").write_text("half a li", encoding="utf-8")
+    (tmp_path / "0001-00000000 (copy).jsonl").write_text("not a part", encoding="utf-8")
 
     storage = Storage(str(tmp_path))
     entries = history.read(storage)
@@ -207,7 +207,7 @@ def test_a_part_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     warned: list[str] = []
     folder = tmp_path / "history"
     writer = history.HistoryWriter(Storage(str(folder)), 1, warned.append)
-    folder.write_text("a file where the folder should be")
+    folder.write_text("a file where the folder should be", encoding="utf-8")
     writer.add("started", {"step": 0, "world_size": 1})
     writer.flush()
     assert "history cannot be written" in warned[0]

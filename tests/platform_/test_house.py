@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -65,7 +66,7 @@ def test_platform_is_no_package_and_does_not_hide_pythons_own() -> None:
     assert not (ROOT / "tests" / "platform").exists()
     code = "import platform; print(platform.system())"
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
     )
     assert found.stdout.strip()
 
@@ -103,7 +104,9 @@ def test_the_public_list() -> None:
 def test_importing_loads_nothing_heavy(module: str) -> None:
     heavy = ("torch", "ray", "mlflow", "transformers", "pyarrow", "pydantic", "numpy", "yaml")
     code = f"import sys, {module}; print(*(m for m in {heavy!r} if m in sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert found.stdout.strip() == ""
 
 
@@ -114,7 +117,7 @@ def test_recipes_and_cluster_files_are_found_from_the_checkout() -> None:
 
 
 def test_every_library_that_is_named_has_a_tested_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = project["dependencies"] + project["optional-dependencies"]["dev"]
     names = {"".join(c if c.isalnum() or c in "-_" else " " for c in n).split()[0] for n in named}
     assert {name.lower() for name in names} <= {name.lower() for name in shipped.tested_versions()}
@@ -154,3 +157,37 @@ def test_one_library_one_door(library: str) -> None:
         and not any(_below(module, door) for door in DOORS[library])
     }
     assert intruders == set()
+
+
+OPENED = {"read_text": 1, "write_text": 2, "open": 2, "fdopen": 3}
+"""Calls that open text, and the number of arguments that name an encoding."""
+
+
+def test_text_names_its_encoding() -> None:
+    """Ruff's PLW1514 sees a path only if its type is plain, and nothing of other processes."""
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for folder in ("platform", "pipelines", "workloads", "tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if re.search(rb"(?<!os\.)open\(|_text\((?!encoding)|text=True", source := path.read_bytes())
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and _opens_text(call) and not _names_encoding(call)
+    ]
+    assert unnamed == []
+
+
+def _opens_text(call: ast.Call) -> bool:
+    if any(key.arg in ("text", "universal_newlines") for key in call.keywords):
+        return "subprocess" in ast.unparse(call.func)
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name in ("open", "fdopen"):
+        modes = [*call.args, *(key.value for key in call.keywords if key.arg == "mode")]
+        texts = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
+        return any(re.fullmatch(r"[rwax]\+?t?", str(text)) for text in texts)
+    return name in OPENED
+
+
+def _names_encoding(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    keys = {key.arg for key in call.keywords}
+    return "encoding" in keys or len(call.args) >= OPENED.get(name, 99)

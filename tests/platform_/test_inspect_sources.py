@@ -25,10 +25,12 @@ LINES = [f"Line {n} of a small text, with a second sentence. Here it is!" for n 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "good.txt").write_text("\n".join(LINES))
+    (folder / "good.txt").write_text("\n".join(LINES), encoding="utf-8")
     rare = ["".join(chr(0x4E00 + 10 * n + k) for k in range(10)) for n in range(100)]
     mixed = [json.dumps({"text": f"{line} {rare[n]}"}) for n, line in enumerate(LINES[:100])]
-    (folder / "mixed.jsonl").write_text("\n".join([*mixed, "not json", '{"body": 1}', "[]"]))
+    (folder / "mixed.jsonl").write_text(
+        "\n".join([*mixed, "not json", '{"body": 1}', "[]"]), encoding="utf-8"
+    )
     return folder
 
 

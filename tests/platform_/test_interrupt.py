@@ -113,7 +113,7 @@ def test_an_interrupted_command_says_so_in_json_too(
 )
 def test_no_press_shows_a_traceback(again: str, at_exit: str, told: list[str]) -> None:
     code = ENDING.format(again=again, at_exit=at_exit)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     assert done.returncode == 130, done.stderr
     assert done.stdout == "begun\n"
     assert done.stderr.splitlines() == told

@@ -34,13 +34,17 @@ def test_that_is_killed({fixture}):
 def test_nothing_that_a_killed_test_started_is_left(
     fixture: str, least: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    (tmp_path / "test_killed.py").write_text(KILLED.format(fixture=fixture, least=least))
+    (tmp_path / "conftest.py").write_text(
+        (TESTS / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "test_killed.py").write_text(
+        KILLED.format(fixture=fixture, least=least), encoding="utf-8"
+    )
     settings = ["-c", TESTS.parent / "pyproject.toml", "--rootdir", tmp_path]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *settings, tmp_path],
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, "PYTHONPATH": str(TESTS)},
     )
     assert done.returncode == -9, done.stdout

@@ -79,8 +79,10 @@ def test_a_length_replaces_the_one_it_inherits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base = tiny_recipe(data[0], tmp_path / "runs", steps=9) | {"schedule": {"warmup_steps": 2}}
-    Path("base.yaml").write_text(yaml.safe_dump(base))
-    Path("mine.yaml").write_text("extends: base.yaml\nepochs: 2\nschedule: {warmup_ratio: 0.5}\n")
+    Path("base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    Path("mine.yaml").write_text(
+        "extends: base.yaml\nepochs: 2\nschedule: {warmup_ratio: 0.5}\n", encoding="utf-8"
+    )
     recipe = load_recipe("mine.yaml")
     assert (recipe.steps, recipe.epochs) == (None, 2)
     assert (recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio) == (0, 0.5)
@@ -91,7 +93,7 @@ def test_a_length_replaces_the_one_it_inherits(
 def test_two_lengths_in_one_place_are_one_too_many(data: tuple[Path, Manifest]) -> None:
     folder = data[0]
     values = tiny_recipe(folder, folder / "runs", steps=5) | {"epochs": 2, "name": "two"}
-    (folder / "two.yaml").write_text(yaml.safe_dump(values))
+    (folder / "two.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     with pytest.raises(UserError, match=r"epochs: 2\.0: expected without steps") as raised:
         load_recipe(str(folder / "two.yaml"))
     assert len(raised.value.problems) == 1

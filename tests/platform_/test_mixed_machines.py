@@ -143,7 +143,7 @@ def test_where_all_have_one_number_of_tokens_nobody_asks_for_kinds(values) -> No
 def _told(command: str, values: dict[str, Any], tmp_path: Path, capsys: Any) -> list[str]:
     """The lines about a recipe that is refused, with exit code 2."""
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
     assert _code(command, path) == 2
     told: list[str] = capsys.readouterr().err.splitlines()
     return [line for line in told if str(path) in line] or told
@@ -216,7 +216,7 @@ def test_slow_ranks_and_times_by_the_history() -> None:
 @pytest.mark.matrix  # two launches
 def test_a_run_by_measured_speeds_is_the_run_that_it_is(values, tmp_path: Path) -> None:
     path, runs = tmp_path / "recipe.yaml", tmp_path / "runs"
-    path.write_text(yaml.safe_dump({**values, "steps": 60, "storage": str(runs)}))
+    path.write_text(yaml.safe_dump({**values, "steps": 60, "storage": str(runs)}), encoding="utf-8")
     two = ["workers.min=2", "workers.max=2"]
     run_json("train", path, *two, "workers.speeds=measured", "--name", "measured")
     run_json("train", path, *two, "workers.speeds={CPU: 0.5}", "--name", "factors")

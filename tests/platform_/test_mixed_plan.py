@@ -42,7 +42,7 @@ def _kinds(text: str) -> list[Kind]:
 
 def test_kinds_from_a_file_and_in_short(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(FILE)
+    path.write_text(FILE, encoding="utf-8")
     first, second = read_kinds(str(path))
     assert (first.device.name, first.devices, first.per_node, first.price) == (
         "A100-80GB",
@@ -59,7 +59,10 @@ def test_kinds_from_a_file_and_in_short(tmp_path: Path) -> None:
 
 def test_every_mistake_about_kinds_is_told(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("devices:\n  - {device: T5, count: 0}\n  - {count: -1, price: 0}\nprice: 2\n")
+    path.write_text(
+        "devices:\n  - {device: T5, count: 0}\n  - {count: -1, price: 0}\nprice: 2\n",
+        encoding="utf-8",
+    )
     with pytest.raises(UserError) as found:
         read_kinds(str(path))
     lines = found.value.problems
@@ -89,7 +92,7 @@ def test_every_mistake_about_kinds_is_told(tmp_path: Path) -> None:
 )
 def test_what_is_no_list_of_kinds_is_told(text: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=line) as found:
         read_kinds(str(path))
     assert len(found.value.problems) == 1
@@ -178,7 +181,7 @@ def test_a_slow_network_makes_stages_the_best_and_a_kind_not_worth_it() -> None:
 
 def test_advice_about_each_kind(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(FILE)
+    path.write_text(FILE, encoding="utf-8")
     recipe = load_recipe("gpt/125m")
     made = mixed_plan(recipe, recipe.parts[0], read_kinds(str(path)))
     by_name = {one.device: one for one in made.advice}
@@ -211,7 +214,7 @@ def test_a_mixed_plan_is_shown_written_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, written = tmp_path / "cluster.yaml", tmp_path / "planned.yaml"
-    path.write_text(FILE)
+    path.write_text(FILE, encoding="utf-8")
     options = ["--cluster", str(path), "--write", str(written), "--explain", "--json"]
     assert run(["plan", "gpt/125m", *options]) == 0
     shown = capsys.readouterr()

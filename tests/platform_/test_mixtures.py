@@ -97,7 +97,10 @@ def test_an_altered_share_is_found(stem: Path, tmp_path: Path) -> None:
 
     copy = Path(shutil.copytree(stem, tmp_path / "copy"))
     (copy / "run.json").write_text(
-        (stem / "run.json").read_text().replace('"mixtures": [', '"mixtures": [[],')
+        (stem / "run.json")
+        .read_text(encoding="utf-8")
+        .replace('"mixtures": [', '"mixtures": [[],'),
+        encoding="utf-8",
     )
     with pytest.raises(UserError, match=r"run\.json"):
         audit(Storage(str(copy)))
@@ -184,7 +187,7 @@ def problems(folder: Path, tmp_path: Path, capsys: Any, **changes: Any) -> list[
     """The lines that `elastrata train` refuses a recipe with."""
     values = {**tiny_recipe(folder, folder / "runs", steps=10), **changes}
     file = tmp_path / "mixture.yaml"
-    file.write_text(yaml.safe_dump(values))
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
     capsys.readouterr()
     assert run_here(["train", str(file), "--name", "never"]) == 2
     assert not (folder / "runs" / "never").exists()
@@ -276,6 +279,6 @@ def test_an_exhausted_source_gives_its_share_to_the_others(folder: Path) -> None
 def test_an_override_changes_a_weight(folder: Path, tmp_path: Path) -> None:
     values = tiny_recipe(folder, folder / "runs")
     values = {**values, "data": data(folder, sources=sources())}
-    (tmp_path / "one.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "one.yaml"), ["data.sources.1.weight=0.5"])
     assert recipe.data.weights == (5, 0.5, 2)

@@ -23,9 +23,9 @@ def _corpus(folder: Path, packages: int = PACKAGES + 1) -> Path:
         for file in range(2 * (KNOWN // 10)):
             text = f"Some say the world will end in {WORDS[number]}. " * 3
             paragraphs = (f"{text}{number} {file} {place}" for place in range(20))
-            (package / f"file{file:02}.py").write_text("\n\n".join(paragraphs))
+            (package / f"file{file:02}.py").write_text("\n\n".join(paragraphs), encoding="utf-8")
     (folder / "package0a").mkdir()
-    (folder / "package0a" / "short.py").write_text("Some say " * 20)
+    (folder / "package0a" / "short.py").write_text("Some say " * 20, encoding="utf-8")
     return folder
 
 

@@ -56,7 +56,7 @@ class Driver:
             [*within, sys.executable, __file__, run.url, str(BEAT_SECONDS), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )
         self.said: list[str] = []
@@ -426,3 +426,14 @@ def test_a_beat_says_how_far_the_run_is(tmp_path: Path) -> None:
     owner = read_owner(run)
     assert owner is not None
     assert owner.newest == newest
+
+
+def test_a_process_may_have_a_name_that_is_no_text() -> None:
+    """What tells processes apart is read whatever the bytes of a process's name."""
+    code = (
+        "from pathlib import Path; from elastrata.cluster.processes import state; "
+        "from elastrata.run.process import this_process; "
+        "Path('/proc/self/comm').write_bytes(b'caf\\xe9) Z'); "
+        "assert state(Path('/proc/self')) == 'R'; assert this_process().lives()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

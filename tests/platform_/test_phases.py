@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for phase in PHASES
         ],
     )
-    (folder / "phases.yaml").write_text(yaml.safe_dump(values))
+    (folder / "phases.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return folder
 
 
@@ -76,7 +76,7 @@ def test_a_phase_says_only_what_is_different(folder: Path) -> None:
     assert other.schedule.warmup_steps == 4
     assert again.optimizer == first.optimizer
     assert again.data == first.data
-    (folder / "whole.yaml").write_text(to_yaml(recipe))
+    (folder / "whole.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe(str(folder / "whole.yaml"), ["name=phases"]) == recipe
     changed = load_recipe(str(folder / "phases.yaml"), ["phases.1.steps=7", "batch_size=9"])
     assert [part.steps for part in changed.parts] == [40, 7, 30]
@@ -210,14 +210,15 @@ def test_the_data_sets_of_a_recipe_have_one_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(60):
         words = " ".join(f"word{number * k % 31}" for k in range(60))
-        (tmp_path / "text" / f"{number}.txt").write_text(words)
+        (tmp_path / "text" / f"{number}.txt").write_text(words, encoding="utf-8")
     recipe = tmp_path / "two.yaml"
     recipe.write_text(
         "extends: bert/tiny\n"
         "data: {path: short, prepare: {sources: [{paths: text}], seq_len: 32, held_out: 0.2,\n"
         "       tokenizer: {train: wordpiece, vocab_size: 400}}}\n"
         "steps: 2000\nschedule: {warmup_steps: 10}\n"
-        "phases: [{}, {data: {path: long, prepare: {seq_len: 64}}}]\n"
+        "phases: [{}, {data: {path: long, prepare: {seq_len: 64}}}]\n",
+        encoding="utf-8",
     )
     plans = preparations(load_recipe(str(recipe)))
     assert [plan.seq_len for plan in plans.values()] == [32, 64]

@@ -35,10 +35,10 @@ def test_a_plan_is_shown_explained_written_and_drawn(
 
 def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "mine.yaml"
-    written.write_text("mine\n")
+    written.write_text("mine\n", encoding="utf-8")
     assert run(["plan", "gpt/125m", "--write", str(written)]) == 2
     assert "expected a new one" in capsys.readouterr().err
-    assert written.read_text() == "mine\n"
+    assert written.read_text(encoding="utf-8") == "mine\n"
 
 
 def test_mistakes_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,14 +77,19 @@ def test_a_cluster_in_short() -> None:
 
 def test_a_cluster_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("device: H100\ndevices: 16\nper_node: 4\nnetwork_gbit: 100\nprice: 2.5\n")
+    path.write_text(
+        "device: H100\ndevices: 16\nper_node: 4\nnetwork_gbit: 100\nprice: 2.5\n", encoding="utf-8"
+    )
     cluster = read_cluster(str(path))
     assert (cluster.device.network, cluster.per_node, cluster.price) == (12.5e9, 4, 2.5)
 
 
 def test_every_mistake_of_a_cluster_is_told(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("devices: 0\npernode: 8\nprice: cheap\nmemory_gb: true\ndevice: H10-80GB\n")
+    path.write_text(
+        "devices: 0\npernode: 8\nprice: cheap\nmemory_gb: true\ndevice: H10-80GB\n",
+        encoding="utf-8",
+    )
     with pytest.raises(UserError) as found:
         read_cluster(str(path))
     device, *others = found.value.problems
@@ -97,7 +102,7 @@ def test_every_mistake_of_a_cluster_is_told(tmp_path: Path) -> None:
         f"{path}: price: 'cheap': expected a number above 0 or null",
         f"{path}: pernode: 8: unknown key (did you mean 'per_node'?)",
     ]
-    path.write_text("device: T4\n")
+    path.write_text("device: T4\n", encoding="utf-8")
     with pytest.raises(UserError, match="devices: missing: expected a whole number above 0"):
         read_cluster(str(path))
 
@@ -131,7 +136,7 @@ def test_the_schema_of_clusters_takes_what_the_loader_takes(
 ) -> None:
     values = {**CLUSTER, **changes}
     path = tmp_path / "cluster.yaml"
-    path.write_text(dump_yaml(values))
+    path.write_text(dump_yaml(values), encoding="utf-8")
     assert jsonschema.Draft202012Validator(cluster_schema()).is_valid(values) == is_one
     with nullcontext() if is_one else pytest.raises(UserError, match=next(iter(changes), "")):
         read_cluster(str(path))
@@ -140,7 +145,7 @@ def test_the_schema_of_clusters_takes_what_the_loader_takes(
 @pytest.mark.parametrize("text", ["", "- 3\n", "device: T4\n---\ndevices: 3\n", "a: [\n"])
 def test_what_is_no_cluster_is_told_in_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as found:
         read_cluster(str(path))
     assert len(found.value.problems) == 1

@@ -36,8 +36,8 @@ def test_options_and_a_recipe_make_the_same_data_set(
     (tmp_path / "text").mkdir()
     for number in range(40):
         words = " ".join(f"word{number * k % 31}" for k in range(60))
-        (tmp_path / "text" / f"{number}.txt").write_text(words)
-    (tmp_path / "mine.yaml").write_text(RECIPE)
+        (tmp_path / "text" / f"{number}.txt").write_text(words, encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     given = ("--tokenizer", "bpe", "--vocab-size", "400", "--seq-len", "32", "--held-out", "0.2")
 
     def prepared(*arguments: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_options_and_a_recipe_make_the_same_data_set(
 @pytest.mark.matrix  # a Ray of its own
 def test_the_data_sets_of_a_recipe_are_prepared_in_one_session_of_ray(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ONE_SESSION], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", ONE_SESSION], capture_output=True, encoding="utf-8", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
 
@@ -84,7 +84,7 @@ assert not ray.is_initialized()
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text(RECIPE)
+    (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     return tmp_path
 
 
@@ -110,7 +110,8 @@ def test_options_change_what_a_recipe_says(recipe: Path) -> None:
 
 def test_options_change_every_phase(recipe: Path) -> None:
     (recipe / "two.yaml").write_text(
-        "extends: mine.yaml\nphases: [{}, {data: {path: b, prepare: {seq_len: 16}}}]\n"
+        "extends: mine.yaml\nphases: [{}, {data: {path: b, prepare: {seq_len: 16}}}]\n",
+        encoding="utf-8",
     )
     plans = _planned("two.yaml", seq_len=64, packing="concat")
     assert {path: (config.seq_len, config.packing) for path, config in plans.items()} == {
@@ -154,7 +155,7 @@ print(run(["prepare", "--text", "{tmp_path}/nope", "--out", "{tmp_path}/out"]))
 print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        [sys.executable, "-c", script], check=True, capture_output=True, encoding="utf-8"
     )
     assert done.stdout.splitlines()[-2:] == ["2", "[]"]
     assert done.stderr == f"{tmp_path}/nope: no such file or folder, or nothing in it\n"

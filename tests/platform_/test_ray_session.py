@@ -57,7 +57,9 @@ shutil.rmtree(mine)
 
 @pytest.mark.matrix  # two Rays, one after the other
 def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", OWN_AND_GONE], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_AND_GONE], capture_output=True, encoding="utf-8"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -66,7 +68,7 @@ def test_a_cluster_that_does_not_answer_is_told() -> None:
 from elastrata.cluster.ray_session import ray_session
 with ray_session('127.0.0.1:1'): pass
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     assert "UserError: --address: 127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
@@ -89,11 +91,11 @@ def driver() -> Iterator[tuple[subprocess.Popen[str], Session]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     assert process.stdout is not None
     folder = Path(process.stdout.readline().strip()).parent
-    session = read_mark((folder / "elastrata-driver").read_text())
+    session = read_mark((folder / "elastrata-driver").read_text(encoding="utf-8"))
     assert session is not None
     try:
         yield process, session

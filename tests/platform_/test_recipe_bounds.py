@@ -28,7 +28,7 @@ optimizer: {lr: 1e-3}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "good.yaml").write_text(GOOD, encoding="utf-8")
     return tmp_path
 
 
@@ -91,7 +91,7 @@ def test_what_is_written_is_read_alike_by_both_versions_of_yaml() -> None:
 
 def test_a_name_that_looks_like_a_number_survives_being_written(folder: Path) -> None:
     recipe = load_recipe("good.yaml", ['name="3e-4"'])
-    (folder / "again.yaml").write_text(to_yaml(recipe))
+    (folder / "again.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe("again.yaml") == recipe
 
 
@@ -109,7 +109,7 @@ def test_what_is_no_file_of_text_is_told_at_once(folder: Path) -> None:
         "zero": "zero.yaml: a device, pipe or socket, expected a file",
         "large": "large.yaml: 1,048,577 bytes, expected at most 1,048,576",
     }
-    (folder / "top.yaml").write_text("extends: pipe.yaml\n")
+    (folder / "top.yaml").write_text("extends: pipe.yaml\n", encoding="utf-8")
     assert problem("top.yaml") == told["pipe"]
     for read in (load_sweep, planned.read_cluster, ray_clusters.read_cluster):
         with pytest.raises(UserError) as caught:
@@ -120,8 +120,8 @@ def test_what_is_no_file_of_text_is_told_at_once(folder: Path) -> None:
 
 def test_recipes_that_extend_one_another_are_counted(folder: Path) -> None:
     for number in range(40):
-        (folder / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
-    (folder / "40.yaml").write_text("extends: good.yaml\n")
+        (folder / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n", encoding="utf-8")
+    (folder / "40.yaml").write_text("extends: good.yaml\n", encoding="utf-8")
     assert load_recipe("20.yaml").steps == 10
     assert "extends: more than 32 recipes extend one another" in problem("0.yaml")
 
@@ -162,7 +162,9 @@ def test_a_size_beyond_all_reason_in_one_line(folder: Path, override: str, line:
 
 
 def test_many_mistakes_are_told_in_part(folder: Path) -> None:
-    (folder / "many.yaml").write_text(GOOD + "".join(f"key{n}: {n}\n" for n in range(500)))
+    (folder / "many.yaml").write_text(
+        GOOD + "".join(f"key{n}: {n}\n" for n in range(500)), encoding="utf-8"
+    )
     with pytest.raises(UserError) as caught:
         load_recipe("many.yaml")
     assert len(caught.value.problems) == 51

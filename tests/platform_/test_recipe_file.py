@@ -33,7 +33,7 @@ optimizer: {lr: 1e-3}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "good.yaml").write_text(GOOD, encoding="utf-8")
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def test_every_recipe_that_ships_loads(name: str) -> None:
 
 def test_a_recipe_survives_being_written(folder: Path) -> None:
     recipe = load_recipe("good.yaml", ["optimizer.betas=[0.8, 0.9]", "workers.max=3"])
-    (folder / "again.yaml").write_text(to_yaml(recipe))
+    (folder / "again.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe("again.yaml") == recipe
 
 
@@ -61,8 +61,8 @@ def test_a_tokenizer_that_is_loaded_survives_being_written() -> None:
 
 
 def test_a_file_gives_its_run_its_name_and_never_its_base(folder: Path) -> None:
-    (folder / "base.yaml").write_text(GOOD + "name: chosen\n")
-    (folder / "variant.yaml").write_text("extends: base.yaml\n")
+    (folder / "base.yaml").write_text(GOOD + "name: chosen\n", encoding="utf-8")
+    (folder / "variant.yaml").write_text("extends: base.yaml\n", encoding="utf-8")
     assert load_recipe("good.yaml").name == "good"
     assert load_recipe("base.yaml").name == "chosen"
     assert load_recipe("variant.yaml").name == "variant"
@@ -72,16 +72,18 @@ def test_a_file_gives_its_run_its_name_and_never_its_base(folder: Path) -> None:
 def test_a_variant_says_only_what_is_different(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "middle.yaml").write_text(
-        "extends: ../good.yaml\nsteps: 20\noptimizer: {betas: [0.5, 0.6]}\n"
+        "extends: ../good.yaml\nsteps: 20\noptimizer: {betas: [0.5, 0.6]}\n", encoding="utf-8"
     )
-    (folder / "top.yaml").write_text("extends: sub/middle.yaml\noptimizer: {lr: 2e-3}\n")
+    (folder / "top.yaml").write_text(
+        "extends: sub/middle.yaml\noptimizer: {lr: 2e-3}\n", encoding="utf-8"
+    )
     recipe = load_recipe("top.yaml")
     assert (recipe.steps, recipe.batch_size) == (20, 8)
     assert (recipe.optimizer.lr, recipe.optimizer.betas) == (2e-3, (0.5, 0.6))
 
 
 def test_a_variant_of_a_recipe_by_name(folder: Path) -> None:
-    (folder / "mine.yaml").write_text("extends: bert/tiny\nseed: 7\n")
+    (folder / "mine.yaml").write_text("extends: bert/tiny\nseed: 7\n", encoding="utf-8")
     assert load_recipe("mine.yaml").workload == load_recipe("bert/tiny").workload
 
 
@@ -101,7 +103,8 @@ def test_all_mistakes_at_once_each_with_its_place(folder: Path) -> None:
         "data: {path: d, prepare: {sources: [{paths: [a], nam: x}],\n"
         "       tokenizer: {train: wordpece}, seq_len: 4, held_out: 2}}\n"
         "steps: 0\nlr: 3e-4\nbatch_size: true\noptimizer: {lr: -1, betas: [0.1]}\n"
-        "schedule: {shape: lin}\nworkers: {gpus: some}\nprecission: bf16\n"
+        "schedule: {shape: lin}\nworkers: {gpus: some}\nprecission: bf16\n",
+        encoding="utf-8",
     )
     found = problems("bad.yaml", "clip.max_norm=big")
     wanted = [
@@ -314,15 +317,15 @@ def test_sizes_that_each_are_fine_and_together_impossible(folder: Path) -> None:
     ],
 )
 def test_a_bad_file_in_one_line(folder: Path, text: str, line: str) -> None:
-    (folder / "f.yaml").write_text(text)
+    (folder / "f.yaml").write_text(text, encoding="utf-8")
     found = problems("f.yaml")
     assert len(found) == 1
     assert line in found[0]
 
 
 def test_a_mistake_in_a_base_is_told_of_the_base(folder: Path) -> None:
-    (folder / "base.yaml").write_text(GOOD + "steeps: 3\n")
-    (folder / "top.yaml").write_text("extends: base.yaml\nseed: x\n")
+    (folder / "base.yaml").write_text(GOOD + "steeps: 3\n", encoding="utf-8")
+    (folder / "top.yaml").write_text("extends: base.yaml\nseed: x\n", encoding="utf-8")
     assert problems("top.yaml") == [
         "top.yaml: seed: 'x': expected a whole number",
         "base.yaml: steeps: 3: unknown key (did you mean 'steps'?)",
@@ -334,7 +337,7 @@ def test_a_missing_or_unreadable_recipe(folder: Path) -> None:
     assert problems("nowhere.yaml") == ["nowhere.yaml: no such recipe file"]
     assert problems("latin.yaml") == ["latin.yaml: not UTF-8 text"]
     assert problems("bert/tinny")[0].startswith("bert/tinny: no such recipe (did you mean 'bert/")
-    (folder / "empty.yaml").write_text("")
+    (folder / "empty.yaml").write_text("", encoding="utf-8")
     assert "empty.yaml: steps: missing: expected steps, epochs or tokens" in problems("empty.yaml")
 
 
@@ -383,7 +386,7 @@ def test_the_schema_takes_what_the_loader_takes(folder: Path) -> None:
 
 
 def _loads(folder: Path, values: dict[str, Any]) -> bool:
-    (folder / "tried.yaml").write_text(yaml.safe_dump(values))
+    (folder / "tried.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     with suppress(UserError):
         return bool(load_recipe("tried.yaml"))
     return False

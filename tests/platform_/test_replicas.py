@@ -100,7 +100,7 @@ def until(true: Callable[[], bool]) -> None:
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (ProcessLookupError, FileNotFoundError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
@@ -249,7 +249,9 @@ print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]), f
 os._exit(0)
 """
     address = ray.get_runtime_context().gcs_address
-    found = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code, address], capture_output=True, encoding="utf-8"
+    )
     assert found.returncode == 0, found.stderr
     pids = [int(pid) for pid in found.stdout.splitlines()[-1].split()]  # Ray may speak first
     assert pids

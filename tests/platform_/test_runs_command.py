@@ -48,7 +48,9 @@ def test_runs_are_listed_the_newest_first(folder: Path, capsys: pytest.CaptureFi
 def test_a_run_that_cannot_be_read_is_told_and_hides_no_other(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "runs" / "first" / "history" / "0001-00000000.jsonl").write_text("torn")
+    (folder / "runs" / "first" / "history" / "0001-00000000.jsonl").write_text(
+        "torn", encoding="utf-8"
+    )
     assert run(["runs"]) == 0
     shown = capsys.readouterr().out
     assert "second" in shown

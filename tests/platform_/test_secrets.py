@@ -45,7 +45,7 @@ def test_no_secret_of_the_environment_is_written(
     write_data_set(tmp_path / "data", samples=100)
     tracking = {"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     recipe = tiny_recipe(tmp_path / "data", f"{bucket}/runs", tracking=tracking)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     for number, name in enumerate(PLACES):
         monkeypatch.setenv(name, f"{SECRET}-{number}")
     done = run("train", tmp_path / "recipe.yaml", "--name", "run", "--json")

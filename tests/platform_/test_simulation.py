@@ -124,7 +124,10 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_every_mistake_of_a_trace_is_told_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text("seconds,event,workers\n0,join,8\n60,loose,1\nsoon,lose,1\n5,drain,x\n7,lose\n")
+    path.write_text(
+        "seconds,event,workers\n0,join,8\n60,loose,1\nsoon,lose,1\n5,drain,x\n7,lose\n",
+        encoding="utf-8",
+    )
     with pytest.raises(UserError) as found:
         read_trace(str(path))
     told = found.value.problems
@@ -179,7 +182,7 @@ def test_the_command_tells_goodput_cost_and_intervals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = tmp_path / "spot.yaml"
-    cluster.write_text("device: A100\ndevices: 8\nprice: 2.0\nspot_price: 0.8\n")
+    cluster.write_text("device: A100\ndevices: 8\nprice: 2.0\nspot_price: 0.8\n", encoding="utf-8")
     changes = ["steps=20_000", "checkpoint.hot_steps=0", f"data.path={tmp_path / 'none'}"]
     options = ["--cluster", str(cluster), "--lost-per-hour", "0.2", "--intervals", "--json"]
     picture = ["--plot", str(tmp_path / "workers.png"), "--step-seconds", "2"]
@@ -218,7 +221,8 @@ def test_1024_workers_of_four_kinds_wait_for_nobody(tmp_path: Path) -> None:
 def test_kinds_come_and_go_by_themselves(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
-        "seconds,event,workers,device\n0,join,4,A100-80GB\n0,join,2,T4\n100,lose,1,T4\n"
+        "seconds,event,workers,device\n0,join,4,A100-80GB\n0,join,2,T4\n100,lose,1,T4\n",
+        encoding="utf-8",
     )
     at = replace(
         PLAIN,
@@ -232,7 +236,7 @@ def test_kinds_come_and_go_by_themselves(tmp_path: Path) -> None:
     assert fast == pytest.approx(4 * DAY)
     assert slow == pytest.approx(2 * 100 + DAY - 100)
     assert found.worker_seconds == pytest.approx(fast + slow)
-    path.write_text("0,join,4,A100\n5,lose,1\n")
+    path.write_text("0,join,4,A100\n5,lose,1\n", encoding="utf-8")
     with pytest.raises(UserError) as told:
         read_trace(str(path), ["A100-80GB", "T4"])
     first, second = told.value.problems
@@ -252,7 +256,8 @@ def test_the_command_takes_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cluster = tmp_path / "mixed.yaml"
     prices = "price: 2.0, spot_price: 0.5"
     cluster.write_text(
-        f"devices:\n- {{device: A100, count: 8, {prices}}}\n- {{device: T4, count: 8, {prices}}}\n"
+        f"devices:\n- {{device: A100, count: 8, {prices}}}\n- {{device: T4, count: 8, {prices}}}\n",
+        encoding="utf-8",
     )
     changes = ["steps=20_000", f"data.path={tmp_path / 'none'}", "batch_size=512"]
     options = ["--cluster", str(cluster), "--lost-per-hour", "0", "--json"]

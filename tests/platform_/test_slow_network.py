@@ -17,14 +17,16 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "slow_network.py"
 
 def _namespaces() -> str:
     return subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+        ["ip", "netns", "list"], capture_output=True, encoding="utf-8", check=True
     ).stdout
 
 
 def _skip_where_there_are_no_namespaces() -> None:
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs iproute2")
-    made = subprocess.run(["ip", "netns", "add", "elastrata-try"], capture_output=True, text=True)
+    made = subprocess.run(
+        ["ip", "netns", "add", "elastrata-try"], capture_output=True, encoding="utf-8"
+    )
     if made.returncode:
         pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
     subprocess.run(["ip", "netns", "del", "elastrata-try"], check=True)
@@ -38,7 +40,7 @@ def test_what_is_sent_over_a_limited_cable(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), str(tmp_path), "workload.num_layers=1"]
     options = ["--only-print", "--parts", "1G", "--rounds", "1", "--techniques", *ways]
     before = _namespaces()
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, *options], capture_output=True, encoding="utf-8", check=True)
     rate = json.loads(done.stdout.splitlines()[-1])
     sharded, copied = (rate["techniques"][way] for way in ways)
     # two gathers and a sum of half the model in 4 bytes, against a sum of all of it in 2

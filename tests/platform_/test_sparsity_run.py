@@ -45,8 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parallel={"virtual_ranks": 2},
         checkpoint={"every": 10, "hot_steps": 4},
     )
-    (folder / "phases.yaml").write_text(yaml.safe_dump({**values, "phases": PHASES}))
-    (folder / "sparse.yaml").write_text(yaml.safe_dump({**values, **PHASES[0], "steps": 10}))
+    (folder / "phases.yaml").write_text(
+        yaml.safe_dump({**values, "phases": PHASES}), encoding="utf-8"
+    )
+    (folder / "sparse.yaml").write_text(
+        yaml.safe_dump({**values, **PHASES[0], "steps": 10}), encoding="utf-8"
+    )
     return folder
 
 
@@ -95,7 +99,7 @@ def test_masks_leave_with_the_model_and_come_back(folder: Path) -> None:
     recipe, runs = folder / "sparse.yaml", folder / "runs"
     run_json("train", recipe, "--name", "sparse")
     run_json("export", runs / "sparse", "--out", folder / "model")
-    values = Recipe.model_validate(yaml.safe_load(recipe.read_text()))
+    values = Recipe.model_validate(yaml.safe_load(recipe.read_text(encoding="utf-8")))
     masks = read_masks(str(folder / "model" / MASKS_FILE), layer_shapes(values.workload))
     fused = load_file(folder / "model" / "model.safetensors")["transformer.h.0.attn.c_attn.weight"]
     assert torch.equal(fused[:, :36].T == 0, masks[QUERY])

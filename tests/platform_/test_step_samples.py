@@ -40,9 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> Path:
     """A run on two data sets of real text, one packed."""
     folder = tmp_path_factory.mktemp("samples")
     lines = [plain_text(seed, 200) for seed in range(40)]
-    (folder / "a.txt").write_text("\n".join(line.replace("\n", " ") for line in lines))
+    (folder / "a.txt").write_text(
+        "\n".join(line.replace("\n", " ") for line in lines), encoding="utf-8"
+    )
     texts = [json.dumps({"text": plain_text(100 + seed, 300)}) for seed in range(20)]
-    (folder / "b.jsonl").write_text("\n".join(texts))
+    (folder / "b.jsonl").write_text("\n".join(texts), encoding="utf-8")
     trained = {"train": "bpe", "vocab_size": 300}
     prepare(config(folder, tokenizer=trained), str(folder / "whole"))
     (folder / "whole" / "tokenizer").rename(folder / "tokenizer")
@@ -93,7 +95,7 @@ def test_every_sample_is_found_in_the_text(folder: Path) -> None:
     prefix = len(tokenizer.frame().prefix)
     for one in found:
         origin = one["origin"]
-        raw = Path(origin["file"]).read_text().split("\n")[origin["line"] - 1]
+        raw = Path(origin["file"]).read_text(encoding="utf-8").split("\n")[origin["line"] - 1]
         text = raw if origin["source"] == "lines" else json.loads(raw)["text"]
         storage = Storage(one["data_set"])
         manifest = Manifest.read(storage)

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation={"every": EVERY, "samples": 32},
         checkpoint={"every": EVERY},
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return folder
 
 
@@ -63,15 +63,19 @@ def _config(folder: Path, name: str, **changes: Any) -> SweepConfig:
 
 def _written(config: SweepConfig, folder: Path) -> Path:
     path = folder / f"{config.name}.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    path.write_text(
+        yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
+    )
     return path
 
 
 def _to_its_end(config: Path, folder: Path) -> dict[str, Any]:
     """What the command prints at the end of a sweep."""
     log = folder / "log"
-    assert start("sweep", config, "--json", log=log).wait(SECONDS) == 0, log.read_text()
-    summary: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
+    assert start("sweep", config, "--json", log=log).wait(SECONDS) == 0, log.read_text(
+        encoding="utf-8"
+    )
+    summary: dict[str, Any] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
     return summary
 
 
@@ -158,7 +162,7 @@ def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
     )
     driver.send_signal(signal.SIGINT)
     assert driver.wait(SECONDS) == 130
-    last = json.loads((folder / "interrupted.log").read_text().splitlines()[-1])
+    last = json.loads((folder / "interrupted.log").read_text(encoding="utf-8").splitlines()[-1])
     assert last["status"] == "KILLED"
     assert last["best"]["eval/loss"] > 0
     assert (folder / "runs" / "interrupted" / REPORT_FILE).is_file()

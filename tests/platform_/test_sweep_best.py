@@ -31,7 +31,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A sweep `lr` of trials of 40 steps of a recipe of 5,000, in `runs`; it has ended."""
     monkeypatch.chdir(tmp_path)
     recipe = tiny_recipe("data", "runs", steps=5000)
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     config = SweepConfig.model_validate(
         {
             "name": "lr",

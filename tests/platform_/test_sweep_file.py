@@ -35,7 +35,7 @@ SOUND: dict[str, Any] = {
 
 def _written(folder: Path, **changes: Any) -> str:
     path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump({**SOUND, **changes}, sort_keys=False))
+    path.write_text(yaml.safe_dump({**SOUND, **changes}, sort_keys=False), encoding="utf-8")
     return str(path)
 
 
@@ -122,7 +122,7 @@ def test_the_schema_knows_sweeps_that_extend_others(tmp_path: Path) -> None:
     assert validator.is_valid(shorter)
     assert not validator.is_valid({"trials": 3})
     assert not validator.is_valid({**shorter, "trails": 3})
-    (tmp_path / "shorter.yaml").write_text(yaml.safe_dump(shorter))
+    (tmp_path / "shorter.yaml").write_text(yaml.safe_dump(shorter), encoding="utf-8")
     assert load_sweep(str(tmp_path / "shorter.yaml")).trials == 3
 
 

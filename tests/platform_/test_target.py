@@ -195,7 +195,10 @@ def test_status_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     shown = json.loads(capsys.readouterr().out)
     assert (shown["target"]["reached"], shown["target"]["step"]) == (True, 6)
     recipe = tmp_path / "one" / RECIPE_FILE
-    recipe.write_text(recipe.read_text().replace("at_least: 0.72", "at_least: much"))
+    recipe.write_text(
+        recipe.read_text(encoding="utf-8").replace("at_least: 0.72", "at_least: much"),
+        encoding="utf-8",
+    )
     assert run(["status", str(tmp_path / "one")]) == 2
     assert (
         "damaged: ValidationError: 1 validation error for TargetConfig" in capsys.readouterr().err

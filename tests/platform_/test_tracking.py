@@ -439,7 +439,7 @@ def test_a_server_has_the_best_checkpoint_as_a_version_too(tmp_path: Path, serve
 def test_a_server_keeps_an_export(tmp_path: Path, server: Server) -> None:
     for name in ("model/config.json", "mlmodel/MLmodel"):
         (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     model = LoadableModel(
         path=tmp_path / "model",
         mlmodel=tmp_path / "mlmodel",

@@ -20,7 +20,9 @@ def test_a_run_is_on_record_on_a_server(bucket: str, tmp_path: Path) -> None:
     log, artifacts = tmp_path / "server.log", f"{bucket}/artifacts"
     with postgresql() as database, tracking_server(database, artifacts, log) as address:
         recipe = tiny_recipe(tmp_path / "data", tmp_path / "runs", tracking={"uri": address})
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "steps": 4}))
+        (tmp_path / "recipe.yaml").write_text(
+            yaml.safe_dump({**recipe, "steps": 4}), encoding="utf-8"
+        )
         result = run_json("train", tmp_path / "recipe.yaml", "--name", "recorded")
         client = quiet_client(address)
         record = client.get_run(result["mlflow_run_id"])

@@ -39,7 +39,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint={"every": 10},
         evaluation={"every": 60},
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return folder / "recipe.yaml"
 
 
@@ -152,7 +152,7 @@ def test_killed_worker_costs_steps_but_no_samples(
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
 
-    assert driver.wait(timeout=180) == 0, (tmp_path / "log").read_text()
+    assert driver.wait(timeout=180) == 0, (tmp_path / "log").read_text(encoding="utf-8")
     attempts = [
         entry["world_size"]
         for entry in history.read(Storage(str(recipe.parent / "runs" / name / "history")))

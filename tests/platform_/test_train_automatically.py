@@ -29,12 +29,12 @@ def test_a_run_chooses_and_goes_on_with_it_after_a_restart(tmp_path: Path) -> No
     )
     auto = {**values, "micro_batch_tokens": "auto", "activation_checkpointing": "auto"}
     recipe, name, log = tmp_path / "recipe.yaml", "run", tmp_path / "log"
-    recipe.write_text(yaml.safe_dump(auto))
+    recipe.write_text(yaml.safe_dump(auto), encoding="utf-8")
     checkpoints = Storage(str(tmp_path / "runs" / name / "checkpoints"))
     first = start("train", recipe, "--name", name, log=log)
 
     def has_saved() -> bool:
-        assert first.poll() is None, log.read_text()
+        assert first.poll() is None, log.read_text(encoding="utf-8")
         return bool(commits(checkpoints))
 
     wait_until(has_saved, 180, "a checkpoint")

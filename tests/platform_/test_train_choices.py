@@ -81,11 +81,15 @@ def test_killed_and_continued_at_another_size_it_is_the_same_run(
     monkeypatch.setenv("CXX", COMPILER)
     values = _values(folder, name)
     recipe = folder / f"{name}.yaml"
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     checkpoints = Storage(str(folder / "runs" / name / "checkpoints"))
     train, log = ("train", recipe, "compile=true"), tmp_path / "log"
     two = start(*train, "workers.min=2", "workers.max=2", log=log)
-    wait_until(lambda: commits(checkpoints) and MISSING[-1] in log.read_text(), 300, "a checkpoint")
+    wait_until(
+        lambda: commits(checkpoints) and MISSING[-1] in log.read_text(encoding="utf-8"),
+        300,
+        "a checkpoint",
+    )
     kill_group(two)
 
     one = run(*train)
@@ -102,7 +106,7 @@ def test_killed_and_continued_at_another_size_it_is_the_same_run(
     assert [s["loss"] for s in steps] == pytest.approx([r.loss for r in alone], rel=RELATIVE)
     assert alone[-1].loss < alone[0].loss - 0.3
     _assert_chosen(name, alone)
-    _assert_told_once(entries, log.read_text() + one.stdout)
+    _assert_told_once(entries, log.read_text(encoding="utf-8") + one.stdout)
 
 
 def _assert_chosen(name: str, records: Sequence[StepRecord]) -> None:

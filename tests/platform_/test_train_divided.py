@@ -32,7 +32,7 @@ def test_killed_and_continued_by_one_worker_it_is_the_same_run(
         tmp_path / "data", tmp_path / "runs", steps=STEPS, checkpoint={"every": 10}, **changes
     )
     recipe = tmp_path / "divided.yaml"
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     folder = tmp_path / "runs" / "divided"
     checkpoints = Storage(str(folder / "checkpoints"))
     divided = start("train", recipe, *DIVIDED, log=tmp_path / "log")

@@ -43,7 +43,7 @@ def test_a_worker_killed_and_continued_by_one_it_is_the_same_run(
         checkpoint={"every": 10, "hot_steps": HOT_STEPS},
     )
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     live = LiveRun(recipe, "stages", tmp_path / "log", *PIPELINE)
     live.wait_for_group(1, steps=12)
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)

@@ -133,7 +133,7 @@ def test_a_mistake_is_told_to_notebooks_too(folder: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_driver_killed_at_the_target_leaves_a_finished_run(folder: Path, tmp_path: Path) -> None:
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(_values(folder)), encoding="utf-8")
     driver = start("train", folder / "recipe.yaml", "--name", "killed", log=tmp_path / "log")
     checkpoints = _run(folder, "killed").sub("checkpoints")
     wait_until(lambda: commits(checkpoints), 300, "the checkpoint of the target")
@@ -157,11 +157,11 @@ def test_a_target_reached_in_memory_alone_is_kept(
     values = _values(folder, steps=400, evaluation={"every": step})
     values["checkpoint"] |= {"hot_steps": 2}
     values["workers"] |= {"max": 2, "cpus": 1}
-    (folder / "hot.yaml").write_text(yaml.safe_dump(values))
+    (folder / "hot.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     live = LiveRun(folder / "hot.yaml", "hot", tmp_path / "log")
     live.wait_for_group(1)
     checkpoints = folder / "runs" / "hot" / "checkpoints"
-    checkpoints.write_text("no folder can be made here")
+    checkpoints.write_text("no folder can be made here", encoding="utf-8")
     wait_until(lambda: f"checkpoint of step {step} failed" in live.output, 300, "a failed save")
     send(workers_of(live.driver.pid)[-1], signal.SIGKILL)
     wait_until(lambda: live.groups() == 2, 300, "another group")

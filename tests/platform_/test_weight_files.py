@@ -46,7 +46,7 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
 def test_files_are_as_large_as_they_may_be_and_named_in_the_index(tmp_path: Path) -> None:
     form = WeightForm(dtype=torch.bfloat16, shard_bytes=200)
     write_weights(tmp_path, _weights(), form)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
     numbers = 10 * sum(SIZES)
     assert index["metadata"] == {"total_parameters": numbers, "total_size": 2 * numbers}
     files = {name: load_file(tmp_path / name) for name in sorted({*index["weight_map"].values()})}

@@ -35,7 +35,7 @@ def _run(*command: object, cwd: Path, path: Path | None = None) -> str:
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

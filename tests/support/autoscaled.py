@@ -43,7 +43,7 @@ class Growth:
 @contextmanager
 def autoscaled() -> Iterator[Served]:
     """A cluster that starts with one node beside the head; the environment lets clients in."""
-    launcher = yaml.safe_load((cluster_files() / "raylets.yaml").read_text())
+    launcher = yaml.safe_load((cluster_files() / "raylets.yaml").read_text(encoding="utf-8"))
     launcher["available_node_types"]["small"]["min_workers"] = 1
     with served(launcher) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.settings.items():

@@ -79,7 +79,8 @@ class Ceph:
         (folder / "ceph.conf").write_text(
             _CONFIGURATION.format(
                 fsid=fsid, monitor=monitor, gateway=gateway, folder=folder, bytes=_STORE_BYTES
-            )
+            ),
+            encoding="utf-8",
         )
         for name in ("mon", "osd"):
             (folder / name).mkdir()
@@ -123,7 +124,7 @@ class Ceph:
         done = subprocess.run(
             [program, "-c", str(self._folder / "ceph.conf"), *arguments],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             cwd=self._folder,
             timeout=120,
         )

@@ -93,7 +93,7 @@ def saver(storage: Storage, arguments: dict[str, Any]) -> DurableSaver:
 
 
 def note(arguments: dict[str, Any], entry: dict[str, Any]) -> None:
-    with Path(arguments["notes"]).open("a") as stream:
+    with Path(arguments["notes"]).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(entry) + "\n")
 
 

@@ -113,7 +113,7 @@ def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
             code = command.wait(_SECONDS if not has_own_processes() else 2 * _SECONDS)
         finally:
             command.send_signal(signal.SIGKILL)
-        texts = out.read_text(), err.read_text()
+        texts = out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8")
     return subprocess.CompletedProcess([ELASTRATA, *map(str, arguments)], code, *texts)
 
 

@@ -14,7 +14,7 @@ _FIELDS = Path(__file__).parents[1] / "data" / "kuberay_fields.yaml"
 
 def crd_problems(resource: dict[str, Any]) -> list[str]:
     """What is wrong with a resource by its definition: unknown fields, too."""
-    schema = yaml.safe_load(_FIELDS.read_text())[resource["kind"]]
+    schema = yaml.safe_load(_FIELDS.read_text(encoding="utf-8"))[resource["kind"]]
     validator = Draft202012Validator(_closed(schema))
     errors = validator.iter_errors(_with_defaults(schema, deepcopy(resource)))
     return [f"{error.json_path}: {error.message}" for error in errors]

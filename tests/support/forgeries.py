@@ -37,8 +37,10 @@ def _copied_part(run: Path, rng: random.Random) -> Mutation:
     source, target, sealed = rng.choice(_parts(run)), _name(rng), rng.random() < 0.7
 
     def action(copy: Path) -> None:
-        lines = (copy / "history" / source).read_text().splitlines(keepends=True)
-        (copy / "history" / target).write_text("".join(lines if sealed else lines[:-1]))
+        lines = (copy / "history" / source).read_text(encoding="utf-8").splitlines(keepends=True)
+        (copy / "history" / target).write_text(
+            "".join(lines if sealed else lines[:-1]), encoding="utf-8"
+        )
 
     seal = "" if sealed else " without its seal"
     return Mutation(f"history/{source}: a copy{seal} as {target}", action)
@@ -50,7 +52,9 @@ def _part_by_hand(run: Path, rng: random.Random) -> Mutation:
     entries = [started(attempt, step), stepped(attempt, step + 1)]
 
     def action(copy: Path) -> None:
-        (copy / "history" / name).write_text("".join(json.dumps(e) + "\n" for e in entries))
+        (copy / "history" / name).write_text(
+            "".join(json.dumps(e) + "\n" for e in entries), encoding="utf-8"
+        )
 
     return Mutation(f"history/{name}: by hand, from step {step}", action)
 
@@ -71,9 +75,9 @@ def _twice(run: Path, rng: random.Random) -> Mutation:
 
     def action(copy: Path) -> None:
         path = copy / "history" / name
-        lines = path.read_text().splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         at = number % len(lines)
-        path.write_text("".join([*lines[: at + 1], *lines[at:]]))
+        path.write_text("".join([*lines[: at + 1], *lines[at:]]), encoding="utf-8")
 
     return Mutation(f"history/{name}: line {number}, counted round and round, twice", action)
 

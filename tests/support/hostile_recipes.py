@@ -102,9 +102,9 @@ def hostile_recipes(seed: int, count: int) -> Iterator[Hostile]:
 
 def write_neighbours(folder: Path) -> None:
     """The files that hostile recipes extend: sound ones, links in a circle, pipes, a long chain."""
-    (folder / "sound.yaml").write_text(dump_yaml(_SMALL))
-    (folder / "itself.yaml").write_text("extends: itself.yaml\n")
-    (folder / "empty.yaml").write_text("")
+    (folder / "sound.yaml").write_text(dump_yaml(_SMALL), encoding="utf-8")
+    (folder / "itself.yaml").write_text("extends: itself.yaml\n", encoding="utf-8")
+    (folder / "empty.yaml").write_text("", encoding="utf-8")
     (folder / "latin.yaml").write_bytes(b"name: \xe9\n")
     (folder / "large.yaml").write_bytes(b"#" * 2**21)
     (folder / "folder.yaml").mkdir()
@@ -112,8 +112,10 @@ def write_neighbours(folder: Path) -> None:
     (folder / "circle.yaml").symlink_to("circle.yaml")
     (folder / "zero.yaml").symlink_to("/dev/zero")
     for number in range(50):
-        (folder / f"chain-{number}.yaml").write_text(f"extends: chain-{number + 1}.yaml\n")
-    (folder / "chain-50.yaml").write_text("extends: sound.yaml\n")
+        (folder / f"chain-{number}.yaml").write_text(
+            f"extends: chain-{number + 1}.yaml\n", encoding="utf-8"
+        )
+    (folder / "chain-50.yaml").write_text("extends: sound.yaml\n", encoding="utf-8")
 
 
 def bomb(levels: int, width: int, kind: str) -> str:
@@ -179,7 +181,8 @@ _schema = lru_cache(recipe_schema)
 @lru_cache
 def _bases() -> list[dict[str, Any]]:
     shipped = [
-        parse_yaml(path.read_text(), name) for name, path in sorted(available_recipes().items())
+        parse_yaml(path.read_text(encoding="utf-8"), name)
+        for name, path in sorted(available_recipes().items())
     ]
     whole = [recipe for recipe in shipped if "extends" not in recipe]
     variants = [{"extends": name} for name in ("bert/tiny", "bert/lamb", "gpt/sparse-tiny")]

@@ -30,7 +30,7 @@ def ledger(figures: Iterable[RankFigures]) -> list[str]:
 
 def golden(model: str, layout: str, world_size: int) -> list[str]:
     """The ledger that is kept."""
-    kept: dict[str, list[str]] = json.loads(_path(model, layout).read_text())
+    kept: dict[str, list[str]] = json.loads(_path(model, layout).read_text(encoding="utf-8"))
     return kept[str(world_size)]
 
 
@@ -53,7 +53,7 @@ def _write(names: Sequence[str]) -> None:
                 str(size): ledger(rehearse_layout(model, layout, size))
                 for size in worlds(model, layout)
             }
-            _path(model, layout).write_text(json.dumps(kept, indent=1) + "\n")
+            _path(model, layout).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
             print(_path(model, layout), flush=True)
 
 

@@ -37,7 +37,7 @@ class LiveRun:
 
     @property
     def output(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace", encoding="utf-8")
 
     def groups(self) -> int:
         """How many groups of workers have been ready for a step."""

@@ -24,7 +24,7 @@ def s3_bucket() -> Iterator[str]:
         [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", "0"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     assert server.stderr is not None
     endpoint = _find_address(server.stderr)

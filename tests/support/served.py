@@ -124,7 +124,7 @@ class Served:
         }
         provider = {**launcher["provider"], "gcs_address": self.gcs_address}
         file = self._folder / "launcher.yaml"
-        file.write_text(yaml.safe_dump({**launcher, "provider": provider}))
+        file.write_text(yaml.safe_dump({**launcher, "provider": provider}), encoding="utf-8")
         return (f"--autoscaling-config={file}",)
 
     def _answers(self) -> bool:

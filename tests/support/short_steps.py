@@ -43,7 +43,7 @@ def write_recipe(
     values["workers"] |= {"resize_seconds": 1, "hang_seconds": hang_seconds, "stay": stay}
     if mixed:
         values |= _mixture(folder / "data", steps)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return folder / "recipe.yaml"
 
 

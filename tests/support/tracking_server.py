@@ -41,7 +41,7 @@ def postgresql() -> Iterator[str]:
 
     def call(program: str, *arguments: object) -> None:
         command = [*prefix, _BIN[-1] / program, "-D", folder / "data", *arguments]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd="/")
+        done = subprocess.run([*map(str, command)], capture_output=True, encoding="utf-8", cwd="/")
         assert done.returncode == 0, done.stdout + done.stderr
 
     call("initdb", "--username", _USER, "--auth", "trust")
@@ -73,7 +73,7 @@ def tracking_server(database: str, artifacts: str, log: Path) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
-        assert server.poll() is None, log.read_text()
+        assert server.poll() is None, log.read_text(encoding="utf-8")
         try:
             with urlopen(f"{address}/health", timeout=5):
                 return True

@@ -12,4 +12,4 @@ def histogram() -> list[int]:
     """Entry s is the number of samples of s tokens, of 16.3 million for pre-training BERT: counted
     by Krell et al. (arXiv 2107.02027), published with Graphcore's tutorials under the MIT licence.
     """
-    return [0, *json.loads(_LENGTHS.read_text())["counts"]]
+    return [0, *json.loads(_LENGTHS.read_text(encoding="utf-8"))["counts"]]

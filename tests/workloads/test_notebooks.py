@@ -72,7 +72,7 @@ def _lines(outputs: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for name, value in SMALL.items():
         text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
     outputs = [output for cell in _executed(text, tmp_path) for output in cell]
@@ -84,7 +84,9 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
 def test_progress_is_one_display_that_moves_and_a_few_lines(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
-        (tmp_path / "texts" / f"{number}.txt").write_text(plain_text(number, 2000))
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            plain_text(number, 2000), encoding="utf-8"
+        )
     _, prepared, trained, result, _ = _executed(OF_ONES_OWN, tmp_path)
     bars, manifest = prepared
     assert "tokenize" in bars["data"]["text/html"]

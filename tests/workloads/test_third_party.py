@@ -42,7 +42,7 @@ def _run(installed: Path, cwd: Path, *arguments: object) -> subprocess.Completed
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=240,
     )
 
@@ -61,7 +61,7 @@ def test_it_trains_by_its_recipe_and_is_exported(installed: Path, tmp_path: Path
     assert audited.returncode == 0, audited.stderr
     exported = _run(installed, tmp_path, "export", "lstm-tiny", "--out", "model")
     assert exported.returncode == 0, exported.stderr
-    sizes = json.loads((tmp_path / "model" / "config.json").read_text())
+    sizes = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
     assert (sizes["model_type"], sizes["vocab_size"]) == ("lstm", VOCABULARY)
 
 
@@ -87,7 +87,7 @@ def test_its_costs_need_not_be_counted_by_hand(
 
 def test_its_class_stays_short() -> None:
     class_file = EXAMPLE / "elastrata_lstm" / "workload.py"
-    assert len(class_file.read_text().splitlines()) <= 100
+    assert len(class_file.read_text(encoding="utf-8").splitlines()) <= 100
 
 
 def test_layouts_that_it_says_nothing_of_are_refused(

@@ -33,11 +33,13 @@ class SourceConfig(ConfigPart):
     ]
     """Files, folders (every regular file below them that is not hidden) or globs; local or URLs
     such as `s3://bucket/folder` or, of the Hugging Face Hub, `hf://datasets/NAME/folder`.
-    Compressed files (.gz, .bz2, .xz, .zst) are read as they are."""
+    Compressed files (.gz, .bz2, .xz, .zst) are read as they are, tar archives (.tar, .tgz, .tar.xz,
+    a .xz that holds one) member by member, each as a file of its name would be."""
     name: str | None = None
     """Part of every sample's identity; default: `source-<number>`. Must be unique."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """auto: by the file's ending; what is neither .jsonl, .ndjson, .json nor .parquet is text."""
+    """auto: by the file's ending; what is neither .jsonl, .ndjson, .json nor .parquet is text. An
+    HTML page in a file that is not called .html or the like is refused, unless this says text."""
     text_field: str = "text"
     """Field (JSON Lines) or column (Parquet) that holds the text."""
     documents: Literal["file", "line", "paragraph"] = "file"
@@ -129,7 +131,7 @@ class PrepareConfig(ConfigPart):
     bad_documents: Literal["fail", "skip"] = "fail"
     """fail: name all documents that cannot be read, and stop. skip: leave them out, and count
     them. Pipes, devices and broken links in folders are such documents, and so is, as a whole, a
-    file that cannot be read to its end."""
+    file, or member of an archive, that is no text or cannot be read to its end."""
     filters: Annotated[tuple[FilterConfig, ...], Field(max_length=256)] = ()
     """Documents that do not pass one of these are left out, and counted by filter."""
     deduplication: DeduplicationConfig | None = None

@@ -11,6 +11,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.hashing import combine_one, mix_one, text_hash, uniform_one, utf8_size
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.json_lines import encodes, text_of_line
+from elastrata_pipelines.preparation.not_text import is_binary
 from elastrata_pipelines.preparation.pieces import Piece, too_long
 from elastrata_pipelines.preparation.portions import Portion
 
@@ -55,6 +56,10 @@ def read_documents(portion: Portion, config: SourceConfig, *, max_document_bytes
         for line, text in _texts(piece, config, problems):
             if len(text) * 4 > max_document_bytes and utf8_size(text) > max_document_bytes:
                 fatal.append(too_long(piece.file, line, max_document_bytes))
+            elif is_binary(text):
+                problems.append(
+                    f"{piece.file.shown}:{line + 1}: control characters: binary data, not text"
+                )
             elif text and not text.isspace():
                 documents.append(
                     Document(combine_one(identity, line), text, line, piece.file.shown)

@@ -56,6 +56,21 @@ def find_local(path: str) -> LocalFiles:
     return LocalFiles(_folder(path), {path: status.st_size})
 
 
+def utf8_name(path: str) -> str:
+    """Return the path that UTF-8 makes of a local path's bytes, in whichever encoding Python reads
+    names here: ids of samples and the order of files must not depend on the machine's locale."""
+    return os.fsencode(path).decode(errors="surrogateescape")
+
+
+def named_here(path: str) -> str:
+    """Return the path as this machine's encoding of names has it, if it has no letters for it."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return os.fsdecode(path.encode(errors="surrogateescape"))
+    return path
+
+
 def open_regular(path: str) -> BinaryIO:
     """Opens a file for reading, and nothing else: a pipe can wait, and a device go on, for ever.
 
@@ -83,7 +98,7 @@ def _matching(pattern: str) -> LocalFiles:
     """The files that a glob matches; folders that it matches are left out."""
     first = min(pattern.find(letter) for letter in "*?[" if letter in pattern)
     found = LocalFiles(_folder(pattern[:first]))
-    for path in sorted(fsspec.filesystem("file").glob(pattern)):
+    for path in sorted(fsspec.filesystem("file").glob(pattern), key=utf8_name):
         try:
             _take(found, path, Path(path).stat())
         except OSError as error:
@@ -128,7 +143,9 @@ class _Walk:
             for entry in entries:
                 if not entry.name.startswith("."):
                     self._visit(entry)
-        self._found.sizes = dict(sorted(self._found.sizes.items()))
+        self._found.sizes = dict(
+            sorted(self._found.sizes.items(), key=lambda item: utf8_name(item[0]))
+        )
         self._found.others.sort()
         return self._found
 

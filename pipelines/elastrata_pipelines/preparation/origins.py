@@ -108,7 +108,7 @@ def _of_source(
                     one,
                     Origin(
                         source=str(config.name),
-                        file=file.shown,
+                        file=document.file,
                         line=document.line + 1,
                         part=part,
                         token=None if step is None else part * step,

@@ -9,9 +9,11 @@ import bz2
 import gzip
 import lzma
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader, RawIOBase
 from pickle import PickleBuffer
 from typing import Any, BinaryIO, cast
 
@@ -24,6 +26,7 @@ from elastrata_pipelines.preparation.sources import SourceFile
 from elastrata_pipelines.storage import is_local
 
 _BLOCKS_PER_PORTION = 8
+_PACKED_BYTES = 2**16
 _SPARE_BYTES = 2**12  # memory by the hundred thousand is asked of the system, and takes time
 _FREE_EXPANSION_BYTES, _MAX_EXPANSION = 2**26, 200
 _LARGE_BYTES = 2**20
@@ -66,23 +69,56 @@ def too_long(file: SourceFile, line: int, max_document_bytes: int) -> str:
 
 
 @contextmanager
-def open_file(file: SourceFile) -> Iterator[BinaryIO]:
-    """Opens a file for reading, uncompressed."""
-    with _stored(file.url) as stored:
-        wrap: Any = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(
-            file.compression or ""
-        )
-        if wrap:
-            with wrap(stored, "rb") as stream:
-                yield stream
-        elif file.compression == "zstd":
-            with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
-                yield cast(BinaryIO, stream)
-        else:
-            yield stored
+def uncompressed(stored: Any, compression: str | None) -> Iterator[BinaryIO]:
+    """Read what is compressed in a stream."""
+    if compression == "gzip":
+        with gzip.open(stored, "rb") as stream:
+            yield cast(BinaryIO, stream)
+    elif compression in _DECOMPRESSORS:
+        yield cast(BinaryIO, BufferedReader(_Streams(stored, _DECOMPRESSORS[compression])))
+    elif compression == "zstd":
+        with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
+            yield cast(BinaryIO, stream)
+    else:
+        yield stored
 
 
-def _stored(url: str) -> Any:
+class _Streams(RawIOBase):
+    """Compressed streams one after another, whole: `bz2.open` and `lzma.open` take the first bytes
+    that are none of theirs, as in a damaged second stream, for the end."""
+
+    def __init__(self, stored: Any, new: Callable[[], Any]) -> None:
+        self._stored, self._new, self._stream = stored, new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")  # xz may be padded with zeros
+                while not packed:
+                    if not (block := self._stored.read(_PACKED_BYTES)):
+                        return 0
+                    packed = block.lstrip(b"\0")
+                self._stream = self._new()
+            elif self._stream.needs_input and not (packed := self._stored.read(_PACKED_BYTES)):
+                raise EOFError("it ends before its compressed data does")
+            if data := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+
+_DECOMPRESSORS: dict[str | None, Callable[[], Any]] = {
+    "bz2": bz2.BZ2Decompressor,
+    # zeros would be an empty stream of the older .lzma format
+    "xz": partial(lzma.LZMADecompressor, format=lzma.FORMAT_XZ),
+}
+
+
+def open_stored(url: str) -> Any:
+    """Open a file of a source for reading, as it is stored."""
     if is_local(url):
         return open_regular(url)
     protocol, _ = split_protocol(url)
@@ -95,9 +131,16 @@ def _stored(url: str) -> Any:
 
 
 def text_pieces(
-    file: SourceFile, config: SourceConfig, size: int, max_document_bytes: int
+    file: SourceFile, stream: Any, config: SourceConfig, size: int, max_document_bytes: int
 ) -> Iterator[Piece]:
     """The pieces of a text or JSON Lines file, each of about `size` bytes.
+
+    Args:
+        file: whose text it is.
+        stream: of its uncompressed bytes, from the first on.
+        config: of the source.
+        size: of a piece, about.
+        max_document_bytes: a longer document is refused.
 
     Raises:
         DocumentTooLongError: a document is longer than `max_document_bytes`.
@@ -105,22 +148,21 @@ def text_pieces(
     """
     cut = _cutter(file, config)
     line = offset = 0
-    with open_file(file) as stream:
-        buffer = b""
-        while True:
-            block = stream.read(_asked(file, offset, len(buffer), size // _BLOCKS_PER_PORTION))
-            buffer += block
-            at = cut(buffer) if block else len(buffer)
-            if at:
-                yield Piece(file=file, first=line, offset=offset, data=buffer[:at])
-                line += buffer.count(b"\n", 0, at)
-                offset += at
-                buffer = buffer[at:]
-            if not block:
-                return
-            _refuse_bombs(file, offset + len(buffer))
-            if len(buffer) > max_document_bytes:
-                raise DocumentTooLongError(too_long(file, line, max_document_bytes))
+    buffer = b""
+    while True:
+        block = stream.read(_asked(file, offset, len(buffer), size // _BLOCKS_PER_PORTION))
+        buffer += block
+        at = cut(buffer) if block else len(buffer)
+        if at:
+            yield Piece(file=file, first=line, offset=offset, data=buffer[:at])
+            line += buffer.count(b"\n", 0, at)
+            offset += at
+            buffer = buffer[at:]
+        if not block:
+            return
+        refuse_bomb(file, offset + len(buffer))
+        if len(buffer) > max_document_bytes:
+            raise DocumentTooLongError(too_long(file, line, max_document_bytes))
 
 
 def _asked(file: SourceFile, offset: int, buffered: int, least: int) -> int:
@@ -131,7 +173,12 @@ def _asked(file: SourceFile, offset: int, buffered: int, least: int) -> int:
     return min(asked, max(file.bytes - offset - buffered, 0) + _SPARE_BYTES)
 
 
-def _refuse_bombs(file: SourceFile, unpacked: int) -> None:
+def refuse_bomb(file: SourceFile, unpacked: int) -> None:
+    """Check how many bytes a file has given.
+
+    Raises:
+        OSError: it is compressed, and they are many more than it has.
+    """
     most = _FREE_EXPANSION_BYTES + _MAX_EXPANSION * file.bytes
     if file.compression and unpacked > most:
         raise OSError(

@@ -6,32 +6,19 @@ place to cut; what is inside is looked at by whoever gets the portion.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from dataclasses import dataclass, replace
 
 from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import in_one_line
+from elastrata_pipelines.preparation.archives import FileReader, Refused, names_archive
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.json_lines import NAMED_BY
-from elastrata_pipelines.preparation.pieces import (
-    DocumentTooLongError,
-    Piece,
-    open_file,
-    text_pieces,
-)
+from elastrata_pipelines.preparation.pieces import DocumentTooLongError, Piece
 from elastrata_pipelines.preparation.sources import SourceFile
 
 _MIN_PORTION_BYTES, _MAX_PORTION_BYTES = 2 * 2**20, 64 * 2**20
 _PORTIONS_AIMED_AT = 1024
 _MAX_FILES = 2**14
-_ROWS = 256
-_SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +28,7 @@ class Portion:
     pieces: tuple[Piece, ...]
     problems: tuple[str, ...] = ()
     left_out: int = 0
-    """Files that cannot be read, where these are skipped."""
+    """Files, and members of archives, that cannot be read, where these are skipped."""
 
     @property
     def bytes(self) -> int:
@@ -94,16 +81,23 @@ def read_portions(
     pieces: list[Piece] = []
     problems: list[str] = []
     filled = left_out = 0
+    reader = FileReader(config, size, max_document_bytes)
     for file in files:
         begun = False
         try:
-            if skip and (file.compression or file.kind == "parquet"):
-                deque(_pieces(file, config, size, max_document_bytes), maxlen=0)
-            for piece in _pieces(file, config, size, max_document_bytes):
+            refused: set[str] = set()
+            if skip and (file.compression or file.kind == "parquet" or names_archive(file)):
+                refused = {one.name for one in reader.pieces(file) if isinstance(one, Refused)}
+            for piece in replace(reader, refused=refused).pieces(file):
                 begun = True
-                pieces.append(piece)
-                filled += len(piece.data)
-                if filled >= size:
+                if isinstance(piece, Piece):
+                    pieces.append(piece)
+                    filled += len(piece.data)
+                elif skip:
+                    left_out += 1
+                else:
+                    problems.append(piece.problem)
+                if filled >= size or max(len(pieces), len(problems)) >= _MAX_FILES:
                     yield Portion(tuple(pieces), tuple(problems), left_out)
                     pieces, problems, filled, left_out = [], [], 0, 0
         except DocumentTooLongError as error:
@@ -115,71 +109,3 @@ def read_portions(
                 problems.append(f"{file.shown}: cannot be read ({in_one_line(reason(error))})")
     if pieces or problems or left_out:
         yield Portion(tuple(pieces), tuple(problems), left_out)
-
-
-def _pieces(
-    file: SourceFile, config: SourceConfig, size: int, max_document_bytes: int
-) -> Iterator[Piece]:
-    if file.kind == "parquet":
-        return parquet_pieces(file, config, size)
-    return text_pieces(file, config, size, max_document_bytes)
-
-
-def parquet_pieces(file: SourceFile, config: SourceConfig, size: int) -> Iterator[Piece]:
-    """The rows of a file, in pieces of at most some hundred rows and about `size` bytes.
-
-    Raises:
-        Exception: of a file that cannot be read, or has not one column of text of that name.
-    """
-    with open_file(file) as stream:
-        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
-        _check_column(parquet.schema_arrow, config.text_field)
-        row = offset = 0
-        for batch in parquet.iter_batches(
-            batch_size=_rows_at_once(parquet.metadata, size),
-            columns=[config.text_field],
-            use_threads=False,
-        ):
-            piece = _rows_piece(file, row, offset, batch.column(0).cast(pa.large_string()))
-            yield piece
-            row, offset = row + batch.num_rows, offset + len(piece.data)
-
-
-def _check_column(schema: pa.Schema, name: str) -> None:
-    count = schema.names.count(name)
-    if count != 1:
-        some = ", ".join(map(in_one_line, schema.names[:_SHOWN_COLUMNS]))
-        more = ", ..." if len(schema.names) > _SHOWN_COLUMNS else ""
-        found = f"{count} columns are named {name!r}" if count else f"no column {name!r}"
-        raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}")
-    kind = schema.field(name).type
-    text = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(is_text(text) for is_text in _TEXT_TYPES):
-        raise OSError(f"column {name!r} holds {kind}, not text")
-
-
-_TEXT_TYPES: tuple[Any, ...] = (
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-)
-
-
-def _rows_at_once(metadata: pq.FileMetaData, size: int) -> int:
-    """Rows that have about `size` bytes where a row group's rows are longest; at least one."""
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    longest = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
-    return max(1, min(_ROWS, int(size / max(1.0, longest))))
-
-
-def _rows_piece(file: SourceFile, row: int, offset: int, texts: pa.LargeStringArray) -> Piece:
-    _, bounds, data = texts.buffers()
-    ends = np.frombuffer(bounds, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    return Piece(
-        file=file,
-        first=row,
-        offset=offset,
-        data=memoryview(data)[ends[0] : ends[-1]].tobytes(),
-        ends=tuple((ends[1:] - ends[0]).tolist()),
-        missing=tuple(np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False)).tolist()),
-    )

@@ -16,7 +16,12 @@ from fsspec.core import url_to_fs
 from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.local_files import find_local, open_regular
+from elastrata_pipelines.preparation.local_files import (
+    find_local,
+    named_here,
+    open_regular,
+    utf8_name,
+)
 from elastrata_pipelines.storage import is_local
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -24,7 +29,10 @@ Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+COMPRESSIONS = {
+    ".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd",
+    ".tgz": "gzip", ".tbz": "bz2", ".tbz2": "bz2", ".txz": "xz", ".tzst": "zstd",
+}  # fmt: skip
 _TAGS = ("ETag", "etag", "blob_id", "mtime")
 """What stores call that which changes when a file does."""
 _CHUNK_BYTES = 4 * 2**20
@@ -106,10 +114,11 @@ def _expand(path: str) -> tuple[list[_Entry], list[str]]:
     """The files a path means, by their names inside it, and what else is there."""
     if not is_local(path):
         return list(_expand_url(path)), []
-    root = str(Path(path.removeprefix("file://").removeprefix("local://")).expanduser().absolute())
+    plain = named_here(path.removeprefix("file://").removeprefix("local://"))
+    root = str(Path(plain).expanduser().absolute())
     found = find_local(root)
     entries = [
-        _Entry(url, url[len(found.base) + 1 :], size, _checksum(url, size), url == root)
+        _Entry(url, utf8_name(url[len(found.base) + 1 :]), size, _checksum(url, size), url == root)
         for url, size in found.sizes.items()
     ]
     return entries, found.others
@@ -120,7 +129,7 @@ def _expand_url(url: str) -> Iterator[_Entry]:
     if fs.isdir(root):
         base = root.rstrip("/")
         found = {name: info for name, info in fs.find(base, detail=True).items()
-                 if not _hidden(name[len(base) + 1 :])}  # fmt: skip
+                 if not is_hidden(name[len(base) + 1 :])}  # fmt: skip
     elif fs.exists(root):
         base, found = root.rpartition("/")[0], {root: fs.info(root)}
     elif has_magic(root):
@@ -136,8 +145,18 @@ def _expand_url(url: str) -> Iterator[_Entry]:
         yield _Entry(full, name[len(base) + 1 :], size, tag, is_itself=full == url)
 
 
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+def kind_of(name: str, config: SourceConfig) -> tuple[Kind, str | None]:
+    """Return what a file of that name holds, and how it is compressed."""
+    stem, ending = splitext(name.lower())
+    compression = COMPRESSIONS.get(ending)
+    ending = splitext(stem)[1] if compression else ending
+    kind = _KINDS.get(ending, "text") if config.format == "auto" else config.format
+    return kind, compression
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a part of a path is hidden."""
+    return any(part.startswith(".") and part.strip(".") for part in name.split("/"))
 
 
 def _checksum(path: str, size: int) -> str:
@@ -156,10 +175,7 @@ def _finish(number: int, config: SourceConfig, found: Sequence[_Entry]) -> list[
     seen: Counter[str] = Counter()
     files = []
     for entry in found:
-        stem, ending = splitext(entry.name.lower())
-        compression = COMPRESSIONS.get(ending)
-        ending = splitext(stem)[1] if compression else ending
-        kind = _KINDS.get(ending, "text") if config.format == "auto" else config.format
+        kind, compression = kind_of(entry.name, config)
         file = SourceFile(source=number, url=entry.url, name=entry.name, bytes=entry.bytes,
                           kind=kind, compression=compression, stamp=entry.stamp)  # fmt: skip
         seen[file.name] += 1

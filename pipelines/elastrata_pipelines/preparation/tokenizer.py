@@ -270,8 +270,6 @@ def _local_copy(name: str, scratch: str) -> str:
 
 
 def _load_with_transformers(path: str) -> Any:
-    from transformers import AutoTokenizer
-
     if path.endswith(".json") and Path(path).is_file():
         return wrap(tokenizer_file=path)
     folder = Path(path)
@@ -280,6 +278,8 @@ def _load_with_transformers(path: str) -> Any:
     ).is_file()
     if only_json:
         return wrap(tokenizer_file=str(folder / "tokenizer.json"))
+    from transformers import AutoTokenizer  # takes seconds
+
     return AutoTokenizer.from_pretrained(path)
 
 

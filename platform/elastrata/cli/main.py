@@ -35,7 +35,7 @@ from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
 from elastrata.cluster.interrupt import SIGNALS, is_ending
 from elastrata.core.allocator import expand_segments
-from elastrata.terminal.console import print_error, print_json_line
+from elastrata.terminal.console import escape_foreign_letters, print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
 
@@ -101,6 +101,7 @@ def _options(
 def main() -> None:
     """The entry point of the `elastrata` command."""
     expand_segments()
+    escape_foreign_letters()
     code = run(sys.argv[1:])
     # What is left is Python's own end, and Ray's: an exception there would be told in pages.
     for number in SIGNALS:

@@ -44,5 +44,5 @@ def environment(process: Path, *names: str) -> dict[str, str]:
 
 
 def _status(process: Path) -> list[str]:
-    # the name, in brackets, may hold spaces and brackets
-    return (process / "stat").read_text().rpartition(")")[2].split()
+    # the name, in brackets, may hold spaces, brackets and bytes that are no text
+    return (process / "stat").read_bytes().rpartition(b")")[2].decode().split()

@@ -107,7 +107,7 @@ def new_session() -> Session:
     """A session of this process, with a folder of its own for sockets and logs."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_folders()))
     session = Session(this_process(), folder)
-    (folder / _NOTE).write_text(session.mark)
+    (folder / _NOTE).write_text(session.mark, encoding="utf-8")
     return session
 
 

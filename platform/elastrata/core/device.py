@@ -176,14 +176,14 @@ def _resident_bytes() -> int:
     """Memory of this process."""
     if not _STATM.exists():  # no Linux: what it has is counted as if it had nothing yet
         return 0
-    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    return int(_STATM.read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 def spare_bytes() -> int:
     """Return the bytes of memory that no process uses; all of it if the system does not say."""
     if not _STATM.exists():
         return os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return min([1024 * kilobytes, *_spare_of_container()])
 
@@ -192,8 +192,8 @@ def _spare_of_container() -> list[int]:
     """The memory that the container's limit leaves, where there is one (cgroups, version 2)."""
     folder = Path("/sys/fs/cgroup")
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
+        limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((folder / "memory.current").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     return [] if limit == "max" else [max(0, int(limit) - used)]

@@ -110,7 +110,8 @@ def _tunnel(file: Path, shown: str) -> Iterator[str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",  # SSH and the shell there speak the machine's encoding
     )
     try:
         deadline = time.monotonic() + _SECONDS_FOR_A_TUNNEL

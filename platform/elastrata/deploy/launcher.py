@@ -97,7 +97,9 @@ class LauncherFile(BaseModel):
 
 def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
     """A line for each key that the launcher would refuse, by the schema that Ray ships."""
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    schema = json.loads(
+        (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
+    )
     known = schema["properties"]
     (node_type,) = known["available_node_types"]["patternProperties"].values()
     sections = {"": (values, known)}

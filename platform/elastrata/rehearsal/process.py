@@ -37,7 +37,8 @@ def rehearse(request: Request) -> Mapping[str, Any]:
         [sys.executable, "-m", "elastrata.rehearsal"],
         input=json.dumps(asdict(request)),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",  # what libraries say has the machine's encoding
         check=False,
     )
     lines = done.stdout.splitlines()

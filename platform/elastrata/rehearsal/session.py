@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # before functions of torch are replaced: it makes a table of them
+import torch._dynamo  # noqa: F401  before functions of torch are replaced: it makes a table of them
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

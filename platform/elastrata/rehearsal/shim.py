@@ -68,7 +68,8 @@ def _compile(torch_folder: Path, library: Path) -> None:
                 *["-o", str(built)],
             ],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # compilers speak the machine's language, in its encoding
             check=False,
         )
         if done.returncode:

@@ -30,7 +30,11 @@ def git_commit() -> str | None:
     """The commit of the working directory's repository; None where it is not one."""
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -54,7 +54,7 @@ def lives(pid: int, start: int | None) -> bool | None:
 def here() -> tuple[str | None, str | None]:
     """This host's boot id and this process's pid namespace, where the system shows them."""
     with suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return boot_id, str(Path("/proc/self/ns/pid").readlink())
     return None, None
 
@@ -62,7 +62,7 @@ def here() -> tuple[str | None, str | None]:
 def stat(pid: int) -> tuple[str, int] | None:
     """State and start of a process, where the system shows them."""
     with suppress(OSError):
-        # The name, in brackets, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The name, in brackets, may hold anything, bytes that are no text included.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
         return fields[0], int(fields[19])
     return None

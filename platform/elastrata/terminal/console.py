@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +37,14 @@ def open_console(*, as_json: bool) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, _WIDER_THAN_ANY_TABLE)
     return console
+
+
+def escape_foreign_letters() -> None:
+    """Have standard output and errors escape what their encoding has no letter for."""
+    # A run's name may hold any letter, and a file's name bytes that are no text: shown, not fatal.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def is_notebook() -> bool:

@@ -153,7 +153,7 @@ def alone(uri: str) -> Iterator[None]:
     if path is None:
         yield
         return
-    with open(f"{path}.lock", "w") as lock:
+    with open(f"{path}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

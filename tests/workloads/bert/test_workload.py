@@ -99,5 +99,7 @@ def test_an_evaluation_reports_what_the_recipe_may_name(
 
 def test_reading_a_recipe_imports_neither_transformers_nor_torchs_compiler() -> None:
     code = "import sys, elastrata_workloads.bert; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert not {"transformers", "torch._dynamo"} & set(run.stdout.split())

@@ -140,7 +140,7 @@ def test_models_with_other_parts_are_refused(tmp_path, config, line) -> None:
 
 
 def test_another_kind_of_model_is_refused(tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     with pytest.raises(UserError, match="a bert: expected gpt2, llama, qwen3"):
         from_transformers(tmp_path)
 

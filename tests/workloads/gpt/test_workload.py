@@ -131,5 +131,7 @@ def test_an_evaluation_reports_what_the_recipe_may_name(make_gpt, make_rows, voc
 
 def test_reading_a_recipe_imports_neither_transformers_nor_torchs_compiler() -> None:
     code = "import sys, elastrata_workloads.gpt; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert not {"transformers", "torch._dynamo"} & set(run.stdout.split())

@@ -18,7 +18,7 @@ BILLION = 10**9
 
 
 def test_every_recipe_is_documented() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `modernbert/([\w-]+)` \|", guide, flags=re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in RECIPES)
 

@@ -96,5 +96,5 @@ class Lstm(Workload):
         if tokenizer is not None:
             shutil.copytree(tokenizer, path, dirs_exist_ok=True)
         sizes = {"model_type": self.name, **self.model_dump(), "vocab_size": vocabulary.size}
-        (path / "config.json").write_text(json.dumps(sizes))
+        (path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
         write_weights(path, state.items(), form)

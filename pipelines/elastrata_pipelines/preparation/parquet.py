@@ -1,0 +1,86 @@
+"""Parquet: the rows of one column, read some hundred at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastrata_pipelines.errors import in_one_line
+from elastrata_pipelines.preparation.config import SourceConfig
+from elastrata_pipelines.preparation.json_lines import NAMED_BY
+from elastrata_pipelines.preparation.pieces import Piece
+from elastrata_pipelines.preparation.sources import SourceFile
+
+_ROWS = 256
+_SHOWN_COLUMNS = 20
+
+
+def parquet_pieces(
+    file: SourceFile, stream: Any, config: SourceConfig, size: int
+) -> Iterator[Piece]:
+    """The rows of a file, in pieces of at most some hundred rows and about `size` bytes.
+
+    Args:
+        file: whose rows they are.
+        stream: of its uncompressed bytes, with `seek`.
+        config: of the source.
+        size: of a piece, about.
+
+    Raises:
+        Exception: of a file that cannot be read, or has not one column of text of that name.
+    """
+    parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+    _check_column(parquet.schema_arrow, config.text_field)
+    row = offset = 0
+    for batch in parquet.iter_batches(
+        batch_size=_rows_at_once(parquet.metadata, size),
+        columns=[config.text_field],
+        use_threads=False,
+    ):
+        piece = _rows_piece(file, row, offset, batch.column(0).cast(pa.large_string()))
+        yield piece
+        row, offset = row + batch.num_rows, offset + len(piece.data)
+
+
+def _check_column(schema: pa.Schema, name: str) -> None:
+    count = schema.names.count(name)
+    if count != 1:
+        some = ", ".join(map(in_one_line, schema.names[:_SHOWN_COLUMNS]))
+        more = ", ..." if len(schema.names) > _SHOWN_COLUMNS else ""
+        found = f"{count} columns are named {name!r}" if count else f"no column {name!r}"
+        raise OSError(f"{found} ({NAMED_BY}); it has {some}{more}")
+    kind = schema.field(name).type
+    text = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_text(text) for is_text in _TEXT_TYPES):
+        raise OSError(f"column {name!r} holds {kind}, not text")
+
+
+_TEXT_TYPES: tuple[Any, ...] = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+)
+
+
+def _rows_at_once(metadata: pq.FileMetaData, size: int) -> int:
+    """Rows that have about `size` bytes where a row group's rows are longest; at least one."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    longest = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
+    return max(1, min(_ROWS, int(size / max(1.0, longest))))
+
+
+def _rows_piece(file: SourceFile, row: int, offset: int, texts: pa.LargeStringArray) -> Piece:
+    _, bounds, data = texts.buffers()
+    ends = np.frombuffer(bounds, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    return Piece(
+        file=file,
+        first=row,
+        offset=offset,
+        data=memoryview(data)[ends[0] : ends[-1]].tobytes(),
+        ends=tuple((ends[1:] - ends[0]).tolist()),
+        missing=tuple(np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False)).tolist()),
+    )
