@@ -167,7 +167,10 @@ class SafetensorsFolder:
     def _weight_map(self) -> dict[str, str]:
         """The file of each tensor, as the index says."""
         where = self.storage.uri(INDEX)
-        values = parse_once(read_bytes(self.storage, INDEX), where)
+        try:
+            values = parse_once(read_bytes(self.storage, INDEX), where)
+        except FileNotFoundError:  # a link that leads nowhere
+            raise UserError(f"{where}: missing") from None
         found = values.get("weight_map") if isinstance(values, dict) else None
         is_map = isinstance(found, dict) and all(
             isinstance(file, str) and file.endswith(".safetensors") and "/" not in file

@@ -97,8 +97,6 @@ def parse_once(data: bytes, where: str) -> Any:
         for name, value in pairs:
             if name in found:
                 raise UserError(f"{where}: {printable(name)}: given twice (altered)")
-            if not _is_text(name):
-                raise UserError(f"{where}: {printable(name)}: no text (altered)")
             found[name] = value
         return found
 
@@ -107,7 +105,13 @@ def parse_once(data: bytes, where: str) -> Any:
     except UnicodeDecodeError:
         raise UserError(f"{where}: not JSON (torn or altered): no UTF-8") from None
     parse_json(text, where)
-    return json.loads(text, object_pairs_hook=once, parse_constant=unlike)
+    value = json.loads(text, object_pairs_hook=once, parse_constant=unlike)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        shown = printable(error.object[max(0, error.start - 9) : error.end + 9])
+        raise UserError(f"{where}: no text: {shown} (altered)") from None
+    return value
 
 
 def _parsed(data: bytes, where: str) -> dict[str, Any]:
@@ -116,11 +120,6 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
     values = parse_once(data, where)
     assert isinstance(values, dict), where
     return values
-
-
-def _is_text(value: str) -> bool:
-    """Whether it is no half of a surrogate pair."""
-    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _entry(value: Any, shown: str) -> HeaderEntry:
