@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Annotated, Any, Literal
 
@@ -27,9 +27,20 @@ from elastrata.core.schedule import learning_rate
 from elastrata.core.target import TargetConfig
 from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.begin_with import BeginWith
-from elastrata.recipe.phase import Phase, PhaseKeys, with_inherited
+from elastrata.recipe.phase import PER_PHASE, Phase, PhaseKeys, with_inherited
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.errors import UserError
+
+
+def _is_taken(own: Any, theirs: Sequence[Any]) -> bool:
+    """Whether each value in a section is one that a phase has."""
+    if not isinstance(own, Config):
+        return False
+    phases = [dict(part) for part in theirs if isinstance(part, type(own))]
+    return all(
+        value in (below := [part[key] for part in phases]) or _is_taken(value, below)
+        for key, value in own
+    )
 
 
 def _read_workload(value: Any) -> Any:
@@ -174,6 +185,17 @@ class Recipe(PhaseKeys):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
+
+    @model_validator(mode="after")
+    def _says_what_phases_do(self) -> Recipe:
+        """Leaves out what no phase takes, so that no record tells of it: the first phase's value is
+        there in its place."""
+        for key in PhaseKeys.model_fields if self.phases else ():
+            own, theirs = getattr(self, key), [getattr(phase, key) for phase in self.phases]
+            if own not in theirs and not _is_taken(own, theirs):
+                # Frozen for others; here it is still being made.
+                self.__dict__[key] = None if key in PER_PHASE else theirs[0]
+        return self
 
     def __str__(self) -> str:
         values = self.model_dump(mode="json", exclude_defaults=True)
