@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -32,6 +32,10 @@ from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.errors import UserError
 
 
+def _without_preparation(part: Part) -> Part:
+    return part.model_copy(update={"data": part.data.model_copy(update={"prepare": None})})
+
+
 def _is_taken(own: Any, theirs: Sequence[Any]) -> bool:
     """Whether each value in a section is one that a phase has."""
     if not isinstance(own, Config):
@@ -56,6 +60,7 @@ def _read_workload(value: Any) -> Any:
     return value
 
 
+Part = TypeVar("Part", bound=PhaseKeys)
 Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
@@ -223,6 +228,12 @@ class Recipe(PhaseKeys):
     def steps_in_all(self) -> int:
         """Optimizer steps of the whole run."""
         return sum(part.num_steps for part in self.parts)
+
+    def as_recorded(self) -> Recipe:
+        """Return what records tell: all but `data.prepare`, which says how a data set would be made
+        where there is none. What is trained on says so itself, in its manifest."""
+        phases = tuple(_without_preparation(phase) for phase in self.phases)
+        return _without_preparation(self).model_copy(update={"phases": phases})
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0. Every phase has its own

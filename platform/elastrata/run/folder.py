@@ -106,8 +106,8 @@ def read_identity(run: Storage) -> RunIdentity | None:
 
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
-    """Writes the identity and the recipe of a run."""
-    dumped = dump_yaml(recipe.model_dump(mode="json")).encode()
+    """Writes the identity and the recipe of a run, as it is recorded."""
+    dumped = dump_yaml(recipe.as_recorded().model_dump(mode="json")).encode()
     recipe_sha256 = hashlib.sha256(dumped).hexdigest()
     whole = identity.model_copy(update={"recipe_sha256": recipe_sha256})
     whole = whole.model_copy(update={"digest": whole.own_digest})
