@@ -75,7 +75,7 @@ def test_a_forged_weight_file_is_refused_or_read_as_its_library_does(
 
 
 def _ours(folder: Path) -> dict[str, Tensor]:
-    weights, found = SafetensorsFolder(Storage(str(folder))), {}
+    weights, found = SafetensorsFolder(Storage(str(folder))), dict[str, Tensor]()
     for name, stored in weights.tensors.items():
         if stored.dtype in ("F32", "BF16", "F16"):  # others are refused by who asks for them
             found[name] = torch.empty(stored.shape)

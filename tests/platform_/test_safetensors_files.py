@@ -30,7 +30,7 @@ def _file(header: object, num_bytes: int = 16, length: int | None = None) -> byt
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """All tensors, whole, in fp32."""
-    weights, found = SafetensorsFolder(Storage(str(folder))), {}
+    weights, found = SafetensorsFolder(Storage(str(folder))), dict[str, Tensor]()
     for name, stored in weights.tensors.items():
         found[name] = torch.empty(stored.shape)
         weights.copy(name, tuple(slice(0, length) for length in stored.shape), found[name])
