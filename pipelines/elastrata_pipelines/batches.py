@@ -164,6 +164,8 @@ class Batches:
                 steps,
                 speeds,
                 None if sources is None else sources[rows],
+                rank=rank,
+                num_ranks=num_ranks,
             )
 
     def groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,14 +12,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastrata_pipelines.deal import cut
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format.binary_column import values_of
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.speeds import Speeds
 
-_STEPS, _SPEEDS = b"steps", b"speeds"
+_STEPS, _SPEEDS, _PLACE = b"steps", b"speeds", b"place"
 _SOURCE = "source"
 Counts = tuple[Mapping[int, int], ...]
 """By kind of rank and budget of tokens: the micro-batches of every rank, were all of that kind."""
+
+
+class MisdealtError(UserError):
+    """A rank got the rows of another one, or of another step than the one whose turn it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,10 @@ class RankStep:
     """Of the rank's rows, by the work model."""
     speeds: Speeds = ()
     """Of all data ranks, that the step was dealt by; none: they are equally fast."""
+    rank: int = 0
+    """The data rank that it was dealt to."""
+    num_ranks: int = 1
+    """Among so many data ranks."""
 
     def cut_for(self, budgets: Sequence[int], kind: int = 0) -> Self:
         """The rows in their order, in micro-batches of up to so many tokens, as they would have
@@ -83,6 +92,9 @@ def encode(
     steps: Sequence[StepLayout],
     speeds: Speeds = (),
     sources: npt.NDArray[np.int32] | None = None,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> pa.Buffer:
     """Writes rows, in order, and how they form steps.
 
@@ -92,13 +104,18 @@ def encode(
         steps: layouts whose last cuts add up to the number of rows.
         speeds: of all data ranks, that the steps were dealt by.
         sources: of a mixture, the number of each row's source, shape [rows].
+        rank: the data rank whose rows they are.
+        num_ranks: data ranks that the steps were dealt to.
     """
     table = table.append_column("epoch", pa.array(epochs))
     if sources is not None:
         table = table.append_column(_SOURCE, pa.array(sources))
     table = table.combine_chunks()
     layout = json.dumps([vars(step) for step in steps]).encode()
-    table = table.replace_schema_metadata({_STEPS: layout, _SPEEDS: json.dumps(speeds).encode()})
+    place = json.dumps([rank, num_ranks]).encode()
+    table = table.replace_schema_metadata(
+        {_STEPS: layout, _SPEEDS: json.dumps(speeds).encode(), _PLACE: place}
+    )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -110,6 +127,7 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
     with pa.ipc.open_stream(payload) as reader:
         layouts = json.loads(reader.schema.metadata[_STEPS])
         speeds = tuple(json.loads(reader.schema.metadata[_SPEEDS]))
+        rank, num_ranks = json.loads(reader.schema.metadata[_PLACE])
         batches = [batch for batch in reader if batch.num_rows]
         schema = reader.schema
     rows = _rows(batches[0] if batches else pa.RecordBatch.from_pylist([], schema), token_dtype)
@@ -126,6 +144,46 @@ def decode(payload: pa.Buffer, token_dtype: str) -> Iterator[RankStep]:
             ),
             work=layout["work"],
             speeds=speeds,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+
+def in_turn(
+    steps: Iterable[RankStep], rank: int, num_ranks: int, *, done: int, last: int
+) -> Iterator[RankStep]:
+    """Pass on a rank's steps, each if it is this rank's and the next one: that whatever brings them
+    keeps their order is not taken on trust.
+
+    Args:
+        steps: as they come.
+        rank: this data rank.
+        num_ranks: data ranks that there are.
+        done: steps of the run that are done.
+        last: the run's last step.
+
+    Raises:
+        MisdealtError: they are another rank's, dealt among another number of ranks, out of order,
+            or end too soon.
+    """
+    tail = "Ray Data hands out blocks in another order than this Elastrata relies on"
+    for step in steps:
+        if (step.rank, step.num_ranks) != (rank, num_ranks):
+            raise MisdealtError(
+                f"step {step.step}: rank {rank} of {num_ranks} got what was dealt to rank "
+                f"{step.rank} of {step.num_ranks}: {tail}"
+            )
+        if step.step != done + 1:
+            raise MisdealtError(
+                f"step {step.step}: rank {rank} of {num_ranks} got it after step {done}, expected "
+                f"step {done + 1}: {tail}"
+            )
+        done = step.step
+        yield step
+    if done < last:
+        raise MisdealtError(
+            f"step {done + 1}: rank {rank} of {num_ranks} got nothing after step {done} of {last}: "
+            f"{tail}"
         )
 
 

@@ -3,7 +3,8 @@
 Descriptors of groups -> read the stripes, form and deal the batches, one row per rank with all its
 rows of the group as one binary payload -> `streaming_split`. With `preserve_order`, blocks of one
 row and equal splits, block i goes to rank i mod W: rank r gets exactly its payloads, in order, at
-any world size.
+any world size. Ray promises that nowhere, so every payload says whose it is, and training looks
+(`payload.in_turn`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def prepared(
 ) -> tuple[Manifest, list[str]]:
     """The manifest of a data set of these documents, and the stages that were reported."""
     corpus = out.parent / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     values = {
         "sources": [{"paths": [str(corpus)]}],
         "tokenizer": {"load": tokenizer},
@@ -68,7 +70,7 @@ def test_dropout_is_switched_off_in_a_line(tmp_path: Path) -> None:
     assert not any("switched off" in stage for stage in plain_stages)
     kept = [Provenance.read(Storage(str(tmp_path / name))) for name in ("first", "plain")]
     assert [found and found.switched_off for found in kept] == [("dropout 0.25",), ()]
-    assert "switched_off" not in (tmp_path / "plain" / PROVENANCE).read_text()
+    assert "switched_off" not in (tmp_path / "plain" / PROVENANCE).read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("ray_local")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elastrata.core.mesh import data_rank
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
-from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.payload import MisdealtError, RankStep, decode, in_turn
 from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.rank_kinds import RankKind
 from elastrata_pipelines.speeds import FixedSpeeds
@@ -223,3 +225,58 @@ def test_each_kind_of_rank_cuts_by_its_budget_and_all_into_equally_many(
         assert len(counts) == group.num_steps
         assert all(count % multiple == 0 for _, count in counts)
     assert not any(4096 in step.counts[0] for step in decode(payloads[0], "uint16"))
+
+
+def _turns(batches: Batches, *ranks: int, num_ranks: int = 3) -> Iterator[RankStep]:
+    """Steps 1, 2... as payloads bring them, each of the rank that is named."""
+    groups = batches.groups(Start(), steps=len(ranks), batch_size=BATCH, max_tokens=1)
+    for rank, group in zip(ranks, groups, strict=True):
+        yield from decode(list(batches.payloads(group, num_ranks))[rank], "uint16")
+
+
+def _told(steps: Iterable[RankStep], *, done: int = 0, last: int = 3) -> str:
+    with pytest.raises(MisdealtError) as refused:
+        list(in_turn(steps, 1, 3, done=done, last=last))
+    return str(refused.value)
+
+
+def test_a_rank_takes_its_own_steps_in_their_order(batches) -> None:
+    mine = list(_turns(batches, 1, 1, 1))
+    assert [step.step for step in in_turn(mine, 1, 3, done=0, last=3)] == [1, 2, 3]
+    assert [step.step for step in in_turn(mine[1:], 1, 3, done=1, last=3)] == [2, 3]
+    assert list(in_turn([], 1, 3, done=3, last=3)) == []
+
+
+def test_a_payload_of_another_rank_is_an_error(batches) -> None:
+    told = _told(_turns(batches, 1, 2, 1))
+    assert told.startswith("step 2: rank 1 of 3 got what was dealt to rank 2 of 3: Ray Data ")
+    told = _told(_turns(batches, 1, 1, 1, num_ranks=2))
+    assert told.startswith("step 1: rank 1 of 3 got what was dealt to rank 1 of 2: ")
+
+
+@pytest.mark.parametrize(
+    ("order", "done", "line"),
+    [
+        ((1, 0, 2), 0, "step 2: rank 1 of 3 got it after step 0, expected step 1"),
+        ((0, 2), 0, "step 3: rank 1 of 3 got it after step 1, expected step 2"),
+        ((0, 0, 1, 2), 0, "step 1: rank 1 of 3 got it after step 1, expected step 2"),
+        ((0, 1), 0, "step 3: rank 1 of 3 got nothing after step 2 of 3"),
+        ((), 1, "step 2: rank 1 of 3 got nothing after step 1 of 3"),
+        ((0, 1, 2), 1, "step 1: rank 1 of 3 got it after step 1, expected step 2"),
+    ],
+)
+def test_steps_out_of_order_or_missing_are_an_error(batches, order, done, line) -> None:
+    mine = list(_turns(batches, 1, 1, 1))
+    assert _told([mine[number] for number in order], done=done).startswith(line)
+
+
+def test_ray_hands_every_rank_its_own_payloads(ray_local, batches) -> None:
+    """What `in_turn` refuses does not happen with the Ray that is installed, with copies or not."""
+    phases = [Phase(batches=batches, steps=STEPS, batch_size=BATCH)]
+    for copies, repeats in ((1, 1), (2, 2)):
+        splits = dealt(descriptors(phases, Start()), phases, 4, copies=copies, repeats=repeats)
+        with ThreadPoolExecutor(4) as pool:
+            parts = list(pool.map(lambda split: list(RankStream(split, "uint16")), splits))
+        for rank, steps in enumerate(parts):
+            own = data_rank(rank, 4, copies, repeats)
+            assert list(in_turn(steps, own.rank, own.dp_size, done=0, last=STEPS)) == steps

@@ -350,3 +350,17 @@ def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -
     )
     with pytest.raises(UserError, match=r"on\.yaml: begin_with\.weights: runs/none: "):
         load_recipe(str(folder / "on.yaml"))
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
+    """A learning rate that is too large has made them so, of a run before."""
+    wild = lone_run(
+        folder,
+        "wild",
+        workload=GPT,
+        on_nonfinite="skip",
+        optimizer={"name": "adamw", "lr": 1e38, "weight_decay": 0},
+    )
+    for begin in (str(wild), {"weights": str(wild), "optimizer": True}):
+        with pytest.raises(UserError, match=r"wild/checkpoints/.*: .*weight: has NaN or infinite"):
+            _begun(folder, begin)

@@ -290,3 +290,46 @@ def test_data_for_another_model_is_told(
     manifest.model_copy(update=changed).write(Storage(str(tmp_path / "data")))
     with pytest.raises(UserError, match=line):
         planned(stem, "never", f"data.path={tmp_path / 'data'}")
+
+
+@pytest.fixture(scope="module")
+def phased(folder: Path) -> Path:
+    """A run of phases of 5, 10 and 5 steps."""
+    phases = [{"steps": 5}, {"steps": 10, "optimizer": {"lr": 5e-4}}, {"steps": 5}]
+    return lone_run(folder, "phased", steps=None, phases=phases, **EVERY)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("steps=8", "command line: steps: 8: no phase takes it, as each has its own: expected "),
+        ("epochs=1", "command line: epochs: 1: no phase takes it"),
+        ("tokens=9000", "command line: tokens: 9000: no phase takes it"),
+        ("phases.0.steps=3", "phases.0.steps: 3: expected 5 steps: the parent, "),
+        ("phases.0.steps=7", "phases.0.steps: 7: expected 5 steps: the parent, "),
+        ("phases.1.steps=4", "phases.1.steps: 4: expected more than 5 steps: the parent, "),
+        ("phases.0.batch_size=7", "phases.0.batch_size: 7: expected 21, as in "),
+        ("phases.0.optimizer.lr=7e-4", "phases.0.optimizer.lr: 0.0007: expected 0.001, as in "),
+        ("phases.0.schedule.final=0.5", "phases.0.schedule.final: 0.5: expected 0.0, as in "),
+        ("data.prepare.seq_len=8", "data.prepare.seq_len=8: unexpected: `elastrata prepare` "),
+    ],
+)
+def test_what_no_step_of_a_fork_would_follow_is_refused(
+    phased: Path, override: str, line: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        planned(phased, "vain", override)
+    assert refused.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("override", "total"),
+    [("phases.1.steps=6", 16), ("phases.2.steps=9", 24), ("phases.2.batch_size=7", 20)],
+)
+def test_what_later_steps_follow_is_not(phased: Path, override: str, total: int) -> None:
+    assert planned(phased, "short", override).fork.recipe.steps_in_all == total
+
+
+def test_phases_of_a_stem_that_had_none_may_end_where_it_is(stem: Path) -> None:
+    recipe = planned(stem, "anneal", "phases=[{steps: 10}, {steps: 4}]").fork.recipe
+    assert [part.steps for part in recipe.parts] == [10, 4]

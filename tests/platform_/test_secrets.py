@@ -206,13 +206,13 @@ def test_no_command_shows_or_writes_a_secret(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "text.txt").write_text("A text.", encoding="utf-8")
     given = {
         "recipe.yaml": {"extends": "bert/tiny", "name": "x", "data": {"path": url}},
         "sweep.yaml": {"recipe": "bert/tiny", "space": {"data.path": {"choice": [url]}}},
     }
     for name, values in given.items():
-        (tmp_path / name).write_text(yaml.safe_dump(values))
+        (tmp_path / name).write_text(yaml.safe_dump(values), encoding="utf-8")
     arguments = [part.format(url=url, key="tracking.uri") for part in command.split()]
     assert run_here(arguments) == BAD_INPUT
     told = capfd.readouterr()
@@ -243,7 +243,9 @@ def test_a_sweep_holds_no_secret(tmp_path: Path) -> None:
         {"changes": {"data.path": url}},
         {"space": {"seed": {"choice": [1], "when": {"a": url}}}},
     ):
-        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"recipe": "bert/tiny", **values}))
+        (tmp_path / "sweep.yaml").write_text(
+            yaml.safe_dump({"recipe": "bert/tiny", **values}), encoding="utf-8"
+        )
         with pytest.raises(UserError, match="no secret in a URL") as caught:
             load_sweep(str(tmp_path / "sweep.yaml"))
         assert SECRET not in str(caught.value)

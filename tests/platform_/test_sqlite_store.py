@@ -144,7 +144,9 @@ def test_what_was_set_aside_before_stays(path: Path) -> None:
             "cannot be reached: damaged, or no SQLite database",
         ),
         (
-            lambda path: path.write_text("This is no database, but a text.\n" * 9),
+            lambda path: path.write_text(
+                "This is no database, but a text.\n" * 9, encoding="utf-8"
+            ),
             "cannot be reached: damaged, or no",
         ),
     ],

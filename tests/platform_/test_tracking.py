@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from elastrata.run.facts import hardware, recipe_params
+from elastrata.run.facts import data_params, hardware, recipe_params
 from elastrata.tracking import tracker as tracker_module
 from elastrata.tracking.entities import DataInput
 from elastrata.tracking.models import LoadableModel
@@ -27,6 +27,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until
 from support.empty_store import put_empty_store
+from support.synthetic import write_data_set
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +213,17 @@ def test_names_that_mlflow_does_not_take_are_changed(runs: Path) -> None:
     tracker.finish("FINISHED")
     (model,) = _client(runs).search_logged_models([tracker.experiment_id])
     assert model.name == "bert-0-1-step-20"
+
+
+def test_data_sets_say_of_themselves_what_they_are(tmp_path: Path) -> None:
+    one = write_data_set(tmp_path / "one", samples=30)
+    two = write_data_set(tmp_path / "two", samples=50, seed=1)
+    params = data_params([one])
+    assert params["data.manifest.vocabulary"] == one.vocabulary.size
+    assert params["data.manifest.seq_len"] == one.seq_len
+    assert params["data.manifest.fingerprint"] == one.fingerprint
+    both = data_params([one, two])
+    assert [both[f"data.manifest.{n}.samples"] for n in (0, 1)] == [30, 50]
 
 
 def test_sources_of_text_are_parameters_by_name_alone() -> None:

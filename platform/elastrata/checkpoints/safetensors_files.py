@@ -6,24 +6,24 @@ format: 8 bytes with the length of a header, the header as JSON, then the tensor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import Annotated, Any
+from math import isfinite, prod
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from elastrata.checkpoints.safetensors_header import (
+    MOST_HEADER_BYTES,
+    HeaderEntry,
+    parse_header,
+    parse_once,
+)
 from elastrata_pipelines.checked_json import (
-    MOST_BYTES,
-    Record,
     file_size,
     list_names,
-    parse_json,
-    parse_record,
+    printable,
     read_bytes,
     reason,
 )
@@ -38,15 +38,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _BLOCK_BYTES = 64 * 2**20
 """A tensor is read by so much at a time."""
 _LENGTH_BYTES = 8
-_METADATA = "__metadata__"
-
-Count = Annotated[int, Field(ge=0, lt=2**62)]
-
-
-class _Entry(Record):
-    dtype: str
-    shape: list[Count]
-    data_offsets: list[Count]
+_MOST_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +81,20 @@ class SafetensorsFolder:
         """All tensors, by name.
 
         Raises:
-            UserError: a line for each file that is missing, truncated or none.
+            UserError: a line for each file that is missing, truncated or none, and for each tensor
+                of which index and files disagree.
         """
-        found, problems = dict[str, StoredTensor](), list[str]()
+        headers, problems = dict[str, Mapping[str, StoredTensor]](), list[str]()
         for file in self.files:
             try:
-                found |= self._header(file)
+                headers[file] = self._header(file)
             except UserError as error:
                 problems += error.problems
-        if INDEX in list_names(self.storage) and self.files != (WEIGHTS,) and not problems:
-            problems = [
-                f"{self.storage.uri(file)}: has no tensor {name}, which {INDEX} says"
-                for name, file in self._weight_map.items()
-                if name not in found or found[name].file != file
-            ]
+        if not problems and self.files != (WEIGHTS,):
+            problems = self._disagreements(headers)
         if problems:
             raise UserError(*problems)
-        return found
+        return {name: stored for header in headers.values() for name, stored in header.items()}
 
     def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
         """Reads a part of a tensor into another one, some rows at a time.
@@ -116,22 +105,23 @@ class SafetensorsFolder:
             target: of that shape; of any floating type, on any device.
 
         Raises:
-            UserError: the file cannot be read, or ends before the tensor does.
+            UserError: the file cannot be read, ends before the tensor does, or has a number there
+                that is none, or is infinite: no training could begin with it.
         """
         if target.numel() == 0:
             return
         stored = self.tensors[name]
         if not stored.shape:
-            target.copy_(self._rows(stored, 0, 1).reshape(()))
+            target.copy_(self._rows(name, stored, 0, 1).reshape(()))
             return
         row_bytes = prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize
         rows, at_once = box[0], max(1, _BLOCK_BYTES // max(1, row_bytes))
         for first in range(rows.start, rows.stop, at_once):
             last = min(first + at_once, rows.stop)
-            block = self._rows(stored, first, last)
+            block = self._rows(name, stored, first, last)
             target[first - rows.start : last - rows.start].copy_(block[(slice(None), *box[1:])])
 
-    def _rows(self, stored: StoredTensor, first: int, last: int) -> Tensor:
+    def _rows(self, name: str, stored: StoredTensor, first: int, last: int) -> Tensor:
         """Some rows of a tensor, whole."""
         dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         data = bytearray((last - first) * width * dtype.itemsize)
@@ -144,13 +134,43 @@ class SafetensorsFolder:
             raise UserError(f"{where}: cannot be read ({reason(error)})") from None
         if num_read != len(data):
             raise UserError(f"{where}: truncated while it was read")
-        return torch.frombuffer(data, dtype=dtype).reshape(last - first, *stored.shape[1:])
+        block = torch.frombuffer(data, dtype=dtype)
+        # One pass and no copy, which is little beside the reading; NaN passes through both.
+        if odd := [end.item() for end in torch.aminmax(block) if not isfinite(end.item())]:
+            raise UserError(
+                f"{where}: {printable(name)}: has numbers that are {odd[0]:g}: expected finite ones"
+            )
+        return block.reshape(last - first, *stored.shape[1:])
+
+    def _disagreements(self, headers: Mapping[str, Mapping[str, StoredTensor]]) -> list[str]:
+        """A line for each tensor that the index knows in no file, in another one, or in two."""
+        problems = [
+            f"{self.storage.uri(file)}: has no tensor {printable(name)}, which {INDEX} says"
+            for name, file in self._weight_map.items()
+            if name not in headers[file]
+        ]
+        for file, header in headers.items():
+            for name in header:
+                said = self._weight_map.get(name)
+                if said is None:
+                    tail = f"which {INDEX} knows nothing of"
+                elif said != file:
+                    tail = f"which {INDEX} has in {printable(said)}"
+                else:
+                    continue
+                problems.append(f"{self.storage.uri(file)}: has a tensor {printable(name)}, {tail}")
+        more = len(problems) - _MOST_SHOWN
+        rest = [f"{self.storage.uri(INDEX)}: and {more} more"] if more > 0 else []
+        return [*problems[:_MOST_SHOWN], *rest]
 
     @cached_property
     def _weight_map(self) -> dict[str, str]:
         """The file of each tensor, as the index says."""
         where = self.storage.uri(INDEX)
-        values = parse_json(read_bytes(self.storage, INDEX), where)
+        try:
+            values = parse_once(read_bytes(self.storage, INDEX), where)
+        except FileNotFoundError:  # a link that leads nowhere
+            raise UserError(f"{where}: missing") from None
         found = values.get("weight_map") if isinstance(values, dict) else None
         is_map = isinstance(found, dict) and all(
             isinstance(file, str) and file.endswith(".safetensors") and "/" not in file
@@ -169,21 +189,12 @@ class SafetensorsFolder:
             raise UserError(f"{where}: missing") from None
         with self.storage.open_scattered(file) as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(MOST_BYTES, size - _LENGTH_BYTES):
+            if size < _LENGTH_BYTES or length > min(MOST_HEADER_BYTES, size - _LENGTH_BYTES):
                 raise UserError(f"{where}: truncated, or no safetensors file ({size:,} bytes)")
-            header = parse_json(stream.read(length), where)
+            header = stream.read(length)
         start = _LENGTH_BYTES + length
-        if not isinstance(header, dict):
-            raise UserError(f"{where}: no safetensors file")
-        entries = {name: value for name, value in header.items() if name != _METADATA}
-        found = {name: _stored(file, name, value, start, where) for name, value in entries.items()}
-        end = max(
-            (start + int(value["data_offsets"][1]) for value in entries.values()), default=start
-        )
-        if size != end:
-            kind = "truncated" if size < end else "altered"
-            raise UserError(f"{where}: {kind} ({size:,} bytes, expected {end:,})")
-        return found
+        entries = parse_header(header, size - start, where)
+        return {name: _stored(file, entry, start) for name, entry in entries.items()}
 
 
 def _why_none(names: list[str]) -> str:
@@ -197,12 +208,6 @@ def _why_none(names: list[str]) -> str:
     return f"has no weights: expected {WEIGHTS}, or {INDEX}"
 
 
-def _stored(file: str, name: str, value: Any, start: int, where: str) -> StoredTensor:
-    entry = parse_record(_Entry, json.dumps(value), f"{where}: {name}")
-    if len(entry.data_offsets) != 2:
-        raise UserError(f"{where}: {name}: data_offsets: expected two")
-    begin, end = entry.data_offsets
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is not None and end - begin != prod(entry.shape) * dtype.itemsize:
-        raise UserError(f"{where}: {name}: {end - begin:,} bytes are not its shape's (altered)")
-    return StoredTensor(file=file, dtype=entry.dtype, shape=tuple(entry.shape), begin=start + begin)
+def _stored(file: str, entry: HeaderEntry, start: int) -> StoredTensor:
+    begin = start + entry.data_offsets[0]
+    return StoredTensor(file=file, dtype=entry.dtype, shape=tuple(entry.shape), begin=begin)

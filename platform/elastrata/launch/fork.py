@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,12 @@ from elastrata_pipelines.storage import Storage
 
 _ELSEWHERE = ("name", "storage", "begin_with")
 """Keys that a fork has its own way, or no use for: its weights are the parent's."""
+_LEARNED = {"batch_size", "batch_size_warmup", "optimizer", "schedule", "sparsity"}
+"""Keys of a phase that decide what its steps do, whatever place its data has now."""
 _DECAY = ("schedule", "schedule.decay", "schedule.decay.steps", "schedule.decay.ratio")
+
+
+_PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare[.=]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,9 @@ def plan_fork(wanted: str, name: str, overrides: Sequence[str] = ()) -> ForkPlan
     """
     if named := [one for one in overrides if one.startswith("name=")]:
         raise UserError(f"{named[0]}: unexpected: --name {name} names the fork")
+    if vain := [one for one in overrides if _PREPARATION.match(one)]:
+        advice = "unexpected: `elastrata prepare` makes data sets, a fork has those that are there"
+        raise UserError(*(f"{one}: {advice}" for one in vain))
     parent, commit = _parent(wanted)
     identity = read_identity(parent)
     assert identity is not None, wanted
@@ -154,12 +163,41 @@ def _problems(before: Recipe, recipe: Recipe, commit: Commit, parent: Storage) -
                 f"workload.{key}: {_shown(new.get(key))}: expected {_shown(old.get(key))}, as in "
                 f"{where}: a fork goes on with the same model"
             )
+    yield from _done_phases(before, recipe, step, where)
     was, now = (_part_of(one, step)[0].sparsity for one in (before, recipe))
     if was != now:
         yield (
             f"sparsity: expected as in {where} at step {step}, whose masks go on; a phase that "
             "begins later may have another"
         )
+
+
+def _done_phases(before: Recipe, recipe: Recipe, step: int, where: str) -> Iterator[str]:
+    """Lines about phases that the parent has done, of which another value would be told and never
+    followed, and about a phase that would end before the steps that it has done."""
+    first = 0
+    for number, part in enumerate(recipe.phases):
+        end = first + part.num_steps
+        old, old_first = _part_of(before, first)
+        if end > step:
+            return
+        place = f"phases.{number}"
+        if before.phases and (old_first != first or end != old_first + old.num_steps):
+            done = min(step, old_first + old.num_steps) - old_first
+            expected = f"more than {done}" if old_first + old.num_steps > step else str(done)
+            yield (
+                f"{place}.steps: {part.num_steps}: expected {expected} steps: the parent, {where}, "
+                f"has done {done} of this phase"
+            )
+            return
+        was, now = (flatten(one.model_dump(mode="json", include=_LEARNED)) for one in (old, part))
+        for key in sorted(was.keys() | now.keys()):
+            if was.get(key) != now.get(key) and not key.startswith("data.prepare"):
+                yield (
+                    f"{place}.{key}: {_shown(now.get(key))}: expected {_shown(was.get(key))}, as "
+                    f"in {where}, which has done this phase"
+                )
+        first = end
 
 
 def _model_problems(

@@ -35,7 +35,7 @@ from elastrata.run import history
 from elastrata.run.chosen import find_commit, go_back
 from elastrata.run.claim import check_folder, check_parent, claim, is_copy
 from elastrata.run.evidence import check_continuation, is_begun
-from elastrata.run.facts import recipe_params, start_tags
+from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.folder import (
     RECIPE_FILE,
     RUN_FILE,
@@ -267,19 +267,24 @@ def _open_record(
     fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
     size = {"model.parameters": num_parameters(recipe.workload, data)}
     origin = identity.origin if identity else None
+    told = recipe.as_recorded()
     tracker = record or open_tracker(
         recipe.tracking,
         Storage(recipe.storage),
         run_name=name,
         run_id=identity.mlflow_run_id if identity else None,
-        params={**recipe_params(recipe.model_dump(mode="json")), **size},
+        params={
+            **recipe_params(told.model_dump(mode="json")),
+            **data_params(dict(data.trained_on).values()),
+            **size,
+        },
         tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources())
         | (parent.to_tags() if parent else {})
         | (origin.to_tags() if origin else {}),
         inputs=data.inputs,
         is_copy=is_copied,
     )
-    tracker.log_artifact(RECIPE_FILE, to_yaml(recipe).encode())
+    tracker.log_artifact(RECIPE_FILE, to_yaml(told).encode())
     now = RunIdentity(
         name=name,
         data=data.data_sets,

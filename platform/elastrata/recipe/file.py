@@ -14,6 +14,7 @@ from elastrata.recipe.phase import LENGTHS, NO_LENGTH
 from elastrata.recipe.problems import misread_booleans, recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
+from elastrata.recipe.vain_keys import vain_keys
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata_pipelines.errors import UserError
@@ -32,7 +33,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     text = read_recipe_text(name_or_path, overrides, model=Recipe)
     text.values.setdefault("name", text.name)
     _take_workload(text)
-    problems = misread_booleans(_described(text), text)
+    problems = misread_booleans(_described(text), text) + vain_keys(text)
     try:
         recipe = Recipe.model_validate(text.values)
     except ValidationError as error:

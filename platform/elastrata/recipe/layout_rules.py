@@ -32,6 +32,7 @@ def _pipeline(recipe: Recipe) -> Iterator[Problem]:
         ("virtual_stages", parallel.virtual_stages, 1),
         ("micro_batches", parallel.micro_batches, None),
         ("stage_speeds", parallel.stage_speeds, None),
+        ("schedule", parallel.schedule, type(parallel).model_fields["schedule"].default),
     ):
         if value != usual:
             yield (

@@ -31,6 +31,14 @@ def mixture_problems(part: PhaseKeys) -> Iterator[Problem]:
                 ("data", "sources"),
                 f"data.sources: every {key} is 0, of {', '.join(names)}: expected one above it",
             )
+    if data.when_exhausted == "redistribute" and all(
+        source.max_epochs is None for source in data.sources
+    ):
+        yield (
+            ("data", "when_exhausted"),
+            "data.when_exhausted: 'redistribute': expected max_epochs of one of data.sources: else "
+            "none is exhausted",
+        )
     if part.epochs is not None:
         yield (
             ("epochs",),

@@ -18,6 +18,8 @@ from elastrata_pipelines.errors import UserError
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys that say how long a phase is: one of them."""
+PER_PHASE = (*LENGTHS, "batch_size_warmup")
+"""The keys that, where all phases have their own, are none of the recipe as a whole."""
 NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]}"
 
 

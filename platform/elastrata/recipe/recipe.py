@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -27,9 +27,24 @@ from elastrata.core.schedule import learning_rate
 from elastrata.core.target import TargetConfig
 from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.begin_with import BeginWith
-from elastrata.recipe.phase import Phase, PhaseKeys, with_inherited
+from elastrata.recipe.phase import PER_PHASE, Phase, PhaseKeys, with_inherited
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.errors import UserError
+
+
+def _without_preparation(part: Part) -> Part:
+    return part.model_copy(update={"data": part.data.model_copy(update={"prepare": None})})
+
+
+def _is_taken(own: Any, theirs: Sequence[Any]) -> bool:
+    """Whether each value in a section is one that a phase has."""
+    if not isinstance(own, Config):
+        return False
+    phases = [dict(part) for part in theirs if isinstance(part, type(own))]
+    return all(
+        value in (below := [part[key] for part in phases]) or _is_taken(value, below)
+        for key, value in own
+    )
 
 
 def _read_workload(value: Any) -> Any:
@@ -45,6 +60,7 @@ def _read_workload(value: Any) -> Any:
     return value
 
 
+Part = TypeVar("Part", bound=PhaseKeys)
 Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
@@ -175,6 +191,17 @@ class Recipe(PhaseKeys):
             raise ValueError("expected letters, digits, '.', '_' and '-': it names a folder")
         return name
 
+    @model_validator(mode="after")
+    def _says_what_phases_do(self) -> Recipe:
+        """Leaves out what no phase takes, so that no record tells of it: the first phase's value is
+        there in its place."""
+        for key in PhaseKeys.model_fields if self.phases else ():
+            own, theirs = getattr(self, key), [getattr(phase, key) for phase in self.phases]
+            if own not in theirs and not _is_taken(own, theirs):
+                # Frozen for others; here it is still being made.
+                self.__dict__[key] = None if key in PER_PHASE else theirs[0]
+        return self
+
     def __str__(self) -> str:
         values = self.model_dump(mode="json", exclude_defaults=True)
         workload = {"name": self.workload.name, **values["workload"]}
@@ -201,6 +228,12 @@ class Recipe(PhaseKeys):
     def steps_in_all(self) -> int:
         """Optimizer steps of the whole run."""
         return sum(part.num_steps for part in self.parts)
+
+    def as_recorded(self) -> Recipe:
+        """Return what records tell: all but `data.prepare`, which says how a data set would be made
+        where there is none. What is trained on says so itself, in its manifest."""
+        phases = tuple(_without_preparation(phase) for phase in self.phases)
+        return _without_preparation(self).model_copy(update={"phases": phases})
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0. Every phase has its own

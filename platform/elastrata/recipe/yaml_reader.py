@@ -33,6 +33,8 @@ class RecipeText:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Per dotted path the file that said it last, or `command line`."""
+    files: list[str] = field(default_factory=list)
+    """The recipe's files, the farthest base first."""
 
     def origin(self, path: Sequence[str]) -> str:
         """Where the value at `path`, or the section it is missing from, was written."""
@@ -41,6 +43,10 @@ class RecipeText:
             if source:
                 return source
         return self.file
+
+    def level(self, origin: str) -> int:
+        """Return the place of an origin among all that say something: a later one has the word."""
+        return self.files.index(origin) if origin in self.files else len(self.files)
 
 
 def read_recipe_text(
@@ -62,6 +68,7 @@ def read_recipe_text(
         file=name_or_path, name=path.stem if is_file else name_or_path.replace("/", "-")
     )
     for shown, values in _with_bases(path, name_or_path, ()):
+        text.files.append(shown)
         _merge(text, text.values, values, (), model, shown)
     problems = [problem for override in overrides if (problem := _override(text, override, model))]
     if problems:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from elastrata.run.folder import flatten
 from elastrata.tracking.tracker import RUN_DIR
+from elastrata_pipelines.format import Manifest
 
 PACKAGES = ("elastrata", "ray", "torch", "transformers", "pyarrow", "mlflow")
 
@@ -98,6 +99,29 @@ def recipe_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
         else:
             params[key] = value
     return {key: ", ".join(v) if _LIST.fullmatch(key) else v for key, v in params.items()}
+
+
+def data_params(manifests: Iterable[Manifest]) -> dict[str, Any]:
+    """Return what data sets say of themselves as parameters, `data.manifest.KEY`; of several,
+    `data.manifest.NUMBER.KEY`.
+
+    Args:
+        manifests: of the data sets, each once.
+    """
+    told = [
+        {
+            "fingerprint": manifest.fingerprint,
+            "tokenizer": manifest.tokenizer_fingerprint,
+            "vocabulary": manifest.vocabulary.size,
+            "seq_len": manifest.seq_len,
+            "packing": manifest.packing,
+            "samples": manifest.samples,
+            "tokens": manifest.tokens,
+        }
+        for manifest in manifests
+    ]
+    tree = told[0] if len(told) == 1 else told
+    return flatten({"data": {"manifest": tree}})
 
 
 @dataclass(frozen=True, kw_only=True)

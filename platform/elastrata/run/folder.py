@@ -106,8 +106,8 @@ def read_identity(run: Storage) -> RunIdentity | None:
 
 
 def write_identity(run: Storage, identity: RunIdentity, recipe: Recipe) -> None:
-    """Writes the identity and the recipe of a run."""
-    dumped = dump_yaml(recipe.model_dump(mode="json")).encode()
+    """Writes the identity and the recipe of a run, as it is recorded."""
+    dumped = dump_yaml(recipe.as_recorded().model_dump(mode="json")).encode()
     recipe_sha256 = hashlib.sha256(dumped).hexdigest()
     whole = identity.model_copy(update={"recipe_sha256": recipe_sha256})
     whole = whole.model_copy(update={"digest": whole.own_digest})
@@ -261,7 +261,7 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: there is no such run, its recipe is damaged, or a mistake in the overrides.
     """
-    from elastrata.recipe.file import load_recipe
+    from elastrata.recipe.file import load_recipe, stored_recipe, to_yaml
 
     identity = read_identity(run)
     if identity is None:
@@ -269,13 +269,14 @@ def resumed_recipe(run: Storage, overrides: Sequence[str] = ()) -> Recipe:
     if altered := recipe_problems(run, identity):
         advice = "put back what it was, and give the keys to change on the command line"
         raise UserError(*(f"{line}; {advice}" for line in altered))
-    text = run.read(RECIPE_FILE)
+    # Through the model: what an earlier version has written down in vain is no mistake.
+    stored = stored_recipe(read_values(run, RECIPE_FILE), run.uri(RECIPE_FILE))
     storage, _, name = run.uri().rpartition("/")  # not the recorded name: a folder can be renamed
     places: dict[str, Any] = {"name": name, "storage": storage}
     places |= {key: data_set.url for key, data_set in _data_keys(run, identity)}
     written = [f"{key}={json.dumps(value)}" for key, value in places.items()]
     with NamedTemporaryFile(suffix=".yaml") as copy:
-        copy.write(text)
+        copy.write(to_yaml(stored).encode())
         copy.flush()
         try:
             return load_recipe(copy.name, [*written, *overrides])

@@ -22,7 +22,7 @@ from elastrata.run import history
 from elastrata.run.claim import SWEEP_FILE, is_copy
 from elastrata.run.evidence import note_removal
 from elastrata.run.export import export_model, loadable
-from elastrata.run.facts import recipe_params, start_tags
+from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.domains import Value
 from elastrata.sweeps.folder import BASE_FILE, JOURNAL, read_journal, sweep_digest
@@ -103,7 +103,10 @@ class SweepDriver:
             Storage(recipe.storage),
             run_name=folder.url.rpartition("/")[2],
             run_id=launches[-1]["mlflow_run_id"] if launches else None,
-            params=recipe_params(config.model_dump(mode="json")),
+            params={
+                **recipe_params(config.model_dump(mode="json")),
+                **data_params(dict(data.trained_on).values()),
+            },
             tags=start_tags(data.train.manifest.fingerprint, folder.uri(), resources),
             inputs=data.inputs,
             is_copy=is_copied,

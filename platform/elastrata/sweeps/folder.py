@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,6 +29,9 @@ MAY_CHANGE = {"name", "recipe", "trials", "concurrency", "max_seconds", "max_fai
 """Keys of a sweep that it may be continued with another value of; of the recipe, what it says
 counts, not its name."""
 
+_PREPARATION = re.compile(r"(phases\.\d+\.)?data\.prepare(\.|$)")
+"""What earlier versions have written down, too."""
+
 
 def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None:
     """Refuses to continue a sweep as another one.
@@ -45,7 +49,9 @@ def check_same_sweep(folder: Storage, config: SweepConfig, base: Recipe) -> None
             f"{folder.uri(name)}: {key}: {before.get(key)!r} in the sweep of this name, "
             f"{now.get(key)!r} in this one"
             for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key.split(".")[0] not in MAY_CHANGE
+            if before.get(key) != now.get(key)
+            and key.split(".")[0] not in MAY_CHANGE
+            and not _PREPARATION.match(key)
         ]
     if problems:
         advice = "choose another --name, or give it back its values"
@@ -64,7 +70,7 @@ def _sweep_values(config: SweepConfig) -> dict[str, Any]:
 
 def _base_values(base: Recipe) -> dict[str, Any]:
     """The values that decide what a trial learns."""
-    return base.model_dump(mode="json", exclude=set(_WHERE_AND_HOW))
+    return base.as_recorded().model_dump(mode="json", exclude=set(_WHERE_AND_HOW))
 
 
 def read_sweep(folder: Storage) -> SweepConfig:

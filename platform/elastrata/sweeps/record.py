@@ -42,7 +42,7 @@ class SweepRecord:
             trial: with all that is known of it.
             recipe: its own; None where its values make none.
         """
-        params = recipe_params(recipe.model_dump(mode="json")) if recipe else {}
+        params = recipe_params(recipe.as_recorded().model_dump(mode="json")) if recipe else {}
         searched = {f"searched.{key}": value for key, value in trial.values.items()}
         part = self.whole.child(trial.id, params, {"trial": trial.id, **searched})
         self._parts[trial.id] = part

@@ -38,7 +38,8 @@ def begin_with(
         optimizer: of its parameters; without a state.
 
     Raises:
-        UserError: the parent is not there any more, or not as it was.
+        UserError: the parent is not there any more, or not as it was, or has numbers that are NaN
+            or infinite, of which training would say that its own steps made them.
     """
     if parent.kind != "run":
         _read_folder(parent, workload, vocabulary, seq_len, model)
@@ -47,10 +48,11 @@ def begin_with(
     commit = _commit(checkpoints, parent)
     if parent.optimizer:
         restore(checkpoints, commit, model, optimizer)
-        return
-    given = model_sizes(checkpoints, commit)
-    rows = counted_rows(workload, vocabulary, seq_len, given, parent.num_ids)
-    restore_weights(checkpoints, commit, model, rows)
+    else:
+        given = model_sizes(checkpoints, commit)
+        rows = counted_rows(workload, vocabulary, seq_len, given, parent.num_ids)
+        restore_weights(checkpoints, commit, model, rows)
+    _check_finite(model, checkpoints.uri(commit.folder))
 
 
 @torch.no_grad()
@@ -71,6 +73,15 @@ def _read_folder(
             shard = shard[: rows.stop - rows.start]
         place = origin.box((rows, *others), parameter.shape[0])
         weights.copy(files[origin.name], place, shard.T if origin.transposed else shard)
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module, where: str) -> None:
+    """Looks at this rank's part of every weight."""
+    for name, parameter in model.named_parameters():
+        shard = local(parameter)
+        if shard.numel() and not all(end.isfinite() for end in torch.aminmax(shard)):
+            raise UserError(f"{where}: {name}: has NaN or infinite numbers: expected finite ones")
 
 
 def _commit(checkpoints: Storage, parent: Parent) -> Commit:

@@ -34,7 +34,7 @@ from elastrata.trainer.engine import divided_model, phase_masks, training_loop, 
 from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.batches import Start
-from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.payload import RankStep, in_turn
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.rank_kinds import RankKinds
 
@@ -65,7 +65,7 @@ class Trainer:
         kinds: RankKinds = (),
     ) -> None:
         self._recipe, self._device = recipe, device
-        self._world_size, self._is_primary = world_size, place.is_primary
+        self._world_size, self._place = world_size, place
         self._vocabulary = phases[0].batches.manifest.vocabulary
         self._seq_len = max(phase.batches.manifest.seq_len for phase in phases)
         self._divided = divided_model(
@@ -153,6 +153,9 @@ class Trainer:
         Yields:
             The record of every step, and what all ranks agree to do after it. Nothing goes on
             beside the training once this is closed.
+
+        Raises:
+            MisdealtError: the stream has other ranks' steps, or others than those that are left.
         """
         recipe, chooser = self._recipe, self._chooser
         loop = training_loop(
@@ -161,14 +164,20 @@ class Trainer:
             self._vocabulary,
             self._device,
             self._world_size,
-            is_primary=self._is_primary,
+            is_primary=self._place.is_primary,
             masks=self._masks,
             blocks=() if recipe.compile else self._divided.blocks,
         )
         run = loop.run(
             self._divided.forward_backward,
             self.optimizer,
-            stream,
+            in_turn(
+                stream,
+                self._place.rank,
+                self._place.dp_size,
+                done=start.step,
+                last=recipe.steps_in_all,
+            ),
             start,
             asked,
             cut=partial(chooser.cut, tell=chose),
@@ -197,7 +206,7 @@ class Trainer:
             self._chooser.as_chosen(held_out).micro_batches,
             self._vocabulary,
             self._device,
-            is_primary=self._is_primary,
+            is_primary=self._place.is_primary,
         )
 
     def _restore_average(
