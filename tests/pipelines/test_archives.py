@@ -90,7 +90,7 @@ def test_a_member_is_read_as_a_file_of_its_name(tmp_path: Path) -> None:
 
 def test_two_members_of_one_name_are_two_files(tmp_path: Path) -> None:
     sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w") as archive:
+    with tarfile.TarFile(fileobj=sink, mode="w") as archive:
         for data in (b"old", b"new"):
             info = tarfile.TarInfo("a.txt")
             info.size = len(data)

@@ -241,7 +241,9 @@ def _filled_whole(out: Path) -> Iterator[Path]:
                 check_free(out)  # again: another command may have begun there
                 yield from _filled(out)
         except OSError as error:
-            raise UserError(f"--out: {out}: cannot be written ({error})") from None
+            is_ours = str(error.filename or out).startswith(str(out))
+            reason = error.strerror if is_ours else error  # the second names the other file
+            raise UserError(f"--out: {out}: cannot be written ({reason})") from None
 
 
 def _filled(out: Path) -> Iterator[Path]:
