@@ -115,6 +115,15 @@ def test_a_damaged_sweep_is_refused_or_told_or_means_what_it_meant(sweep: Path, 
                     assert found[0] == whole[read], f"{case}: silent"
 
 
+def test_the_journal_in_the_place_of_a_trials_history_is_told(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "s"
+    shutil.copytree(sweep, copy)
+    shutil.rmtree(copy / TRIALS / "0001" / "history")
+    shutil.copytree(copy / JOURNAL, copy / TRIALS / "0001" / "history")
+    _, said = continued(copy)
+    assert any("0001/history: not the history of a run" in line for line in said)
+
+
 def test_a_trials_history_in_the_journals_place_is_refused(sweep: Path, tmp_path: Path) -> None:
     copy = tmp_path / "s"
     shutil.copytree(sweep, copy)

@@ -122,7 +122,6 @@ def test_a_command_refuses_a_folder_of_another_kind(
     [
         "train tiny.yaml --name y data.path=none storage=new/runs",
         "train tiny.yaml --name y steps=0 storage=new/runs",
-        "train tiny.yaml --name y tracking.uri=postgresql:/x storage=new/runs",
         "fork runs/stem --name y storage=new/runs workload.hidden_size=48",
         "sweep lr.yaml --name y recipe.storage=new/runs recipe.data.path=none",
         "prepare --text none --out new/data",
@@ -135,6 +134,13 @@ def test_a_command_refuses_a_folder_of_another_kind(
 def test_a_refused_command_leaves_no_folder(line: str, here: Path) -> None:
     before = tree(here)
     assert run_here(line.split()) in (0, 2)
+    assert tree(here) == before
+
+
+def test_a_run_that_is_refused_after_its_folder_was_claimed(ray_local: None, here: Path) -> None:
+    before = tree(here)
+    line = "train tiny.yaml --name y tracking.uri=postgresql:/x storage=new/runs"
+    assert run_here(line.split()) == 2
     assert tree(here) == before
 
 

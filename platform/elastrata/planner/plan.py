@@ -107,8 +107,8 @@ def recipe_keys(recipe: Recipe, layout: Layout, seq_len: int) -> dict[str, objec
     }
     if layout.tensor * layout.pipeline > 1:
         wanted["workers.min"] = layout.tensor * layout.pipeline
-    if layout.pipeline > 1:
-        wanted["parallel.schedule"] = layout.schedule
+    usual = type(recipe.parallel).model_fields["schedule"].default
+    wanted["parallel.schedule"] = layout.schedule if layout.pipeline > 1 else usual
     if layout.pipeline != recipe.parallel.pipeline:
         wanted["parallel.micro_batches"] = None  # by the number of stages
     values = recipe.model_dump(mode="json")

@@ -41,6 +41,8 @@ class Past:
         for line in written.chain.problems:
             warn(line)
         entries = written.entries
+        if entries and not any(entry["kind"] in ("started", "step") for entry in entries):
+            warn(f"{run.uri('history')}: not the history of a run: no attempt has started")
         counting = history.effective_steps(entries), history.surviving_evaluations(entries)
         return cls(*([e for e in part if step is None or e["step"] <= step] for part in counting))
 
