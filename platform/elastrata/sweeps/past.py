@@ -11,7 +11,7 @@ from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
 from elastrata.run.succession import restore_history
-from elastrata.sweeps.standings import Report
+from elastrata.sweeps.standings import LAUNCHED, Report
 from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")
@@ -41,8 +41,8 @@ class Past:
         for line in written.chain.problems:
             warn(line)
         entries = written.entries
-        if entries and not any(entry["kind"] in ("started", "step") for entry in entries):
-            warn(f"{run.uri('history')}: not the history of a run: no attempt has started")
+        if any(entry["kind"] == LAUNCHED for entry in entries):
+            warn(f"{run.uri('history')}: not the history of a run, but the journal of a sweep")
         counting = history.effective_steps(entries), history.surviving_evaluations(entries)
         return cls(*([e for e in part if step is None or e["step"] <= step] for part in counting))
 
