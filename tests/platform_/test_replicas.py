@@ -23,8 +23,6 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
 from elastrata.checkpoints.training_state import load
 from elastrata.replicas import storage as storage_module
-from elastrata.replicas import upload
-from elastrata.replicas.parity import ParityPlan
 from elastrata.replicas.registry import ring_from
 from elastrata.replicas.storage import Replicas, close_replicas, newest_replica, open_replicas
 from elastrata.replicas.store import CHUNK_BYTES
@@ -53,7 +51,7 @@ def writers(nodes: Nodes) -> list[Any]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "_ANSWER_SECONDS", SECONDS)
-    monkeypatch.setattr(upload, "_CHUNK_SECONDS", SECONDS)
+    monkeypatch.setattr(storage_module, "_CHUNK_SECONDS", SECONDS)
 
 
 @pytest.fixture
@@ -177,29 +175,6 @@ def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> 
     nodes.kill(leaving)
     assert newest_replica(storage) == commit
     assert [storage.read(commit.folder, name) for name in SHARDS] == [b"shard of step 7"] * 2
-
-
-@pytest.mark.matrix  # two more nodes
-def test_a_node_removed_is_rebuilt_from_parity(storage: Replicas, nodes: Nodes) -> None:
-    """Three nodes, of which two share one parity; the parts are of several chunks."""
-    added = [nodes.add(0) for _ in range(2)]
-    plan = ParityPlan((head_id(), *(node.node_id for node in added)), 2)
-    parts = [os.urandom(CHUNK_BYTES * length // 2 + length) for length in (3, 1, 4)]
-    folder = folder_of(9)
-    names = [f"__{rank}_0.distcp" for rank in range(3)]
-    writers = [on_node(node, Writer) for node in plan.nodes]
-    for rank, (writer, part) in enumerate(zip(writers, parts, strict=True)):
-        answers(writer.write_with_parity.remote(storage, plan, rank, part, folder, names[rank]))
-    assert sum(storage.usage().values()) < 2 * sum(map(len, parts))
-    pids = store_pids(storage)
-    pair = [node for node in added if plan.group(node.node_id) == 0]
-    nodes.kill(pair[0])
-    assert [storage.size(folder, name) for name in names] == [len(part) for part in parts]
-    assert [storage.read(folder, name) for name in names] == parts
-    last = next(node for node in added if node != pair[0])
-    os.kill(pids[last.node_id], signal.SIGKILL)
-    until(lambda: len(storage.names(folder)) < 3)
-    nodes.kill(last)
 
 
 def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[Any]) -> None:

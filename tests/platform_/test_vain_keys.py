@@ -152,7 +152,6 @@ SOURCES = "[{name: a}, {name: b}]"
     ("overrides", "line"),
     [
         (["parallel.schedule=gpipe"], "parallel.schedule: gpipe: expected parallel.pipeline of 2"),
-        (["checkpoint.hot_steps=0", "checkpoint.hot_parity=3"], "checkpoint.hot_parity: 3: "),
         ([f"data.sources={SOURCES}", "data.when_exhausted=redistribute"], "data.when_exhausted: "),
         (["schedule.shape=linear", "schedule.power=2"], "schedule: power (2.0) is for the shape"),
         (["schedule.shape=cosine", "schedule.decay.steps=2"], "schedule: decay is for the shape"),

@@ -239,7 +239,6 @@ NOT_RUN = {
             "python benchmarks/mixed_machines.py LENGTHS",
             "python benchmarks/modernbert.py WIKITEXT",
             "python benchmarks/pacing.py",
-            "python benchmarks/parity.py",
             "python benchmarks/slow_network.py DATA_SET",
             "python benchmarks/trainers.py",
             "python benchmarks/trainers_loss.py WIKITEXT",

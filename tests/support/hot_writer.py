@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from elastrata.replicas import storage as storage_module
-from elastrata.replicas import upload
-from elastrata.replicas.parity import ParityPlan
 from elastrata.replicas.storage import Replicas
 
 SECONDS = 500.0
@@ -14,7 +12,7 @@ SECONDS = 500.0
 def wait_long_for_answers() -> None:
     """Let this process wait for every answer that can come."""
     storage_module._ANSWER_SECONDS = SECONDS
-    upload._CHUNK_SECONDS = SECONDS
+    storage_module._CHUNK_SECONDS = SECONDS
 
 
 class Writer:
@@ -24,12 +22,6 @@ class Writer:
         wait_long_for_answers()
 
     def write(self, storage: Replicas, data: bytes, *parts: str) -> None:
-        storage.write(data, *parts)
-
-    def write_with_parity(
-        self, storage: Replicas, plan: ParityPlan, rank: int, data: bytes, *parts: str
-    ) -> None:
-        storage.hold_parity(plan, rank)
         storage.write(data, *parts)
 
     def read(self, storage: Replicas, *parts: str) -> bytes:

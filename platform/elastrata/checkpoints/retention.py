@@ -30,10 +30,6 @@ class CheckpointConfig(Config):
     seconds longer are not waited for, and cost more. 0: no such copies."""
     hot_bytes: Annotated[int, Field(gt=0, le=2**50)] = 16 * 2**30
     """Most memory that those copies may take on a node. A state that needs more has none."""
-    hot_parity: Annotated[int, Field(ge=1, le=10**4)] = 1
-    """Nodes whose parts of the state share the room of one second copy: the XOR of them all lies on
-    others, so that what a lost node had follows from it and from what the others have. 1: every
-    part is copied whole. Takes effect on three nodes and more."""
     grace_seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0
     """How long a planned change (a resize, a drain, Ctrl-C) waits for its checkpoint."""
 

@@ -72,11 +72,25 @@ def stored_recipe(values: Any, file: str) -> Recipe:
     """
     if not isinstance(values, dict):
         raise UserError(f"{file}: damaged: expected keys with values")
+    values = _without_removed_keys(values)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         text = RecipeText(file=file, name="", values=values)
         raise UserError(*recipe_problems(error, _described(text), text)) from None
+
+
+# Earlier versions wrote these keys, with their defaults too, into the recipe of every run.
+_REMOVED_KEYS = (("checkpoint", "hot_parity"),)
+
+
+def _without_removed_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe without the keys that no longer exist and change no result."""
+    kept = dict(values)
+    for section, key in _REMOVED_KEYS:
+        if isinstance(kept.get(section), dict):
+            kept[section] = {name: one for name, one in kept[section].items() if name != key}
+    return kept
 
 
 def _lengths(text: RecipeText) -> list[str]:

@@ -24,7 +24,6 @@ def cross_field_problems(recipe: Recipe) -> list[Problem]:
         *_phases(recipe),
         *_target(recipe),
         *_sets(recipe),
-        *_copies(recipe),
         *layout_problems(recipe),
         *_virtual_ranks(recipe),
         *_reduction(recipe),
@@ -135,17 +134,6 @@ def _sets(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("evaluation", "sets", str(number), "name"),
             f"evaluation.sets.{number}.name: {name}: that of {other}: expected another one",
-        )
-
-
-def _copies(recipe: Recipe) -> Iterator[Problem]:
-    """Settings of copies that there are none of."""
-    checkpoint = recipe.checkpoint
-    if checkpoint.hot_parity > 1 and not checkpoint.hot_steps:
-        yield (
-            ("checkpoint", "hot_parity"),
-            f"checkpoint.hot_parity: {checkpoint.hot_parity}: expected checkpoint.hot_steps above "
-            "0, whose copies it is about",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.checkpoints.commit import MARKER, FolderName
-from elastrata.replicas.parity import Rebuildable, rebuildable
-from elastrata.replicas.store import CHUNK_BYTES, Contents, start_store
+from elastrata.replicas.store import start_store
 
 START_SECONDS = 60.0
 """How long a new store may take to start: a process, on a machine that is busy training."""
@@ -27,13 +26,9 @@ class Listing:
     """The files in the stores that answer."""
 
     sizes: dict[str, int]
-    """Bytes of every file, by path; those that can be rebuilt, too."""
+    """Bytes of every file, by path."""
     holders: dict[str, list[str]]
     """Nodes that have a copy of a file, by path."""
-    rebuildable: dict[str, Rebuildable]
-    """The files that no node has, but that follow from others, by path."""
-    parities: set[str]
-    """Names of all parities, whole or not."""
     stores: dict[str, Any]
     """Handle of the store on each node."""
 
@@ -81,37 +76,17 @@ class ReplicaRegistry:
                 self._assigned[node] = [node]
         return stores
 
-    async def assign_parity(self, node: str, group: str, hosts: Sequence[str]) -> list[Any]:
-        """The store on a writer's node, and those that take the parity of its files.
-
-        Args:
-            node: where the writer runs.
-            group: its group of workers, as in `assign`.
-            hosts: the nodes of the others.
-
-        Raises:
-            OSError: one of them does not answer.
-        """
-        await self._begin(group)
-        self._assigned[node] = [node, *hosts]
-        own = await self._own_store(node)
-        return [own, *await asyncio.gather(*map(self._answering, hosts))]
-
     async def listing(self) -> Listing:
         """The files that there are, by the stores that answer at once."""
         stores = dict(self._stores)
-        listed = await asyncio.gather(*map(self._contents, stores.values()))
+        listed = await asyncio.gather(*map(self._sizes, stores.values()))
         sizes: dict[str, int] = {}
         holders: dict[str, list[str]] = {}
-        for node, contents in zip(stores, listed, strict=True):
-            sizes |= contents.files
-            for path in contents.files:
+        for node, held in zip(stores, listed, strict=True):
+            sizes |= held
+            for path in held:
                 holders.setdefault(path, []).append(node)
-        parities = {node: held.parities for node, held in zip(stores, listed, strict=True)}
-        lost = rebuildable(sizes, parities, CHUNK_BYTES)
-        sizes |= {path: one.size for path, one in lost.items()}
-        names = {name for by_name in parities.values() for name in by_name}
-        return Listing(sizes, holders, lost, names, stores)
+        return Listing(sizes, holders, stores)
 
     async def _begin(self, group: str) -> set[str]:
         """Lets go of what another group of workers used; returns the nodes that are alive."""
@@ -129,8 +104,7 @@ class ReplicaRegistry:
         await asyncio.gather(*(self._quietly(store.delete.remote(path)) for store in stores))
         needed = {node for nodes in self._assigned.values() for node in nodes}
         for node in self._stores.keys() - needed:
-            contents = await self._contents(self._stores[node])
-            if not contents.files and not contents.parities:
+            if not await self._sizes(self._stores[node]):
                 self._end(node)
 
     async def usage(self) -> dict[str, int]:
@@ -142,8 +116,7 @@ class ReplicaRegistry:
 
     async def _drop_unfinished(self) -> None:
         """Frees what a group before left half written: it would take the room for ever."""
-        listing = await self.listing()
-        held = {*listing.sizes, *listing.parities}
+        held = (await self.listing()).sizes
         whole = {path.partition("/")[0] for path in held if path.endswith(f"/{MARKER}")}
         for folder in {path.partition("/")[0] for path in held} - whole:
             if group_of(folder) != self._group:
@@ -182,7 +155,7 @@ class ReplicaRegistry:
     async def _waited_for(self, store: Any, node: str, seconds: float) -> Any:
         limit = seconds if node in self._started else START_SECONDS
         try:
-            await asyncio.wait_for(store.contents.remote(), limit)
+            await asyncio.wait_for(store.sizes.remote(), limit)
         except TimeoutError:
             raise OSError(f"the store on node {node[:8]} does not answer") from None
         self._started.add(node)
@@ -192,9 +165,9 @@ class ReplicaRegistry:
         self._stores.pop(node, None)
         self._started.discard(node)
 
-    async def _contents(self, store: Any) -> Contents:
-        """What a store has; nothing where it does not answer."""
-        return await self._quietly(store.contents.remote()) or Contents({}, {})
+    async def _sizes(self, store: Any) -> dict[str, int]:
+        """Bytes of a store's files; none if it does not answer."""
+        return await self._quietly(store.sizes.remote()) or {}
 
     async def _quietly(self, answer: Any) -> Any:
         try:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
+from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, commits, size_problems
 from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.replicas.parity import ParityPlan, Rebuildable
 from elastrata.replicas.registry import (
     ANSWER_SECONDS,
     START_SECONDS,
@@ -29,9 +29,11 @@ from elastrata.replicas.registry import (
     start_registry,
 )
 from elastrata.replicas.store import CHUNK_BYTES, answered
-from elastrata.replicas.upload import ParityStores, ReplicaUpload
 
 _ANSWER_SECONDS = 5.0
+_CHUNKS_UNDER_WAY = 2
+_CHUNK_SECONDS = 20.0
+"""How long a chunk may take to all its stores: some 1 MB/s at worst."""
 
 
 class Replicas:
@@ -46,7 +48,6 @@ class Replicas:
     def __init__(self, registry: Any) -> None:
         self.registry = registry
         self._seen: Listing | None = None
-        self._parity: tuple[ParityPlan, int] | None = None
 
     def __reduce__(self) -> tuple[type[Replicas], tuple[Any]]:
         return Replicas, (self.registry,)
@@ -60,15 +61,6 @@ class Replicas:
     def node(self) -> str:
         """The node of this process."""
         return str(ray.get_runtime_context().get_node_id())
-
-    def hold_parity(self, plan: ParityPlan, rank: int) -> None:
-        """From now on the files that this process writes are held once, and in a parity.
-
-        Args:
-            plan: of all ranks.
-            rank: of this process.
-        """
-        self._parity = (plan, rank) if plan.is_needed else None
 
     def uri(self, *parts: str) -> str:
         """The name of a path in messages."""
@@ -98,8 +90,7 @@ class Replicas:
         return hashlib.sha256(self.open(*parts).getbuffer()).hexdigest()
 
     def open(self, *parts: str) -> io.BytesIO:
-        """A file, copied into the memory of this process; the copy on its own node is preferred,
-        and one that no node has is rebuilt from its parity.
+        """A file, copied into the memory of this process; the copy on its own node is preferred.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -127,7 +118,8 @@ class Replicas:
             OSError: a store has died or has no room.
         """
         path = "/".join(parts)
-        upload = self._upload(path, group_of(path.partition("/")[0]))
+        group = group_of(path.partition("/")[0])
+        upload = _Upload(self._assigned("assign", self.node, group), path)
         try:
             yield cast("IO[bytes]", upload)
             upload.finish()
@@ -146,19 +138,8 @@ class Replicas:
         """Bytes held on every node that has a store, by the node's id."""
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
 
-    def _upload(self, path: str, group: str) -> ReplicaUpload:
-        if self._parity:
-            plan, rank = self._parity
-            if name := plan.name(rank, path):
-                hosts = plan.outside(self.node)
-                own, *others = self._assigned("assign_parity", self.node, group, hosts)
-                return ReplicaUpload([own], path, parity=ParityStores(name, others))
-        return ReplicaUpload(self._assigned("assign", self.node, group), path)
-
     def _copied(self, path: str) -> io.BytesIO:
         listing = self._holding(path)
-        if path in listing.rebuildable:
-            return _rebuilt(listing, listing.rebuildable[path])
         problem = OSError()
         for node in sorted(listing.holders[path], key=lambda node: node != self.node):
             try:
@@ -235,31 +216,68 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
     return stream
 
 
-def _rebuilt(listing: Listing, file: Rebuildable) -> io.BytesIO:
-    """A file that no node has.
+class _Upload(io.RawIOBase):
+    """A stream for writing; what goes into it is a file when `finish` returns.
 
-    Raises:
-        OSError: a store does not answer, or has lost what was listed.
+    Args:
+        stores: all get the file.
+        path: of the file.
     """
-    stream = io.BytesIO()
-    for index, begin in enumerate(range(0, file.size, CHUNK_BYTES)):
-        host = listing.stores[file.hosts[index]]
-        parts = [host.parity_chunk.remote(file.parity, index)]
-        for path, size in file.others.items():
-            if size > begin:
-                holder = listing.stores[listing.holders[path][0]]
-                parts.append(holder.chunk.remote(path, index))
-        stream.write(_xor(parts)[: file.size - begin].data)
-    stream.seek(0)
-    return stream
 
+    def __init__(self, stores: list[Any], path: str) -> None:
+        self.stores = stores
+        self._path = path
+        self._chunk = np.empty(CHUNK_BYTES, np.uint8)
+        self._filled = 0
+        self._sent = 0
+        self._under_way: deque[list[Any]] = deque()
 
-def _xor(parts: Sequence[Any]) -> NDArray[np.uint8]:
-    """Of the chunks that these references stand for, filled up with zeros to the longest."""
-    whole = np.zeros(CHUNK_BYTES, np.uint8)
-    longest = 0
-    for part in parts:
-        chunk = answered(part, _ANSWER_SECONDS)
-        whole[: chunk.nbytes] ^= chunk
-        longest = max(longest, chunk.nbytes)
-    return whole[:longest]
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Any) -> int:
+        """Takes all of `data`, an object with the buffer protocol; returns its bytes.
+
+        Raises:
+            OSError: a store did not take what was written before.
+        """
+        source = np.frombuffer(data, np.uint8)
+        taken = 0
+        while taken < source.nbytes:
+            part = source[taken : taken + CHUNK_BYTES - self._filled]
+            self._chunk[self._filled : self._filled + part.nbytes] = part
+            self._filled += part.nbytes
+            taken += part.nbytes
+            if self._filled == CHUNK_BYTES:
+                self._send()
+        return source.nbytes
+
+    def finish(self) -> None:
+        """Sends the rest and waits until every store has the file.
+
+        Raises:
+            OSError: one did not take it.
+        """
+        if self._filled:
+            self._send()
+        while self._under_way:
+            self._wait()
+        answers = [store.finish.remote(self._path, self._sent) for store in self.stores]
+        for answer in answers:
+            answered(answer, _CHUNK_SECONDS)
+
+    def _send(self) -> None:
+        if len(self._under_way) >= _CHUNKS_UNDER_WAY:
+            self._wait()
+        # put() copies, so the buffer is free again, and both stores read one object.
+        chunk = ray.put(self._chunk[: self._filled])
+        answers = [store.append.remote(self._path, self._sent, chunk) for store in self.stores]
+        self._under_way.append(answers)
+        self._sent += 1
+        self._filled = 0
+
+    def _wait(self) -> None:
+        for answer in self._under_way.popleft():
+            answered(answer, _CHUNK_SECONDS)

@@ -4,15 +4,12 @@ within seconds, or an OSError."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-
-from elastrata.replicas.parity import Parity, ParityPlan
 
 CHUNK_BYTES = 16 * 2**20
 """Files travel in chunks of this size, so that no step of the way needs memory for a whole one."""
@@ -22,32 +19,6 @@ _STATES = 2
 """The newest copy stays until the next one is complete."""
 
 Chunk = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a store has."""
-
-    files: dict[str, int]
-    """Bytes of every file by path, unfinished ones too, whose names end in `.part`."""
-    parities: dict[str, Parity]
-    """By name."""
-
-
-@dataclass
-class _Folded:
-    """The XOR of chunks of several files."""
-
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    arrived: dict[str, set[int]] = field(default_factory=dict)
-    """Numbers of the chunks that are in it, of every file."""
-    files: dict[str, int] = field(default_factory=dict)
-    """Bytes of those that have arrived whole."""
-
-    def parity(self) -> Parity:
-        unfinished = [self.arrived[path] for path in self.arrived.keys() - self.files]
-        whole = [number for number in self.chunks if not any(number in one for one in unfinished)]
-        return Parity(dict(self.files), tuple(whole))
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"answers": 1})  # type: ignore[call-overload]
@@ -61,7 +32,6 @@ class ReplicaStore:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._files: dict[str, dict[int, Chunk]] = {}
-        self._folded: dict[str, _Folded] = {}
         self._spare: list[Chunk] = []
         self._used = 0
         self._lock = Lock()
@@ -89,67 +59,20 @@ class ReplicaStore:
                 raise OSError(f"{path}: {len(parts)} of {chunks} chunks have arrived")
             self._files[path] = self._files.pop(path + PART, {})
 
-    def fold(self, name: str, path: str, index: int, chunk: Chunk) -> None:
-        """Takes a chunk of the file `path` into the parity of that name.
-
-        Raises:
-            OSError: there is no room for it.
-        """
-        folded = self._folded.get(name) or _Folded()
-        before = folded.chunks.get(index, chunk[:0])
-        after = before
-        if before.nbytes < chunk.nbytes:
-            after = self._room_for(chunk.nbytes)
-            after[: before.nbytes] = before
-            after[before.nbytes :] = 0
-        np.bitwise_xor(after[: chunk.nbytes], chunk, out=after[: chunk.nbytes])
-        with self._lock:
-            folded.chunks[index] = after
-            folded.arrived.setdefault(path, set()).add(index)
-            self._folded[name] = folded
-            if after is not before:
-                self._free(before)
-
-    def seal(self, name: str, path: str, size: int, indexes: Sequence[int]) -> None:
-        """Says that all these chunks of a file are in the parity.
-
-        Raises:
-            OSError: something is missing: it was deleted meanwhile.
-        """
-        with self._lock:
-            folded = self._folded.setdefault(name, _Folded())
-            arrived = folded.arrived.setdefault(path, set())
-            if arrived != set(indexes):
-                raise OSError(f"{path}: {len(arrived)} of {len(indexes)} chunks have arrived")
-            folded.files[path] = size
-
     @ray.method(concurrency_group="answers")
-    def contents(self) -> Contents:
-        """All that there is."""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file by path, unfinished ones too, whose names end in `.part`."""
         with self._lock:
-            files = {
+            return {
                 path: sum(chunk.nbytes for chunk in chunks.values())
                 for path, chunks in self._files.items()
             }
-            return Contents(files, {name: one.parity() for name, one in self._folded.items()})
 
     @ray.method(concurrency_group="answers")
     def used(self) -> int:
         """Bytes of all chunks."""
         with self._lock:
             return self._used
-
-    @ray.method(concurrency_group="answers")
-    def parity_chunk(self, name: str, index: int) -> Chunk:
-        """A chunk of a parity.
-
-        Raises:
-            FileNotFoundError: there is no such parity, or no more.
-        """
-        with self._lock:
-            if name not in self._folded:
-                raise FileNotFoundError(name)
-            return self._folded[name].chunks[index].copy()
 
     @ray.method(concurrency_group="answers")
     def chunk(self, path: str, index: int) -> Chunk:
@@ -165,14 +88,10 @@ class ReplicaStore:
             return self._files[path][index].copy()
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with all that is in it, finished or not, and every parity
-        that has anything of it."""
+        """Deletes a file, or a folder with all that is in it, finished or not."""
         with self._lock:
             for name in [name for name in self._files if _is_below(name, path)]:
                 self._free(*self._files.pop(name).values())
-            for name, folded in list(self._folded.items()):
-                if any(_is_below(one, path) for one in (name, *folded.arrived)):
-                    self._free(*self._folded.pop(name).chunks.values())
 
     def _free(self, *chunks: Chunk) -> None:
         for chunk in chunks:
@@ -221,18 +140,14 @@ def answered(answer: Any, seconds: float) -> Any:
         raise OSError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from None
 
 
-def most_per_node(parts: Sequence[tuple[str, int]], parity: int = 1) -> int:
-    """The most bytes that any store is to hold.
+def most_per_node(parts: Sequence[tuple[str, int]]) -> int:
+    """Return the most bytes that any store has to hold.
 
     Args:
-        parts: of every rank its node and the bytes of its part. Every node that writes takes the
-            parts of its own writers, and of those of the node before it in the ring; where one
-            writes alone, another node may take them.
-        parity: nodes whose parts are held as one, in the place of those of the node before.
+        parts: the node and the bytes of every rank's part. Every node that writes takes the parts
+            of its own writers, and of those of the node before it in the ring; if only one node
+            writes, another node may take its parts.
     """
-    plan = ParityPlan(tuple(node for node, _ in parts), parity)
-    if plan.is_needed:
-        return _STATES * plan.most_per_node([size for _, size in parts], CHUNK_BYTES)
     own: dict[str, int] = {}
     for node, size in parts:
         own[node] = own.get(node, 0) + size

@@ -15,7 +15,6 @@ from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager, state_bytes
 from elastrata.core.copy_interval import CopyInterval
 from elastrata.core.record import StepRecord
-from elastrata.replicas.parity import ParityPlan
 from elastrata.replicas.storage import Replicas
 from elastrata.replicas.store import most_per_node
 
@@ -50,7 +49,6 @@ class MemoryCopies:
             replicas, attempt=attempt, warn=warn, stager=stager
         )
         self._replicas, self._limit_bytes, self._warn = replicas, config.hot_bytes, warn
-        self._parity = config.hot_parity
         self._interval = CopyInterval(config.hot_every) if adapts else None
         self._every, self._next = config.hot_every, 0
         self._has_room: bool | None = None
@@ -74,10 +72,7 @@ class MemoryCopies:
         if self._has_room is None:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, (self._replicas.node, state_bytes(state())))
-            needed = most_per_node(parts, self._parity)
-            if self._parity > 1:
-                plan = ParityPlan(tuple(node for node, _ in parts), self._parity)
-                self._replicas.hold_parity(plan, dist.get_rank())
+            needed = most_per_node(parts)
             self._has_room = needed <= self._limit_bytes
             if not self._has_room and dist.get_rank() == 0:
                 self._warn(
