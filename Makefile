@@ -3,6 +3,7 @@
 # make e2e:        real runs on Ray's own processes: kills, nodes that come and go, jobs, sweeps
 # make test-all:   every test, hours; FILES="tests/faults/test_chaos.py ..." for some files alone
 # make check:      style, types, imports, and the quick tests: what every change must pass
+# make house:      files and lines of each folder, the largest files, names that repeat
 # make fuzz:       the fuzzers, many rounds of each
 # make gpu:        what is right, how fast, and how much memory, on one GPU; goes on where it stopped
 # make gpu-wheels: wheels for `make gpu` on a machine without a network, into ./wheels
@@ -25,7 +26,7 @@ GPU_NEEDS ?= pydantic
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: quickstart install test e2e test-all lint check chaos fuzz gpu gpu-wheels clean
+.PHONY: quickstart install test e2e test-all lint check house chaos fuzz gpu gpu-wheels clean
 
 quickstart: $(READY)
 	@$(BIN)/elastrata quickstart
@@ -51,6 +52,9 @@ else
 	@$(BIN)/python -m pytest -q -m "" $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ALONE)); \
 		others=$$?; $(BIN)/python -m pytest -v -m "" $(ALONE) && exit $$others
 endif
+
+house: $(READY)
+	@$(BIN)/python tests/support/house.py
 
 chaos: $(READY)
 	@echo "== kills, hangs, drains and additions at random; the run must not notice"
