@@ -28,7 +28,7 @@ import pyarrow as pa
 from harness import parser_of, write_result
 from typing_extensions import override
 
-from elastrata.bench.lengths import read_histogram
+from elastrata.bench.samples import read_histogram
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches

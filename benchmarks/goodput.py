@@ -28,9 +28,7 @@ from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
 from elastrata.run.history import effective_steps
-from elastrata.simulation.recovery import RecoverySeconds, read_recovery
-from elastrata.simulation.run import Run
-from elastrata.simulation.simulate import conditions
+from elastrata.simulation.simulate import RecoverySeconds, Run, conditions, read_recovery
 from elastrata.simulation.trace import Event, Kind
 from support.command import kill_started
 from support.live_run import LiveRun

@@ -27,7 +27,7 @@ from elastrata.bench.step import MFU_CONVENTION, measure_steps
 from elastrata.core.device import current_device, device_name, peak_flops
 from elastrata.core.mesh import lone_group
 from elastrata.core.workload import model_spec
-from elastrata.planner.group import group_cluster, group_layout, phase_choices
+from elastrata.planner.choice import group_cluster, group_layout, phase_choices
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 

@@ -135,12 +135,11 @@ def predicted(name: str, reserved: float, flops: float, copied: float) -> tuple[
     """The planner's memory and time."""
     from elastrata.core.device import Peak
     from elastrata.core.workload import model_spec
-    from elastrata.planner.block import Machine
     from elastrata.planner.cluster import Cluster
-    from elastrata.planner.devices import DEVICES
-    from elastrata.planner.hardware import CPU
+    from elastrata.planner.devices import CPU, DEVICES
     from elastrata.planner.layout import Layout
     from elastrata.planner.memory import memory
+    from elastrata.planner.operations import Machine
     from elastrata.planner.stack import elastrata
     from elastrata.planner.step_time import step_time
     from elastrata.recipe.data_spec import data_spec

@@ -38,7 +38,7 @@ import torch
 from harness import RESULTS, known_result, parser_of, picture, write_result
 from processes import on_ranks
 
-from elastrata.bench.lengths import read_histogram
+from elastrata.bench.samples import read_histogram
 from elastrata.core.control_signal import Action
 from elastrata.core.events import Event, Paced, Slowed
 from elastrata.core.optimizer import build_optimizer

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elastrata_workloads.unpadded.self_attention as self_attention
-from elastrata.bench.lengths import read_histogram
+from elastrata.bench.samples import read_histogram
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows

@@ -21,10 +21,10 @@ from typing import Any
 
 from harness import RESULTS, parser_of, picture, write_result
 
-from elastrata.planner.block import Machine
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.hardware import GPU, Efficiency
-from elastrata.planner.search import search
+from elastrata.planner.devices import GPU, Efficiency
+from elastrata.planner.operations import Machine
+from elastrata.planner.plan import search
 from elastrata.planner.stack import elastrata
 from support.published import (
     DEVICE,

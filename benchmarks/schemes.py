@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import RESULTS, parser_of, write_result
 
-from elastrata.bench.lengths import read_histogram
+from elastrata.bench.samples import read_histogram
 from elastrata.cli.inspect_report import SCHEMES
 from elastrata.tracking.plots import imbalance_curves
 from elastrata_pipelines.balance import drawn_batches

@@ -22,10 +22,18 @@ from typing import Any
 from harness import RESULTS, parser_of, write_result
 
 from elastrata.recipe.file import load_recipe
-from elastrata.simulation.pace import Pace, step_seconds
-from elastrata.simulation.recovery import RecoverySeconds, read_recovery
-from elastrata.simulation.run import Conditions, Run, Sizes
-from elastrata.simulation.simulate import conditions, simulate, sweep
+from elastrata.simulation.simulate import (
+    Conditions,
+    Pace,
+    RecoverySeconds,
+    Run,
+    Sizes,
+    conditions,
+    read_recovery,
+    simulate,
+    step_seconds,
+    sweep,
+)
 from elastrata.simulation.trace import Event, Rates, drawn_events
 
 DAY = 86_400.0

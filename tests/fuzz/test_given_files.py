@@ -15,7 +15,7 @@ import pytest
 
 from elastrata.planner.cluster import read_cluster
 from elastrata.recipe.yaml_values import dump_yaml
-from elastrata.simulation.recovery import read_recovery
+from elastrata.simulation.simulate import read_recovery
 from elastrata.simulation.trace import Event, read_trace, write_trace
 from support.mutations import Mutation, mutated, mutated_json, mutations, seeds
 from support.verdict import read_or_refused

@@ -17,14 +17,20 @@ from hypothesis import strategies as st
 from elastrata.cli.main import run as run_command
 from elastrata.core.events import Chosen
 from elastrata.core.parallelize import GradientSync, ParallelConfig
-from elastrata.planner.block import Machine
-from elastrata.planner.choice import USABLE, Choice, Choices, Correction, budgets
+from elastrata.planner.choice import (
+    USABLE,
+    Choice,
+    Choices,
+    Correction,
+    budgets,
+    fastest_together,
+    group_layout,
+    smallest_together,
+)
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.devices import DEVICES, device_like
-from elastrata.planner.group import group_layout
-from elastrata.planner.hardware import GPU
-from elastrata.planner.joint_choice import fastest_together, smallest_together
+from elastrata.planner.devices import DEVICES, GPU, device_like
 from elastrata.planner.layout import Layout
+from elastrata.planner.operations import Machine
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems

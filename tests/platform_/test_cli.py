@@ -71,10 +71,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "step", "bert/tiny", "--lengths", "ful"], "--lengths: ful: expected data, full"),
         (["bench", "step", "bert/tiny", "--lengths", "data"], "no data set here"),
         (["bench", "step", "bert/tiny", "micro_batch_tokens=64"], "micro_batch_tokens: 64: expect"),
-        (["bench", "data", "bert/tiny"], "no data set here"),
         (["bench", "step", "bert/lamb", "--phase", "2"], "--phase: 2: the recipe has 2, counted"),
-        (["bench", "balance", "bert/tiny", "--workers", "0"], "--workers: 0: expected numbers"),
-        (["bench", "reduce", "bert/tiny", "--processes", "1"], "--processes"),
         (["schema", "--out", "/proc/x"], "--out: /proc/x: cannot be written"),
     ],
 )

@@ -15,12 +15,10 @@ import pytest
 import torch
 import yaml
 
-from elastrata.bench.reduction import ReductionFigures
 from elastrata.cli.main import app, run
 from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
-from elastrata.planner.cluster import read_cluster
-from elastrata.planner.cluster_config import cluster_schema
+from elastrata.planner.cluster import cluster_schema, read_cluster
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys
@@ -85,29 +83,16 @@ def test_the_keys_of_inspect_are_those_it_prints(
     assert list(json.loads(capsys.readouterr().out)) == documented_keys("inspect")
 
 
-@pytest.mark.parametrize(
-    ("part", "options"),
-    [
-        ("step", ["--steps", "1", "--warm-up", "0"]),
-        ("data", ["--steps", "1", "--warm-up", "1"]),
-        ("balance", ["--workers", "2"]),
-    ],
-)
 def test_the_keys_of_a_measurement_are_those_it_prints(
-    part: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_data_set(tmp_path, samples=100)
     settings = [f"data.path={tmp_path}", "batch_size=8", "workers.threads=1"]
+    options = ["--steps", "1", "--warm-up", "0", "--json"]
     threads = torch.get_num_threads()
-    assert run(["bench", part, "bert/tiny", *settings, *options, "--json"]) == 0
+    assert run(["bench", "step", "bert/tiny", *settings, *options]) == 0
     torch.set_num_threads(threads)
-    result = json.loads(capsys.readouterr().out)
-    assert list(result) == documented_keys(f"bench {part}")
-
-
-def test_the_keys_of_a_reduction_are_those_of_its_figures() -> None:
-    keys = ["recipe", "steps", "warm_up", *(field.name for field in fields(ReductionFigures))]
-    assert documented_keys("bench reduce") == [*keys, "versions"]
+    assert list(json.loads(capsys.readouterr().out)) == documented_keys("bench")
 
 
 def test_the_keys_of_a_check_are_those_of_a_finding() -> None:

@@ -41,11 +41,6 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert written.read_text(encoding="utf-8") == "mine\n"
 
 
-def test_mistakes_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "gpt/125m", "--cluster", "8xA10-80GB"]) == 2
-    assert "did you mean 'A100-80GB'?" in capsys.readouterr().err
-
-
 def test_what_a_recipe_leaves_open_is_planned_and_stays_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,20 +56,3 @@ def test_what_a_recipe_leaves_open_is_planned_and_stays_open(
     recipe = load_recipe(str(written))
     assert (recipe.micro_batch_tokens, recipe.activation_checkpointing) == ("auto", "auto")
     assert recipe.workers.max == 8
-
-
-def test_inspecting_tells_what_is_left_open(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", "gpt/tiny", "micro_batch_tokens=auto"]) == 0
-    assert "auto         micro_batch_tokens" in capsys.readouterr().out
-
-
-@pytest.mark.matrix  # test_rehearse_command.py rehearses one
-def test_the_layouts_that_are_shown_are_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = ["gpt/125m", "workload.num_layers=2", "batch_size=16"]
-    options = ["--cluster", "4xA100-80GB", "--best", "1", "--rehearse", "--json"]
-    assert run(["plan", *recipe, *options]) == 0
-    shown = capsys.readouterr()
-    (layout,) = json.loads(shown.out)["layouts"]
-    assert layout["rehearsed"]["devices"] == 4
-    assert layout["rehearsed"]["ranks"][0]["peak_bytes"] < layout["memory_bytes"]
-    assert "runs; " in shown.err

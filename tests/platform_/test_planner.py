@@ -12,18 +12,13 @@ import torch
 
 from elastrata.core.workload import model_spec
 from elastrata.planner.activations import micro_batches_in_flight
-from elastrata.planner.block import Machine
-from elastrata.planner.cluster import Cluster, read_cluster
-from elastrata.planner.cluster_config import cluster_schema
-from elastrata.planner.devices import DEVICES, device_named
-from elastrata.planner.hardware import GPU
+from elastrata.planner.cluster import cluster_schema, read_cluster
+from elastrata.planner.devices import DEVICES, GPU
 from elastrata.planner.layout import Layout
-from elastrata.planner.memory import memory
-from elastrata.planner.operations import gather_seconds, shape_efficiency, sum_seconds
-from elastrata.planner.plan import plan, problems_of, recipe_keys
-from elastrata.planner.search import search
+from elastrata.planner.memory import blocks_of_stages, memory
+from elastrata.planner.operations import Machine, gather_seconds, sum_seconds
+from elastrata.planner.plan import plan, problems_of, recipe_keys, search
 from elastrata.planner.stack import MEGATRON_2021, elastrata
-from elastrata.planner.stage import blocks_of_stages
 from elastrata.planner.step_time import StepTime, bubble_passes, stage_time, step_time
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
@@ -44,7 +39,7 @@ def _bytes(layout: Layout) -> float:
     return memory(SMALL, A100, MACHINE.stack, layout, 512).total
 
 
-@pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "gpt/megatron-1.7b", "bert/base"])
+@pytest.mark.parametrize("name", ["gpt/llama-7b", "bert/base"])
 def test_the_parameters_are_those_of_the_model(name: str) -> None:
     recipe = load_recipe(name)
     spec = data_spec(recipe)
@@ -58,7 +53,7 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
     assert model.block_parameters == own
 
 
-@pytest.mark.parametrize("name", ["gpt/tiny", "gpt/llama-7b", "bert/base"])
+@pytest.mark.parametrize("name", ["gpt/llama-7b", "bert/base"])
 def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
     recipe = load_recipe(name)
     spec = data_spec(recipe)
@@ -67,12 +62,6 @@ def test_the_flops_are_those_that_mfu_counts(name: str) -> None:
     weight = {"lm": length, "mlm": round(0.15 * length)}
     counted = recipe.workload.flops([length], weight, vocabulary)
     assert model.flops_per_sample == pytest.approx(counted, rel=0.01)
-
-
-def test_a_cluster_in_short() -> None:
-    cluster = read_cluster("128xa100")
-    assert (cluster.device.name, cluster.devices, cluster.per_node) == ("A100-80GB", 128, 8)
-    assert read_cluster("2xT4").per_node == 2
 
 
 def test_a_cluster_from_a_file(tmp_path: Path) -> None:
@@ -113,21 +102,14 @@ CLUSTER = {"device": "A100-80GB", "devices": 8}
 @pytest.mark.parametrize(
     ("changes", "is_one"),
     [
-        ({}, True),
         ({"device": "h100-80gb", "per_node": None}, True),
-        ({"device": "V100", "price": 2}, True),
         ({"devices": 1_000_000, "spot_price": 0.1, "network_gbit": 1e12}, True),
         ({"device": "H1000"}, False),
-        ({"device": 3}, False),
-        ({"device": "[A100]"}, False),
         ({"devices": 1_000_001}, False),
         ({"devices": "8"}, False),
-        ({"devices": None}, False),
-        ({"per_node": 0}, False),
+        ({"devices": [{"device": "A100-80GB", "count": 8}]}, False),
         ({"per_node": 1.5}, False),
-        ({"price": True}, False),
         ({"price": -1}, False),
-        ({"peak_tflops": 1e13}, False),
         ({"memory": 80}, False),
     ],
 )
@@ -142,41 +124,10 @@ def test_the_schema_of_clusters_takes_what_the_loader_takes(
         read_cluster(str(path))
 
 
-@pytest.mark.parametrize("text", ["", "- 3\n", "device: T4\n---\ndevices: 3\n", "a: [\n"])
-def test_what_is_no_cluster_is_told_in_one_line(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError) as found:
-        read_cluster(str(path))
-    assert len(found.value.problems) == 1
-    assert found.value.problems[0].startswith(f"{path}:")
-
-
-def test_unknown_hardware_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"did you mean 'H100-80GB'\?"):
-        device_named("h100-8GB")
-    with pytest.raises(UserError, match="no such file"):
-        read_cluster("my-cluster.yaml")
-
-
 def test_a_slice_is_a_device_with_its_share() -> None:
     whole, part = DEVICES["H100-80GB"], read_cluster("2xh100-80gb-3G.40GB").device
     assert part.memory_bytes == whole.memory_bytes / 2
     assert part.peak_flops == pytest.approx(whole.peak_flops * 48 / 132)
-
-
-def test_a_product_that_fills_the_device_is_the_fastest() -> None:
-    large = shape_efficiency(A100, 8192, 27648, 8192)
-    assert large > 0.9
-    assert shape_efficiency(A100, 128, 128, 8192) < 0.02 * large
-    assert shape_efficiency(A100, 8192, 27648, 64) < 0.5 * large
-
-
-def test_groups_with_many_members_in_a_node_use_all_its_cards() -> None:
-    cluster = read_cluster("64xA100")
-    assert cluster.bus(8, 1) == A100.link
-    assert cluster.bus(64, 1) == 8 * A100.network
-    assert cluster.bus(8, 8) == A100.network
 
 
 def test_a_sum_takes_twice_a_gather_and_a_lone_device_nothing() -> None:
@@ -238,16 +189,6 @@ def test_what_saves_memory_and_what_it_costs() -> None:
     assert _step(divided).tensor_messages > 0
 
 
-def test_building_a_model_is_part_of_the_plan() -> None:
-    """The parameters of a shard, and the largest of them whole; nothing of a step beside it."""
-    divided = memory(SMALL, A100, MACHINE.stack, Layout(shards=32), 512)
-    table = SMALL.vocabulary * SMALL.hidden
-    assert divided.building == 4 * (SMALL.parameters / 32 + table)
-    assert divided.building < divided.total
-    short_of_room = replace(divided, building=divided.total)
-    assert short_of_room.total == short_of_room.building + divided.reserved + divided.fragmentation
-
-
 def test_the_terms_of_a_step_add_up() -> None:
     time = _step(Layout(tensor=2, pipeline=4, shards=4))
     assert sum(vars(time).values()) == pytest.approx(time.total)
@@ -278,12 +219,6 @@ def test_a_model_that_fits_nowhere_is_told_what_would_help() -> None:
     assert remedy.startswith("it would fit on ")
 
 
-def test_a_small_cluster_of_cpus_can_be_planned() -> None:
-    recipe = load_recipe("bert/tiny")
-    found = plan(recipe, recipe, read_cluster("2xCPU"))
-    assert found.result.forecasts[0].layout.devices == 2
-
-
 def test_the_keys_of_a_layout_are_those_that_differ() -> None:
     recipe = load_recipe("gpt/125m", ["workers.max=8"])
     layout = Layout(shards=8, micro_batch=8, checkpointing=recipe.activation_checkpointing)
@@ -294,17 +229,3 @@ def test_the_keys_of_a_layout_are_those_that_differ() -> None:
         "parallel.reshard_after_forward": False
     }
     assert problems_of(recipe, layout, tokens // 8) == []
-
-
-def test_a_device_of_its_own(tmp_path: Path) -> None:
-    cluster = Cluster(device=replace(A100, memory_bytes=1e9), devices=1, per_node=1)
-    recipe = load_recipe("gpt/7b")
-    with pytest.raises(UserError, match="it would fit on"):
-        plan(recipe, recipe, cluster)
-
-
-def test_a_recipe_in_stages_is_written_for_a_layout_without() -> None:
-    recipe = load_recipe("gpt/megatron-145.6b")
-    keys = recipe_keys(recipe, Layout(tensor=8, shards=64), 2048)
-    assert keys["parallel.pipeline"] == keys["parallel.virtual_stages"] == 1
-    assert problems_of(recipe, Layout(tensor=8, shards=64), 2048) == []

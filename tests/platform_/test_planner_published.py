@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from elastrata.planner.hardware import GPU
+from elastrata.planner.devices import GPU
 from support.published import (
     FITTED_ROWS,
     ROOT,

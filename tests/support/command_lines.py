@@ -69,8 +69,8 @@ READING = {
     "elastrata inspect data/mine": Run(),
     "elastrata inspect data/mine --show 3": Run(),
     "elastrata plan RECIPE --cluster ...": Run(words={"RECIPE": "gpt/tiny", "...": "8xT4"}),
-    "elastrata plan RECIPE --cluster 128xA100-80GB|8xA100+16xT4|FILE": Run(
-        words={"RECIPE": "gpt/125m", "128xA100-80GB|8xA100+16xT4|FILE": "128xA100-80GB"}
+    "elastrata plan RECIPE --cluster 128xA100-80GB|FILE": Run(
+        words={"RECIPE": "gpt/125m", "128xA100-80GB|FILE": "128xA100-80GB"}
     ),
     "elastrata plan gpt/13b --cluster 64xA100-80GB": Run(),
     "elastrata plan gpt/13b --cluster cluster.yaml --explain --write mine.yaml "
@@ -129,9 +129,9 @@ TRAINING = {
     "elastrata prepare --text my/texts --tokenizer bpe --out data/mine": Run(
         words={"data/mine": "data/lstm"}
     ),
-    "elastrata bench PART RECIPE [KEY=VALUE]...": Run(
-        words={"PART": "balance", "RECIPE": "bert/tiny", "[KEY=VALUE]...": "data.path=data/mine"},
-        extra=("batch_size=32", "--workers", "2"),
+    "elastrata bench step RECIPE [KEY=VALUE]...": Run(
+        words={"RECIPE": "bert/tiny", "[KEY=VALUE]...": "data.path=data/mine"},
+        extra=("batch_size=8", "--steps", "1", "--warm-up", "0"),
     ),
     "elastrata sweep lr.yaml": Run(extra=("trials=3",)),
     "elastrata sweep SWEEP.yaml": Run(words={"SWEEP.yaml": "lr.yaml"}, extra=("trials=3",)),

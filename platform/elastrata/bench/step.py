@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from elastrata.bench.measurement import Quartiles, quartiles
 from elastrata.bench.samples import Samples
 from elastrata.core.control_signal import Action
 from elastrata.core.device import (
@@ -31,6 +33,39 @@ from elastrata.trainer.engine import (
 )
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
+
+_PACKAGES = ("elastrata", "torch", "ray", "numpy", "pyarrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quartiles:
+    """The middle of some measurements, and the bounds of their middle half."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """The quartiles of at least one value; between two where none lies at the place."""
+    if len(values) == 1:
+        return Quartiles(lower=values[0], median=values[0], upper=values[0])
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return Quartiles(lower=lower, median=median, upper=upper)
+
+
+def versions() -> dict[str, str]:
+    """Version by package, of those that are installed here, Python and CUDA included."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # a GPU machine with PyTorch alone runs most measurements
+            continue
+    return {**versions, "cuda": torch.version.cuda} if torch.version.cuda else versions
+
 
 MFU_CONVENTION = (
     "6 FLOPs per matmul parameter and token it is applied to, plus attention, halved where it is "

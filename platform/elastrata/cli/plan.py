@@ -1,9 +1,9 @@
-"""`elastrata plan`: memory, time and money of a recipe on a cluster that nobody has rented yet."""
+"""`elastrata plan`: memory, time and money of a recipe on a cluster that is not rented yet."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
@@ -12,31 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastrata.cli.options import Json, Overrides, Phase, RecipeName, local_path, part_of
-from elastrata.cli.plan_mixed import mixed_result, refuse_options, show_mixed_plan
-from elastrata.cli.plan_report import (
-    plan_result,
-    show_automatic,
-    show_plan,
-    show_rehearsals,
-    show_terms,
-)
 from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.planner.cluster import Cluster
-    from elastrata.planner.forecast import Forecast
-    from elastrata.planner.group import AutomaticPlan
-    from elastrata.planner.mixed_plan import MixedPlan
-    from elastrata.planner.plan import Plan
+    from elastrata.planner.choice import AutomaticPlan
+    from elastrata.planner.plan import Forecast, Plan
     from elastrata.recipe.phase import PhaseKeys
     from elastrata.recipe.recipe import Recipe
 
+
 ClusterOption = Annotated[
     str,
-    typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB or 8xA100+16xT4, or a file."),
+    typer.Option(metavar="NxDEVICE|FILE", help="Such as 128xA100-80GB, or a file."),
 ]
 
 
@@ -69,30 +59,18 @@ def plan(
     json: Json = False,
 ) -> None:
     """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
-    from elastrata.planner.cluster import read_kinds
+    from elastrata.planner.cluster import read_cluster
     from elastrata.planner.plan import plan as make_plan
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    kinds = read_kinds(cluster)
-    where = kinds[0]
+    where = read_cluster(cluster)
     if price is not None:
         where = replace(where, price=price)
     if write is not None and write.exists():
         raise UserError(f"--write: {write}: there is such a file; expected a new one")
-    if len(kinds) > 1:
-        refuse_options(price=price is not None, plot=plot is not None, rehearse=rehearse)
-        told = _plan_mixed(console, recipe, loaded, part_of(loaded, phase), kinds, best, explain)
-        if write is not None:
-            _write(write, recipe, overrides or [], *_mixed_variant(loaded, told))
-            console.print(f"\nrecipe {write}", markup=False)
-        if json:
-            written = None if write is None else str(write)
-            result = mixed_result(told, told.families[:best])
-            print_json_line({"recipe": recipe, **result, "automatic": None, "written": written})
-        return
     made = make_plan(loaded, part_of(loaded, phase), where)
     families = made.result.families[:best]
     _show_heading(console, recipe, f"{where.devices}x{where.device.name}", made)
@@ -130,7 +108,7 @@ def plan(
         )
 
 
-def _show_heading(console: Console, recipe: str, devices: str, made: Plan | MixedPlan) -> None:
+def _show_heading(console: Console, recipe: str, devices: str, made: Plan) -> None:
     console.print(
         f"{recipe} on {devices}: {made.model.parameters / 1e9:.4g} "
         f"billion parameters, {made.batch_size:,} samples of {made.model.seq_len:,} tokens a "
@@ -139,31 +117,10 @@ def _show_heading(console: Console, recipe: str, devices: str, made: Plan | Mixe
     )
 
 
-def _plan_mixed(
-    console: Console,
-    name: str,
-    recipe: Recipe,
-    part: PhaseKeys,
-    kinds: tuple[Cluster, ...],
-    best: int,
-    explain: bool,
-) -> MixedPlan:
-    """Plans for several kinds of devices, and shows it."""
-    from elastrata.planner.mixed_plan import mixed_plan, runnable
-
-    made = mixed_plan(recipe, part, kinds)
-    _show_heading(console, name, made.name, made)
-    show_mixed_plan(console, made, made.families[:best], explain=explain)
-    chosen = runnable(recipe, made)
-    if chosen is not None and chosen is not made.families[0]:
-        console.print(f"\nthe fastest that this version trains: {chosen.layout}", markup=False)
-    return made
-
-
 def _left_open(recipe: Recipe, part: PhaseKeys, made: Plan) -> AutomaticPlan | None:
     """The values that `auto` would stand for with all devices, divided as the recipe says; None
     where it leaves nothing open, or those devices cannot be divided so."""
-    from elastrata.planner.group import planned
+    from elastrata.planner.choice import planned
 
     size = recipe.parallel.group_size
     if not recipe.is_automatic or made.cluster.devices % size:
@@ -227,15 +184,6 @@ def _variant(
     return keys, _header(chosen, where)
 
 
-def _mixed_variant(recipe: Recipe, made: MixedPlan) -> tuple[dict[str, object] | None, str]:
-    from elastrata.planner.mixed_plan import mixed_keys, runnable
-
-    chosen = runnable(recipe, made)
-    if chosen is None:
-        return None, ""
-    return mixed_keys(recipe, chosen, made.model.seq_len), _header(chosen, made.name)
-
-
 def _header(chosen: Forecast, devices: str) -> str:
     return (
         f"# {chosen.layout}, by elastrata plan for {devices}: {chosen.time.total:.4g} s a step "
@@ -285,3 +233,191 @@ def _draw(made: Plan, plot: Path) -> None:
         made.cluster.device.memory_bytes / 2**30,
         plot,
     )  # fmt: skip
+
+
+_GIB = 2**30
+_TERMS = {
+    "parameters": "parameters and optimizer states of this device",
+    "gathered": "whole parameters of the blocks that are computed",
+    "gradients": "gradients: added up, reduced, and on their way",
+    "activations": "kept by the blocks for the backward pass",
+    "working": "the block that is computed again; logits and loss",
+    "reserved": "driver, kernels, communication library",
+    "fragmentation": "an allowance for the allocator",
+    "building": "before the first step, while the model is made; not added to the others",
+    "matrices": "forward and backward, over all micro-batches",
+    "recomputation": "activations computed again",
+    "head": "logits and loss, as far as they make the last stage the slowest",
+    "tensor_messages": "sums of hidden states in every block",
+    "pipeline_messages": "hidden states from stage to stage",
+    "bubble": "stages with nothing to do",
+    "data_messages": "parameters and gradients that no computation hides",
+    "update": "the optimizer",
+    "loading": "data that no computation hides",
+}
+
+
+def show_plan(console: Console, plan: Plan, best: Sequence[Forecast]) -> None:
+    """The best layouts in a table, with what makes each slower than the first."""
+    show_table(console, best)
+    console.print(
+        f"\n{len(plan.result.forecasts):,} layouts fit, {len(plan.result.families):,} ways to "
+        f"divide the model; {plan.result.too_large:,} need more memory than a device has",
+        markup=False,
+    )
+
+
+def show_table(console: Console, best: Sequence[Forecast]) -> None:
+    """The best layouts, a line each."""
+    headings = (
+        "layout",
+        "GiB",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "exposed",
+        "hours",
+        "cost",
+        "",
+    )
+    rows = [headings, *(_cells(best[0], forecast) for forecast in best)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *numbers, why in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [n.rjust(width) for n, width in zip(numbers, widths[1:-1], strict=True)]
+        console.print("  ".join([*cells, why]).rstrip(), markup=False)
+
+
+def _cells(best: Forecast, forecast: Forecast) -> tuple[str, ...]:
+    return (
+        str(forecast.layout),
+        f"{forecast.memory.total / _GIB:.1f}",
+        f"{forecast.time.total:.4g}",
+        f"{forecast.tokens_per_second:,.0f}",
+        f"{forecast.mfu:.1%}",
+        f"{forecast.bubble:.1%}",
+        f"{forecast.exposed:.1%}",
+        f"{forecast.hours:,.1f}",
+        "" if forecast.cost is None else f"{forecast.cost:,.0f}",
+        forecast.why_slower(best),
+    )
+
+
+def show_terms(console: Console, plan: Plan, forecast: Forecast) -> None:
+    """Every term of one layout's memory and time, and the figures that they are computed from."""
+    device, efficiency = plan.cluster.device, plan.machine.efficiency
+    for line in terms_lines(forecast):
+        console.print(line, markup=False)
+    console.print(
+        f"\n{device.name}: {device.peak_flops / 1e12:.4g} TFLOP/s {device.peak.dtype}, "
+        f"{device.memory_bandwidth / 1e9:,.0f} GB/s of memory, {device.link / 1e9:g} GB/s over "
+        f"{device.link_name}, {device.network / 1e9:g} GB/s to other nodes ({device.source})\n"
+        f"reached: {efficiency.matmul:.0%} by matrix products that fill it, "
+        f"{efficiency.memory:.0%} of the memory, {efficiency.attention:.0%} by flash attention, "
+        f"{efficiency.link:.0%} of the link, {efficiency.network:.0%} of the network",
+        markup=False,
+    )
+
+
+def show_automatic(console: Console, plan: Plan, planned: AutomaticPlan) -> None:
+    """Prints the keys that the recipe leaves open, as a group on all devices would choose them."""
+    fits = "" if planned.fits else ", which is too much"
+    is_open = planned.gradient_sync != "step"
+    synced = f", parallel.gradient_sync {planned.gradient_sync}" if is_open else ""
+    console.print(
+        f"\nauto, where the recipe's own layout has all devices ({planned.layout}): "
+        f"micro_batch_tokens {planned.micro_batch_tokens:,}, activation_checkpointing "
+        f"{planned.activation_checkpointing}{synced}: {planned.memory_bytes / _GIB:.1f} GiB of "
+        f"{plan.cluster.device.memory_bytes / _GIB:.1f}{fits}; the run begins with what needs "
+        "least and goes by what its first steps measure",
+        markup=False,
+    )
+
+
+def show_rehearsals(
+    console: Console, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """A line for each layout that was rehearsed."""
+    console.print("\nrehearsed, on GPUs that are not there")
+    for forecast, figures in zip(best, rehearsals, strict=True):
+        said = (
+            "this version cannot train under it" if figures is None else _rehearsal_words(figures)
+        )
+        console.print(f"  {forecast.layout}: {said}", markup=False)
+
+
+def _rehearsal_words(figures: Mapping[str, Any]) -> str:
+    fullest = max(figures["ranks"], key=lambda rank: rank["peak_bytes"])
+    peak, plan = fullest["peak_bytes"], fullest["planned_bytes"]
+    sent = sum(message["bytes"] for message in fullest["messages"])
+    count = sum(message["count"] for message in fullest["messages"])
+    return (
+        f"runs; {peak / _GIB:.2f} GiB at the peak ({plan / peak - 1:+.1%} by the plan), "
+        f"{count:,} messages of {sent / 1e9:.3g} GB a step, "
+        f"{sum(wait['count'] for wait in fullest['waits']):,} waits for the device"
+    )
+
+
+def plan_result(
+    plan: Plan, best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The plan as JSON values.
+
+    Args:
+        plan: all of it.
+        best: the layouts that are told.
+        rehearsals: of each; None where it was not rehearsed.
+    """
+    return {
+        "device": plan.cluster.device.name,
+        "devices": plan.cluster.devices,
+        "per_node": plan.cluster.per_node,
+        "parameters": plan.model.parameters,
+        "batch_size": plan.batch_size,
+        "steps": plan.steps,
+        "seq_len": plan.model.seq_len,
+        "fitting": len(plan.result.forecasts),
+        "too_large": plan.result.too_large,
+        "layouts": layout_results(best, rehearsals),
+    }
+
+
+def layout_results(
+    best: Sequence[Forecast], rehearsals: Sequence[Mapping[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """The layouts that are told, as JSON values."""
+    return [
+        {
+            "layout": asdict(forecast.layout),
+            "memory_bytes": forecast.memory.total,
+            "step_seconds": forecast.time.total,
+            "tokens_per_second": forecast.tokens_per_second,
+            "mfu": forecast.mfu,
+            "bubble": forecast.bubble,
+            "exposed": forecast.exposed,
+            "hours": forecast.hours,
+            "cost": forecast.cost,
+            "memory": asdict(forecast.memory),
+            "time": asdict(forecast.time),
+            "why_not": forecast.why_slower(best[0]),
+            "rehearsed": rehearsed,
+        }
+        for forecast, rehearsed in zip(best, rehearsals, strict=True)
+    ]
+
+
+def terms_lines(forecast: Forecast) -> list[str]:
+    """Every term of a layout's memory and time."""
+    return [
+        f"\n{forecast.layout}\n\nmemory, GiB",
+        *(
+            f"  {name:<18}{value / _GIB:9.3f}  {_TERMS[name]}"
+            for name, value in asdict(forecast.memory).items()
+        ),
+        "\ntime, seconds a step",
+        *(
+            f"  {name:<18}{value:9.4f}  {_TERMS[name]}"
+            for name, value in asdict(forecast.time).items()
+        ),
+    ]

@@ -62,7 +62,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
 
             return sweep_schema()
         case "cluster":
-            from elastrata.planner.cluster_config import cluster_schema
+            from elastrata.planner.cluster import cluster_schema
 
             return cluster_schema()
 

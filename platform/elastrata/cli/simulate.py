@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
     from elastrata.planner.cluster import Cluster
     from elastrata.recipe.recipe import Recipe
-    from elastrata.simulation.recovery import RecoverySeconds
-    from elastrata.simulation.run import Conditions
-    from elastrata.simulation.simulate import IntervalSweep, Prices, Simulation
+    from elastrata.simulation.simulate import (
+        Conditions,
+        IntervalSweep,
+        Prices,
+        RecoverySeconds,
+        Simulation,
+    )
     from elastrata.simulation.trace import Event
 
 
 _DAY = 86_400.0
-TimeImbalance = Mapping[str, float]
-"""Of a step on all workers: as the recipe has it, with equal hands, dealt by speed."""
 
 
 def simulate(
@@ -36,7 +38,7 @@ def simulate(
         str,
         typer.Option(
             metavar="NxDEVICE|FILE",
-            help="Such as 64xA100-80GB or 8xA100+16xT4, or a file: a worker a device.",
+            help="Such as 64xA100-80GB, or a file: a worker for each device.",
         ),
     ] = "8xA100-80GB",
     step_seconds: Annotated[
@@ -45,7 +47,7 @@ def simulate(
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="CSV: seconds,event,workers[,device]. Default: drawn."),
+        typer.Option(metavar="FILE", help="CSV: seconds,event,workers. Default: drawn."),
     ] = None,
     lost_per_hour: Annotated[float, typer.Option(min=0, help="Of each worker.")] = 0.01,
     with_notice: Annotated[
@@ -70,20 +72,19 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
-    from elastrata.planner.cluster import read_kinds
+    from elastrata.planner.cluster import read_cluster
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.length import in_steps
     from elastrata.simulation import simulate as simulation
-    from elastrata.simulation.recovery import RecoverySeconds, read_recovery
+    from elastrata.simulation.simulate import RecoverySeconds, read_recovery
     from elastrata.simulation.trace import Rates, drawn_events, read_trace
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
-    kinds = read_kinds(cluster)
-    names = [kind.device.name for kind in kinds] if len(kinds) > 1 else []
+    where = read_cluster(cluster)
     seconds_by_fault = read_recovery(recovery) if recovery else RecoverySeconds()
-    given = read_trace(trace, names) if trace else None
-    at, imbalance = _conditions(loaded, kinds, step_seconds, seconds_by_fault)
+    given = read_trace(trace) if trace else None
+    at = _conditions(loaded, where, step_seconds, seconds_by_fault)
     rates = Rates(
         lost_per_hour=lost_per_hour,
         with_notice=with_notice,
@@ -94,11 +95,9 @@ def simulate(
     def events() -> Iterable[Event]:
         return given or drawn_events(at.workers_max, rates, seconds=days * _DAY, seed=seed)
 
-    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(kinds))
+    simulated = simulation.simulate(at, events, seconds=days * _DAY, prices=_prices(where))
     tried = simulation.sweep(at, events, seconds=days * _DAY) if intervals else None
     show_simulation(console, simulated, at.steps)
-    if names:
-        show_imbalance(console, imbalance)
     if tried is not None:
         show_sweep(console, tried)
     elif intervals:
@@ -109,52 +108,41 @@ def simulate(
         workers_over_time(simulated.outcome.sizes, simulated.outcome.seconds, plot)
         console.print(f"\nplot {plot}", markup=False)
     if json:
-        print_json_line({"recipe": recipe, **simulation_result(simulated, tried, imbalance)})
+        print_json_line({"recipe": recipe, **simulation_result(simulated, tried)})
 
 
 def _conditions(
-    recipe: Recipe,
-    kinds: Sequence[Cluster],
-    seconds: float | None,
-    seconds_by_fault: RecoverySeconds,
-) -> tuple[Conditions, TimeImbalance]:
-    """The conditions of a run that has a worker for every device, and the time imbalance of its
-    steps."""
+    recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
+) -> Conditions:
+    """Return the conditions of a run that has a worker for every device."""
     from elastrata.core.workload import model_spec
     from elastrata.recipe.data_spec import data_spec
     from elastrata.recipe.length import as_if_full
-    from elastrata.simulation.pace import given_pace, planned_pace, step_seconds, time_imbalance
-    from elastrata.simulation.simulate import conditions
+    from elastrata.simulation.simulate import Pace, conditions, planned_pace, step_seconds
 
     spec = data_spec(recipe)
     recipe = as_if_full(recipe, spec.seq_len)
     if seconds is None:
-        pace, group = planned_pace(recipe, kinds)
+        pace, group = planned_pace(recipe, cluster)
     else:
-        pace, group = given_pace(seconds, kinds), recipe.parallel.group_size
-    at = conditions(
+        pace = Pace(worker_seconds=seconds * cluster.devices, fixed_seconds=0.0)
+        group = recipe.parallel.group_size
+    return conditions(
         recipe,
         step_seconds(recipe, pace, group=group),
         seconds_by_fault,
         parameters=model_spec(recipe.workload, spec.vocabulary, spec.seq_len).parameters,
-        workers=tuple(kind.devices for kind in kinds),
+        workers=cluster.devices,
         group=group,
     )
-    by_hands = {
-        name: time_imbalance(recipe, pace, group=group, is_equal=is_equal)(at.all_workers)
-        for name, is_equal in (("as_dealt", None), ("equal_hands", True), ("by_speed", False))
-    }
-    return at, by_hands
 
 
-def _prices(kinds: Sequence[Cluster]) -> Prices | None:
+def _prices(cluster: Cluster) -> Prices | None:
     from elastrata.simulation.simulate import Prices
 
-    on_demand = [kind.price for kind in kinds if kind.price is not None]
-    spot = [kind.spot_price for kind in kinds if kind.spot_price is not None]
-    if len(on_demand) + len(spot) < 2 * len(kinds):
+    if cluster.price is None or cluster.spot_price is None:
         return None
-    return Prices(on_demand=tuple(on_demand), spot=tuple(spot))
+    return Prices(on_demand=cluster.price, spot=cluster.spot_price)
 
 
 def show_simulation(console: Console, simulation: Simulation, steps: int) -> None:
@@ -183,16 +171,6 @@ def show_simulation(console: Console, simulation: Simulation, steps: int) -> Non
         console.print(f"{name:<13}{value}", markup=False)
 
 
-def show_imbalance(console: Console, imbalance: TimeImbalance) -> None:
-    """How much longer the slowest worker computes than all would together."""
-    console.print(
-        f"{'imbalance':<13}{imbalance['as_dealt']:.3f} of time on all workers: "
-        f"{imbalance['equal_hands']:.3f} with equal hands, {imbalance['by_speed']:.3f} dealt by "
-        "speed (workers.speeds)",
-        markup=False,
-    )
-
-
 def show_sweep(console: Console, sweep: IntervalSweep) -> None:
     """The goodput by interval, beside the formulas."""
     console.print(
@@ -205,9 +183,7 @@ def show_sweep(console: Console, sweep: IntervalSweep) -> None:
         console.print(f"  {interval:>9,}  {goodput:.3%}")
 
 
-def simulation_result(
-    simulation: Simulation, sweep: IntervalSweep | None, imbalance: TimeImbalance
-) -> dict[str, Any]:
+def simulation_result(simulation: Simulation, sweep: IntervalSweep | None) -> dict[str, Any]:
     """The simulation as JSON values."""
     outcome = asdict(simulation.outcome)
     outcome.pop("sizes")
@@ -217,7 +193,6 @@ def simulation_result(
         "undisturbed_seconds": simulation.undisturbed_seconds,
         "cost": simulation.cost,
         "cost_on_demand": simulation.cost_on_demand,
-        "time_imbalance": imbalance,
         "intervals": None if sweep is None else asdict(sweep),
     }
 

@@ -1,22 +1,25 @@
-"""The choice that `auto` stands for: all that may be chosen, the best of it by the plan, and its
-correction by what steps measure."""
+"""The choice that `auto` stands for: all candidates, the best by the plan, and what corrects it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.parallelize import GradientSync
+from elastrata.core.parallelize import GradientSync, ParallelConfig, sync_at_first
 from elastrata.core.recomputation import Recomputation
-from elastrata.planner.block import Machine
 from elastrata.planner.cluster import Cluster
+from elastrata.planner.devices import device_like
 from elastrata.planner.layout import MOST_SAMPLES, Layout
 from elastrata.planner.memory import memory
+from elastrata.planner.operations import Machine
+from elastrata.planner.plan import machine_of
 from elastrata.planner.step_time import step_time
+from elastrata.recipe.phase import PhaseKeys
+from elastrata.recipe.recipe import Recipe
 
 _EQUALLY_FAST = 1.01
 """Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows
@@ -218,3 +221,198 @@ class Correction:
         if not self.has_measured:
             return choices.smallest
         return choices.best(lambda choice: self.fits(choices, choice))
+
+
+JointChoice = tuple[Choice, ...]
+"""Of each kind."""
+
+
+def best_together(kinds: Sequence[Choices], fits: Callable[[int, Choice], bool]) -> JointChoice:
+    """The fastest that fit. Where a kind has room for none, all save as much memory as there is to
+    be saved together, and each has micro-batches as large as it has room for.
+
+    Args:
+        kinds: all that each may choose; some that go together.
+        fits: whether the kind of that number has room for a choice.
+    """
+    if found := fastest_together(kinds, fits):
+        return found
+    smallest = smallest_together(kinds)
+    assert smallest is not None, "no choices that go together"
+    return tuple(
+        _alike_one(kind, one).best(partial(fits, number))
+        for number, (kind, one) in enumerate(zip(kinds, smallest, strict=True))
+    )
+
+
+def fastest_together(
+    kinds: Sequence[Choices], fits: Callable[[int, Choice], bool]
+) -> JointChoice | None:
+    """The choices with which the kind that takes longest takes least; None where a kind has room
+    for none that goes with those of the others.
+
+    Args:
+        kinds: all that each may choose.
+        fits: whether the kind of that number has room for a choice.
+    """
+    if len(kinds) == 1:
+        only = partial(fits, 0)
+        return (kinds[0].best(only),) if any(map(only, kinds[0].all)) else None
+    found = [
+        tuple(kind.best(partial(fits, number)) for number, kind in enumerate(alike))
+        for alike in _alike(kinds)
+        if all(any(fits(n, choice) for choice in kind.all) for n, kind in enumerate(alike))
+    ]
+    return min(found, key=partial(_seconds, kinds), default=None)
+
+
+def smallest_together(kinds: Sequence[Choices]) -> JointChoice | None:
+    """The choices that need least memory of the kind that needs most; None where there are none
+    that go together."""
+    if len(kinds) == 1:
+        return (kinds[0].smallest,) if kinds[0].all else None
+    found = [tuple(kind.smallest for kind in alike) for alike in _alike(kinds)]
+    return min(found, key=partial(_bytes, kinds), default=None)
+
+
+def _alike(kinds: Sequence[Choices]) -> Iterator[list[Choices]]:
+    """By what is computed again and when gradients are summed: what each kind may choose then."""
+    for policy, sync in reversed(list(product(kinds[0].policies, kinds[0].syncs))):
+        alike = [replace(kind, policies=(policy,), syncs=(sync,)) for kind in kinds]
+        if all(kind.all for kind in alike):
+            yield alike
+
+
+def _alike_one(kind: Choices, choice: Choice) -> Choices:
+    """All that a kind may choose which computes the same things again as a choice, and sums at the
+    same time."""
+    way, sync = choice.activation_checkpointing, choice.gradient_sync
+    return replace(kind, policies=(way,), syncs=(sync,))
+
+
+def _seconds(kinds: Sequence[Choices], chosen: JointChoice) -> float:
+    return max(kind.seconds(choice) for kind, choice in zip(kinds, chosen, strict=True))
+
+
+def _bytes(kinds: Sequence[Choices], chosen: JointChoice) -> float:
+    return max(kind.bytes(choice) for kind, choice in zip(kinds, chosen, strict=True))
+
+
+def group_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """How a group of workers divides the model: as `rank_mesh` makes it.
+
+    Args:
+        parallel: the recipe's.
+        world_size: workers of the group, a multiple of `parallel.group_size`.
+    """
+    data = world_size // parallel.group_size
+    copies = data if parallel.replicate == "all" else parallel.replicate
+    copies = copies if data % copies == 0 else 1
+    return Layout(
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        pipeline=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
+        schedule=parallel.schedule,
+        stage_speeds=parallel.stage_speeds or (),
+        shards=data // copies,
+        copies=copies,
+        gradient_sync=sync_at_first(parallel.gradient_sync),
+        reshard=parallel.reshard_after_forward,
+    )
+
+
+def group_cluster(device_name: str, world_size: int, per_node: int) -> Cluster:
+    """The workers as the plan sees them.
+
+    Args:
+        device_name: as PyTorch has it; any CPU's is `CPU`.
+        world_size: workers of the group.
+        per_node: of them, on one node.
+    """
+    return Cluster(device=device_like(device_name), devices=world_size, per_node=per_node)
+
+
+def policies(recipe: Recipe) -> tuple[Recomputation, ...]:
+    """The values that `activation_checkpointing: auto` may have; zero bubble divides the backward
+    pass, and what `selective` keeps is there for one."""
+    if recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble":
+        return ("none", "full")
+    return ("none", "selective", "full")
+
+
+def phase_choices(
+    recipe: Recipe,
+    part: PhaseKeys,
+    model: ModelSpec,
+    sizes: Sequence[int],
+    layout: Layout,
+    cluster: Cluster,
+) -> Choices:
+    """The choices of a group for one phase; a single one where the recipe leaves nothing open.
+
+    Args:
+        recipe: that is trained.
+        part: its phase.
+        model: on samples as long as that phase's.
+        sizes: tokens that a micro-batch may have, ascending.
+        layout: of the group.
+        cluster: the group.
+    """
+    policy, sync = recipe.activation_checkpointing, recipe.parallel.gradient_sync
+    return Choices(
+        model=model,
+        cluster=cluster,
+        machine=machine_of(recipe, cluster),
+        layout=layout,
+        batch_size=part.batch_size,
+        budgets=tuple(sizes),
+        policies=policies(recipe) if policy == "auto" else (policy,),
+        syncs=("step", "micro_batch") if sync == "auto" else (sync,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomaticPlan:
+    """The plan for `auto` on a cluster. The field names are keys of `elastrata plan --json`."""
+
+    layout: str
+    """How the recipe has the devices divide the model."""
+    micro_batch_tokens: int
+    activation_checkpointing: str
+    gradient_sync: str
+    memory_bytes: float
+    fits: bool
+    """Whether that is within what a group dares to use of its devices."""
+
+
+def planned(recipe: Recipe, part: PhaseKeys, model: ModelSpec, cluster: Cluster) -> AutomaticPlan:
+    """The choice of a group on all devices of a cluster, if it measured what is planned.
+
+    Args:
+        recipe: that leaves something open.
+        part: one of its phases.
+        model: on samples as long as that phase's.
+        cluster: with a multiple of `parallel.group_size` devices.
+    """
+    layout = group_layout(recipe.parallel, cluster.devices)
+    tokens = part.micro_batch_tokens
+    choices = phase_choices(
+        recipe,
+        part,
+        model,
+        budgets(model.seq_len, part.batch_size) if tokens == "auto" else (tokens,),
+        layout,
+        cluster,
+    )
+    usable = USABLE * cluster.device.memory_bytes
+    best = choices.best(lambda choice: choices.bytes(choice) <= usable)
+    needed = choices.bytes(best)
+    return AutomaticPlan(
+        layout=layout.division,
+        micro_batch_tokens=best.micro_batch_tokens,
+        activation_checkpointing=best.activation_checkpointing,
+        gradient_sync=best.gradient_sync,
+        memory_bytes=needed,
+        fits=needed <= usable,
+    )

@@ -1,31 +1,98 @@
-"""A cluster: devices in nodes, how fast groups of them talk, and how one is read."""
+"""A cluster: equal devices in equal nodes, and the file or short form that describes one."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 
 from elastrata.config import Config
-from elastrata.planner.cluster_config import (
-    MOST_DEVICES,
-    MOST_KINDS,
-    ClusterConfig,
-    KindConfig,
-    MixedConfig,
-)
-from elastrata.planner.devices import device_named
-from elastrata.planner.hardware import Device
+from elastrata.core.device import Peak
+from elastrata.planner.devices import NAMES, Device, device_named
+from elastrata.recipe.json_schema import DRAFT
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import parse_yaml, read_text
 from elastrata_pipelines.errors import UserError
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+MOST_DEVICES = 1_000_000
+_GBIT = 1e9 / 8
+
+
+def _in_any_case(names: Iterable[str]) -> str:
+    """A pattern for these names, in upper or lower case: JSON Schema has no flag for it."""
+    letters = [[f"[{c}{c.lower()}]" if c.isalpha() else c for c in name] for name in names]
+    return f"^({'|'.join(''.join(name) for name in letters)})$"
+
+
+_DEVICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"enum": list(NAMES)}, {"type": "string", "pattern": _in_any_case(NAMES)}]
+}
+DeviceName = Annotated[str, WithJsonSchema(_DEVICE_SCHEMA)]
+Count = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+Amount = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class ClusterConfig(Config):
+    """Equal devices in equal nodes, and what an hour of them costs."""
+
+    model_config = ConfigDict(strict=True)
+
+    device: DeviceName
+    """The kind of each, in upper or lower case."""
+    devices: Count
+    """How many there are in all."""
+    per_node: Count | None = None
+    """Devices in a node. Default: as machines with that device usually have."""
+    network_gbit: Amount | None = None
+    """Gbit/s of each device, each way, to other nodes. Default: as machines with that device
+    usually have."""
+    link_gb_per_second: Amount | None = None
+    """GB/s of each device, each way, inside its node. Default: the data sheet's."""
+    memory_gb: Amount | None = None
+    """GB of each device. Default: what PyTorch sees of the data sheet's."""
+    peak_tflops: Amount | None = None
+    """TFLOP/s of dense matrix products of each device. Default: the data sheet's."""
+    price: Amount | None = None
+    """A device for an hour, in whatever currency. Default: no cost is computed."""
+    spot_price: Amount | None = None
+    """Likewise, where it may be taken away."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        try:
+            return device_named(name).name
+        except UserError as error:
+            # The place and the value stand in front of it.
+            raise ValueError(error.problems[0].removeprefix(f"{name}: ")) from None
+
+    def described(self) -> Device:
+        """Return the device, with what the file says of it in place of its data sheet."""
+        sheet = device_named(self.device)
+        return replace(
+            sheet,
+            memory_bytes=_times(self.memory_gb, 1e9, sheet.memory_bytes),
+            peak=Peak(_times(self.peak_tflops, 1e12, sheet.peak_flops), sheet.peak.dtype),
+            link=_times(self.link_gb_per_second, 1e9, sheet.link),
+            network=_times(self.network_gbit, _GBIT, sheet.network),
+        )
+
+
+def _times(amount: float | None, unit: float, default: float) -> float:
+    return default if amount is None else amount * unit
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The schema of a cluster file as `elastrata plan` reads it."""
+    return {"$schema": DRAFT, "title": "Elastrata cluster", **ClusterConfig.model_json_schema()}
+
+
 _SHORT = re.compile(r"(\d{1,12})\s*[xX*]\s*([^\s+]+)")
 
 
@@ -62,31 +129,13 @@ class Cluster:
 
 
 def read_cluster(text: str) -> Cluster:
-    """A cluster of one kind of device, from a short form such as `128xA100-80GB`, or from a YAML
-    file.
-
-    Raises:
-        UserError: one line per mistake; or there are several kinds.
-    """
-    kinds = read_kinds(text)
-    if len(kinds) > 1:
-        raise UserError(
-            f"--cluster: {text}: {len(kinds)} kinds of devices: expected one here; `elastrata "
-            "plan` takes several"
-        )
-    return kinds[0]
-
-
-def read_kinds(text: str) -> tuple[Cluster, ...]:
-    """The kinds of devices of a cluster, from a short form such as `8xA100-80GB+16xT4`, or from a
-    YAML file: each is a cluster by itself, with nodes of its own.
+    """Return the cluster of a short form such as `128xA100-80GB`, or of a YAML file.
 
     Raises:
         UserError: one line per mistake.
     """
-    if all(short := [_SHORT.fullmatch(part.strip()) for part in text.split("+")]):
-        kinds = [(int(found[1]), device_named_in(text, found[2])) for found in short if found]
-        return _once_each(text, [_cluster(*kind) for kind in kinds])
+    if found := _SHORT.fullmatch(text.strip()):
+        return _cluster(int(found[1]), _device_named_in(text, found[2]))
     if not os.path.lexists(text):
         raise UserError(
             f"--cluster: {text}: no such file; expected one, or a number of devices such as "
@@ -95,61 +144,29 @@ def read_kinds(text: str) -> tuple[Cluster, ...]:
     return _read(text)
 
 
-def device_named_in(where: str, name: str) -> Device:
-    """Looks up a device, and says where a mistake is.
-
-    Raises:
-        UserError: there is no such device.
-    """
+def _device_named_in(where: str, name: str) -> Device:
     try:
         return device_named(name)
     except UserError as error:
         raise UserError(f"{where}: device: {error.problems[0]}") from None
 
 
-def _read(path: str) -> tuple[Cluster, ...]:
+def _read(path: str) -> Cluster:
     values = parse_yaml(read_text(Path(path), path), path)
     if not isinstance(values, dict):
         keys = ", ".join(ClusterConfig.model_fields)
         raise UserError(f"{path}: expected keys with values: {keys}")
     if isinstance(values.get("devices"), list):
-        mixed = _checked(path, values, MixedConfig)
-        return _once_each(path, [_of(kind, kind.count) for kind in mixed.devices])
-    config = _checked(path, values, ClusterConfig)
-    return (_of(config, config.devices),)
-
-
-def _once_each(where: str, kinds: list[Cluster]) -> tuple[Cluster, ...]:
-    """The kinds.
-
-    Raises:
-        UserError: one of them is there twice, or there are too many devices.
-    """
-    names = [kind.device.name for kind in kinds]
-    problems = [
-        f"{where}: devices: {name}: {names.count(name)} times: expected each kind once"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    if (count := sum(kind.devices for kind in kinds)) > MOST_DEVICES:
-        problems.append(f"{where}: {count} devices: expected at most {MOST_DEVICES:,}")
-    if len(kinds) > MOST_KINDS:
-        problems.append(f"{where}: {len(kinds)} kinds of devices: expected at most {MOST_KINDS}")
-    if problems:
-        raise UserError(*problems)
-    return tuple(kinds)
-
-
-def _checked(path: str, values: dict[str, Any], config: type[AnyConfig]) -> AnyConfig:
+        raise UserError(
+            f"{path}: devices: a list: expected the number of devices of one kind; plan each kind "
+            "in a file of its own"
+        )
     try:
-        return config.model_validate(values)
+        config = ClusterConfig.model_validate(values)
     except ValidationError as error:
         text = RecipeText(file=path, name="", values=values)
-        raise UserError(*recipe_problems(error, config, text)) from None
-
-
-def _of(config: ClusterConfig | KindConfig, count: int) -> Cluster:
-    cluster = _cluster(count, config.described(config.device), config.per_node)
+        raise UserError(*recipe_problems(error, ClusterConfig, text)) from None
+    cluster = _cluster(config.devices, config.described(), config.per_node)
     return replace(cluster, price=config.price, spot_price=config.spot_price)
 
 

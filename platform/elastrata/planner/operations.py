@@ -1,16 +1,16 @@
-"""Seconds of single operations on a cluster: kernels by their shapes, messages by size and link.
-
-Messages go around rings, as NCCL has them for large ones: of n devices each sends (n - 1) / n of
-the bytes for a gather or a scatter, twice that for a sum that all get (Patarasu and Yuan 2009).
-"""
+"""Seconds of kernels and messages: single ones, those of a block and of the head."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 
+from elastrata.core.model_spec import ModelSpec
+from elastrata.core.recomputation import Recomputation
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.hardware import Device, Efficiency
+from elastrata.planner.devices import Device, Efficiency
+from elastrata.planner.stack import FP32_BYTES, Stack
 
 _FILLING = 128
 """Products along the inner dimension that a tile takes to get going and to be written: the depth
@@ -126,3 +126,174 @@ def neighbour_seconds(
         rate = cluster.device.network * efficiency.network
     sent = efficiency.message_seconds + num_bytes / tensor / rate
     return sent + gather_seconds(cluster, efficiency, num_bytes, tensor, 1)
+
+
+_FLASH_BACKWARD = 2.5
+"""Matrix products of flash attention's backward pass over those of its forward pass: five, of which
+one computes the scores again, over two (arXiv 2307.08691, section 3)."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds forward and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, and how a training system uses it."""
+
+    device: Device
+    efficiency: Efficiency
+    stack: Stack
+
+    @cached_property
+    def messages(self) -> Efficiency:
+        """Efficiency with the shares of the links that the system reaches."""
+        link = self.efficiency.link * self.stack.link_factor
+        network = self.efficiency.network * self.stack.network_factor
+        return replace(self.efficiency, link=link, network=network)
+
+
+@lru_cache(maxsize=4096)
+def block_passes(
+    model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
+) -> Passes:
+    """Seconds of a block without its messages."""
+    linear = _linear(model, machine, samples, tensor)
+    attention = _attention(model, machine, samples, tensor)
+    elementwise = _elementwise(model, machine, samples, tensor, sequence)
+    parts = (linear, attention, elementwise)
+    return Passes(sum(p.forward for p in parts), sum(p.backward for p in parts))
+
+
+@lru_cache(maxsize=4096)
+def again_seconds(
+    model: ModelSpec,
+    machine: Machine,
+    samples: int,
+    tensor: int,
+    sequence: bool,
+    checkpointing: Recomputation,
+) -> float:
+    """Seconds of recomputation: of the forward pass; `selective` keeps attention's
+    result and every second matrix product: key, output and, where the feed-forward has three, its
+    second are left."""
+    if checkpointing == "none":
+        return 0.0
+    if checkpointing == "full":
+        return block_passes(model, machine, samples, tensor, sequence).forward
+    left = model.hidden * (model.kv_width + model.hidden)
+    left += model.hidden * model.feed_forward if model.gated else 0
+    products = _linear(model, machine, samples, tensor).forward * left / model.block_matrices
+    return products + _elementwise(model, machine, samples, tensor, sequence).forward
+
+
+@lru_cache(maxsize=4096)
+def head_passes(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
+    """Seconds of logits and loss. Per logit the loss reads and writes, over both passes, fp32 four
+    times and the logit itself twice."""
+    tokens = max(1, round(samples * model.seq_len * model.predicted))
+    columns = -(-model.vocabulary // tensor)
+    product = _product(machine, tokens, columns, model.hidden)
+    element = machine.stack.element_bytes
+    logits = tokens * (model.vocabulary if machine.stack.whole_logits else columns)
+    loss = traffic_seconds(machine.device, machine.efficiency, logits * (2 * FP32_BYTES + element))
+    return Passes(product.forward + loss, product.backward + loss)
+
+
+def _product(machine: Machine, rows: int, columns: int, inner: int) -> Passes:
+    """A linear layer: forward one product, backward one for the input and one for the weight."""
+
+    def seconds(*shape: int) -> float:
+        a, b, c = shape
+        return matmul_seconds(
+            machine.device, machine.efficiency, (a, b, c), machine.stack.element_bytes
+        )
+
+    return Passes(
+        seconds(rows, columns, inner), seconds(rows, inner, columns) + seconds(inner, columns, rows)
+    )
+
+
+def _linear(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
+    tokens = samples * model.seq_len
+    wide = (2 if model.gated else 1) * model.feed_forward
+    products = [
+        _product(machine, tokens, -(-(model.hidden + 2 * model.kv_width) // tensor), model.hidden),
+        _product(machine, tokens, model.hidden, -(-model.hidden // tensor)),
+        _product(machine, tokens, -(-wide // tensor), model.hidden),
+        _product(machine, tokens, model.hidden, -(-model.feed_forward // tensor)),
+    ]
+    return Passes(sum(p.forward for p in products), sum(p.backward for p in products))
+
+
+def _attention(model: ModelSpec, machine: Machine, samples: int, tensor: int) -> Passes:
+    """Scores and their products with the values."""
+    length, width = model.seq_len, model.hidden // model.heads
+    count = samples * -(-model.heads // tensor)
+    if machine.stack.flash:
+        flops = 4 * count * length * width * model.mean_context
+        forward = flops / (machine.device.peak_flops * machine.efficiency.attention)
+        return Passes(forward, _FLASH_BACKWARD * forward)
+
+    def seconds(*shape: int) -> float:
+        a, b, c = shape
+        return matmul_seconds(
+            machine.device, machine.efficiency, (a, b, c), machine.stack.element_bytes, count
+        )
+
+    scores, values = seconds(length, length, width), seconds(length, width, length)
+    # Backward: for scores the gradients of query and key, for values those of both factors.
+    return Passes(scores + values, 2 * values + scores + seconds(width, length, length))
+
+
+def _elementwise(
+    model: ModelSpec, machine: Machine, samples: int, tensor: int, sequence: bool
+) -> Passes:
+    """Seconds of reading and writing between the matrix products, counted in bytes per token.
+
+    Norms and residuals are computed by every tensor-parallel device for all tokens, unless these
+    are divided, too.
+    """
+    stack, h, e = machine.stack, model.hidden, machine.stack.element_bytes
+    mask = 1 if stack.dropout else 0
+    # Two norms (read, write), two residual additions (read twice, write; the mask of dropout).
+    shared = 2 * 2 * e * h + 2 * (3 * e + mask) * h
+    # Norms read the gradient as well; gradients of the two branches are added up.
+    shared_backward = 2 * 3 * e * h + 2 * 3 * e * h + 2 * mask * (2 * e + 1) * h
+    own, own_backward = _own_traffic(model, stack)
+    parts = tensor if sequence else 1
+    tokens = samples * model.seq_len
+
+    def seconds(num_bytes: float) -> float:
+        return traffic_seconds(machine.device, machine.efficiency, tokens * num_bytes)
+
+    return Passes(
+        seconds(shared / parts + own / tensor),
+        seconds(shared_backward / parts + own_backward / tensor),
+    )
+
+
+def _own_traffic(model: ModelSpec, stack: Stack) -> tuple[float, float]:
+    """Bytes per token, forward and backward, of what tensor-parallel devices divide."""
+    e, f = stack.element_bytes, model.feed_forward
+    if model.gated:
+        numbers, backward = (3, 5) if stack.fused else (5, 8)
+    else:
+        numbers, backward = 2, 3
+    own, own_backward = numbers * e * f, backward * e * f
+    if model.position_rows == 0:
+        turned = 2 * e * (model.hidden + model.kv_width)
+        own, own_backward = own + turned, own_backward + turned
+    if model.qk_norm:  # read and written; backward the gradient is read, too
+        normed = e * (model.hidden + model.kv_width)
+        own, own_backward = own + 2 * normed, own_backward + 3 * normed
+    if not stack.flash:
+        scores = model.heads * model.seq_len
+        dropped = 2 * e + 1 if stack.dropout else 0
+        own += scores * (2 * e + dropped)
+        own_backward += scores * (3 * e + dropped)
+    return own, own_backward

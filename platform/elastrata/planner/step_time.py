@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.planner.block import (
+from elastrata.planner.cluster import Cluster
+from elastrata.planner.layout import Layout
+from elastrata.planner.memory import blocks_of_stages
+from elastrata.planner.operations import (
     Machine,
     Passes,
     again_seconds,
     block_passes,
-    head_passes,
-)
-from elastrata.planner.cluster import Cluster
-from elastrata.planner.layout import Layout
-from elastrata.planner.operations import (
     gather_seconds,
+    head_passes,
     neighbour_seconds,
     sum_seconds,
     traffic_seconds,
 )
-from elastrata.planner.stage import blocks_of_stages
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the

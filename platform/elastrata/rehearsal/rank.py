@@ -20,8 +20,8 @@ from elastrata.core.optimizer import build_optimizer
 from elastrata.core.sharding import local
 from elastrata.core.step import total_weights
 from elastrata.core.workload import Planned
+from elastrata.planner.choice import group_layout
 from elastrata.planner.cluster import Cluster
-from elastrata.planner.group import group_layout
 from elastrata.planner.memory import memory
 from elastrata.planner.plan import machine_of
 from elastrata.recipe.data_spec import DataSpec

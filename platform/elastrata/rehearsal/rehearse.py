@@ -11,11 +11,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastrata.core.workload import Planned, model_spec
+from elastrata.planner.choice import group_layout, planned
 from elastrata.planner.cluster import Cluster, read_cluster
-from elastrata.planner.group import group_layout, planned
-from elastrata.planner.memory import fullest
+from elastrata.planner.memory import blocks_of_stages, fullest
 from elastrata.planner.plan import machine_of
-from elastrata.planner.stage import blocks_of_stages
 from elastrata.recipe.data_spec import data_spec
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import full_part, in_steps

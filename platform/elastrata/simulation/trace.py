@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from elastrata_pipelines.storage import write_whole
 Kind = Literal["join", "lose", "drain", "kill", "driver"]
 KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "kill", "driver")
 _HOUR = 3600.0
-_COLUMNS, _DEVICE = ("seconds", "event", "workers"), "device"
+_COLUMNS = ("seconds", "event", "workers")
 _WORKERS = re.compile(r"0*[1-9][0-9]{0,5}")
 _MOST_BYTES, _MOST_PROBLEMS, _SHOWN = 2**26, 100, 60
 
@@ -34,8 +34,6 @@ class Event:
     processes are gone, their machines are there. driver: the driver is gone, whatever the
     number."""
     workers: int = 1
-    device: int = 0
-    """The number of their kind of device, where a cluster has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +49,8 @@ class Rates:
     driver_lost_per_hour: float = 0.0
 
 
-def read_trace(path: str, devices: Sequence[str] = ()) -> list[Event]:
-    """Events from a CSV file with the columns seconds, event and workers, in order of time; where a
-    cluster has several kinds of devices, a fourth one says which kind.
-
-    Args:
-        path: of the file.
-        devices: names of the kinds; none: there is one.
+def read_trace(path: str) -> list[Event]:
+    """Read events from a CSV file with the columns seconds, event and workers, in order of time.
 
     Raises:
         UserError: it cannot be read; or one line for each line that is wrong.
@@ -68,33 +61,29 @@ def read_trace(path: str, devices: Sequence[str] = ()) -> list[Event]:
         for number, line in enumerate(lines, start=1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
-    columns = (*_COLUMNS, *([_DEVICE] if devices else []))
-    if numbered and tuple(cell.strip() for cell in numbered[0][1].split(",")) == columns:
+    if numbered and tuple(cell.strip() for cell in numbered[0][1].split(",")) == _COLUMNS:
         numbered = numbered[1:]
     events, problems, before = list[Event](), list[str](), 0.0
     for number, line in numbered:
         cells = [cell.strip() for cell in line.split(",")]
-        problem = _problem(cells, before, devices)
+        problem = _problem(cells, before)
         if problem:
             problems.append(f"{path}:{number}: {problem}")
             if len(problems) == _MOST_PROBLEMS:
                 break
             continue
         before = float(cells[0])
-        number = devices.index(cells[3]) if devices else 0
-        events.append(Event(before, _kind(cells[1]), int(cells[2]), number))
+        events.append(Event(before, _kind(cells[1]), int(cells[2])))
     if problems:
         raise UserError(*problems)
     if not events:
-        such = f"0,join,8,{devices[0]}" if devices else "0,join,8"
-        raise UserError(f"--trace: {path}: no events: expected lines such as {such}")
+        raise UserError(f"--trace: {path}: no events: expected lines such as 0,join,8")
     return events
 
 
-def _problem(cells: list[str], before: float, devices: Sequence[str]) -> str:
-    columns = (*_COLUMNS, *([_DEVICE] if devices else []))
-    if len(cells) != len(columns):
-        return f"{len(cells)} values: expected {','.join(columns)}"
+def _problem(cells: list[str], before: float) -> str:
+    if len(cells) != len(_COLUMNS):
+        return f"{len(cells)} values: expected {','.join(_COLUMNS)}"
     try:
         seconds = float(cells[0])
     except ValueError:
@@ -107,9 +96,6 @@ def _problem(cells: list[str], before: float, devices: Sequence[str]) -> str:
         return f"event: {_short(cells[1])}: expected {', '.join(KINDS)}{close}"
     if not _WORKERS.fullmatch(cells[2]):
         return f"workers: {_short(cells[2])}: expected a whole number above 0 and below a million"
-    if devices and cells[3] not in devices:
-        close = nearest(cells[3][:_SHOWN], devices)
-        return f"device: {_short(cells[3])}: expected {', '.join(devices)}{close}"
     return ""
 
 
@@ -121,47 +107,37 @@ def _kind(text: str) -> Kind:
     return next(kind for kind in KINDS if kind == text)
 
 
-def drawn_events(
-    workers: Sequence[int], rates: Rates, *, seconds: float, seed: int
-) -> Iterator[Event]:
-    """All workers at the start, then losses and returns, each at exponential times.
+def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
+    """Draw events: all workers at the start, then losses and returns at exponential times.
 
     Args:
-        workers: of each kind of device, that are wanted, and there at the start.
+        workers: that are wanted, and there at the start.
         rates: how often they go, and how long they are away.
         seconds: until when.
         seed: of the draws.
     """
     draw = np.random.default_rng(seed)
-    yield from (Event(0.0, "join", count, kind) for kind, count in enumerate(workers))
-    coming: list[tuple[float, int]] = []
-    there, now = list(workers), 0.0
+    yield Event(0.0, "join", workers)
+    coming: list[float] = []
+    there, now = workers, 0.0
     driver = _next(draw, 0.0, rates.driver_lost_per_hour)
-    going = _next(draw, 0.0, sum(there) * rates.lost_per_hour)
-    while (now := min(going, driver, coming[0][0] if coming else np.inf)) <= seconds:
-        if coming and now == coming[0][0]:
-            _, kind = heapq.heappop(coming)
-            there[kind] += 1
-            yield Event(now, "join", 1, kind)
+    going = _next(draw, 0.0, there * rates.lost_per_hour)
+    while (now := min(going, driver, coming[0] if coming else np.inf)) <= seconds:
+        if coming and now == coming[0]:
+            heapq.heappop(coming)
+            there += 1
+            yield Event(now, "join", 1)
         elif now == driver:
             yield Event(now, "driver")
             driver = _next(draw, now, rates.driver_lost_per_hour)
             continue
         else:
-            kind = _any_of(draw, there)
-            there[kind] -= 1
-            heapq.heappush(coming, (now + draw.exponential(rates.hours_away * _HOUR), kind))
-            yield Event(now, "drain" if draw.random() < rates.with_notice else "lose", 1, kind)
+            there -= 1
+            heapq.heappush(coming, now + draw.exponential(rates.hours_away * _HOUR))
+            yield Event(now, "drain" if draw.random() < rates.with_notice else "lose", 1)
         # Exponential times have no memory: the next loss may be drawn anew whenever the number of
         # workers changes.
-        going = _next(draw, now, sum(there) * rates.lost_per_hour)
-
-
-def _any_of(draw: np.random.Generator, there: Sequence[int]) -> int:
-    """The kind of one of all workers, each as likely as any other."""
-    if len(there) == 1:
-        return 0
-    return int(np.searchsorted(np.cumsum(there), draw.integers(sum(there)), side="right"))
+        going = _next(draw, now, there * rates.lost_per_hour)
 
 
 def _next(draw: np.random.Generator, now: float, per_hour: float) -> float:

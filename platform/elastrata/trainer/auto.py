@@ -19,8 +19,14 @@ from elastrata.core.device import peak_memory_bytes
 from elastrata.core.events import Chosen, RanOut
 from elastrata.core.parallelize import GradientSync
 from elastrata.core.recomputation import Recomputation
-from elastrata.planner.choice import USABLE, Choices, Correction
-from elastrata.planner.joint_choice import JointChoice, best_together, smallest_together
+from elastrata.planner.choice import (
+    USABLE,
+    Choices,
+    Correction,
+    JointChoice,
+    best_together,
+    smallest_together,
+)
 from elastrata.trainer.known_choices import KnownChoices
 from elastrata.trainer.out_of_memory import ran_out, refuse_what_never_fits, without, words
 from elastrata_pipelines.payload import RankStep

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastrata.planner.choice import Choice, Choices
-from elastrata.planner.joint_choice import JointChoice
+from elastrata.planner.choice import Choice, Choices, JointChoice
 
 _CHOSEN = "chosen"
 """The key of `Commit.extra`."""

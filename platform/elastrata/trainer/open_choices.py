@@ -12,8 +12,7 @@ from elastrata.core.device import device_name, memory_of_worker
 from elastrata.core.parallelize import GradientSync
 from elastrata.core.recomputation import Recomputation, way_at_first
 from elastrata.core.workload import model_spec
-from elastrata.planner.choice import Choices
-from elastrata.planner.group import group_cluster, group_layout, phase_choices
+from elastrata.planner.choice import Choices, group_cluster, group_layout, phase_choices
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.auto import Automatic, PhaseChoices

@@ -12,8 +12,16 @@ import torch.distributed as dist
 from elastrata.core.device import current_device, device_name, memory_of_worker
 from elastrata.core.events import RanOut
 from elastrata.core.workload import Planned, model_spec
-from elastrata.planner.choice import USABLE, Choice, Choices, budgets
-from elastrata.planner.group import group_cluster, group_layout, phase_choices, policies
+from elastrata.planner.choice import (
+    USABLE,
+    Choice,
+    Choices,
+    budgets,
+    group_cluster,
+    group_layout,
+    phase_choices,
+    policies,
+)
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.errors import UserError
