@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
-from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
 

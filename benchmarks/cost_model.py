@@ -33,7 +33,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.deal import pairs_within
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
+from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
 
 Floats = npt.NDArray[np.float64]
 

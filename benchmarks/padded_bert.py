@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import elastrata_workloads.unpadded.self_attention as self_attention
+import elastrata_workloads.unpadded.attention as self_attention
 from elastrata.bench.samples import read_histogram
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
-from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.kernel import Kernel
+from elastrata_workloads.unpadded.shapes import Kernel
 
 Attention = Callable[..., Tensor]
 """As `elastrata_workloads.unpadded.attention`; these two know one kernel, and no

@@ -51,7 +51,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
-from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
+from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
 
 STEPS, WARM_UP, BATCH_SIZE, ROUNDS = 8, 2, 16, 3
 RIVALS = {

@@ -158,7 +158,7 @@ def _last_hidden(model: LanguageModel) -> torch.Tensor:
 
 def test_perplexity_is_that_of_the_workloads_loss(model: LanguageModel, folder: Path) -> None:
     """On a text of two and a half samples, the end of the text included."""
-    from elastrata_workloads.gpt.load import from_transformers
+    from elastrata_workloads.gpt import from_transformers
 
     gpt, state = from_transformers(folder)
     vocabulary = model.tokenizer.vocabulary()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from elastrata_workloads.unpadded.divided_embedding import DividedEmbedding
+from elastrata_workloads.unpadded.tensor_parallel import DividedEmbedding
 
 ROWS, SIZE, TOKENS = 12, 4, 50
 

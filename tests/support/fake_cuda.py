@@ -24,7 +24,7 @@ import pytest
 _MODULES = (
     "elastrata.rehearsal.rehearse",
     "elastrata_workloads.bert.parallel",
-    "elastrata_workloads.unpadded.stack_plan",
+    "elastrata_workloads.unpadded.stack",
     "torch.distributed.pipelining",
 )
 """Forks have made these imports, which take a core seconds."""

@@ -38,7 +38,7 @@ MODULES = (
     "elastrata.launch.launch",
     "elastrata.cluster.worker",
     "elastrata_workloads.bert.parallel",
-    "elastrata_workloads.unpadded.stack_plan",
+    "elastrata_workloads.unpadded.stack",
 )
 
 _FIRST_JOB = "01000000"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from elastrata_workloads.unpadded.logits import cross_entropy, of_ids
+from elastrata_workloads.unpadded.loss import cross_entropy, of_ids
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.kernel import has_varlen
+from elastrata_workloads.unpadded.shapes import has_varlen
 from support.synthetic import tiny_recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -23,7 +23,7 @@ from transformers import (
 
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
-from elastrata_workloads.gpt.load import from_transformers
+from elastrata_workloads.gpt import from_transformers
 
 # fp32 sums taken in another order: a few units in the last place of logits of size about 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -8,13 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
+from elastrata_workloads.modernbert.hf import counterpart, from_config, to_config, unsupported
 from elastrata_workloads.modernbert.model import ModernBertModel
-from elastrata_workloads.modernbert.transformers_modernbert import (
-    counterpart,
-    from_config,
-    to_config,
-    unsupported,
-)
 
 MIXED = (70, 70, 41, 25, 24, 9, 9, 5, 4, 1)
 """With 4 tokens to each side: in blocks, at once with a mask, and with every token in reach."""

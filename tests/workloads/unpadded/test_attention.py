@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.kernel import shares_heads
+from elastrata_workloads.unpadded.shapes import shares_heads
 
 LENGTHS = (6, 6, 1, 4)
 SEGMENTS = Segments(torch.tensor([0, 6, 12, 13, 17], dtype=torch.int32), LENGTHS, 8)

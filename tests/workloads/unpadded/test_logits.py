@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata_workloads.unpadded import logits as logits_module
-from elastrata_workloads.unpadded.logits import cross_entropy, of_ids
+from elastrata_workloads.unpadded import loss as logits_module
+from elastrata_workloads.unpadded.loss import cross_entropy, of_ids
 from support.live_bytes import LiveBytes
 from support.logits_ranks import Found, divided_cross_entropy
 from support.ranks import run_fresh_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastrata_workloads.unpadded.rotary import rotated
+from elastrata_workloads.unpadded.attention import rotated
 
 
 def _product(query: torch.Tensor, key: torch.Tensor, places: tuple[int, int]) -> torch.Tensor:

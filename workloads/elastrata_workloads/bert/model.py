@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastrata_workloads.bert.batch import BertBatch
+from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.bert.shape import BertShape
+from elastrata_workloads.unpadded.attention import SelfAttention
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout, layer_keys
-from elastrata_workloads.unpadded.logits import of_ids
-from elastrata_workloads.unpadded.self_attention import SelfAttention
+from elastrata_workloads.unpadded.loss import of_ids
 
 
 class BertModel(nn.Module):

@@ -1,4 +1,4 @@
-"""BERT's objective: masked language modelling, and next-sentence prediction where wanted."""
+"""BERT's batch and objective: masked language modelling, and next-sentence prediction."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from elastrata.core.workload import Loss, Metric
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.bert.batch import BertBatch
-from elastrata_workloads.unpadded import predictions
-from elastrata_workloads.unpadded.logits import cross_entropy
-from elastrata_workloads.unpadded.masked_lm import masked
-from elastrata_workloads.unpadded.masking import Ints, MaskingRule
+from elastrata_workloads.unpadded.batch import UnpaddedBatch
+from elastrata_workloads.unpadded.loss import cross_entropy, prediction_loss, terms_of
+from elastrata_workloads.unpadded.masked_lm import Ints, MaskingRule, masked
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertBatch(UnpaddedBatch):
+    """N samples, their masked tokens replaced in `input_ids`; the targets are what stood there."""
+
+    token_types: Tensor | None
+    """Pairs only, shape [T], int64: 0 in the first sentence, 1 in the second."""
+    sample_starts: Tensor | None
+    """Next-sentence prediction only, shape [N], int64: index of each sample's first token."""
+    not_next: Tensor | None
+    """Next-sentence prediction only, shape [N], int64: 1 where the second does not follow."""
+
+    @property
+    @override
+    def _per_token(self) -> tuple[str, ...]:
+        return (*super()._per_token, "token_types")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +51,7 @@ class Objective:
         Raises:
             ValueError: no mask token, or next-sentence prediction without pairs.
         """
-        terms = predictions.terms_of("mlm", self.z_loss)
+        terms = terms_of("mlm", self.z_loss)
         batch = masked(rows, vocabulary, seed, self.masking, dropout=self.dropout, terms=terms)
         weights = batch.weights
         if self.next_sentence:
@@ -66,7 +82,7 @@ def loss(logits: Tensor, next_logits: Tensor | None, batch: BertBatch, z_loss: f
         batch: what `logits` were computed from.
         z_loss: coefficient of the squared logarithm of each masked token's sum of exponentials.
     """
-    masked_tokens = predictions.loss("mlm", logits, batch, z_loss)
+    masked_tokens = prediction_loss("mlm", logits, batch, z_loss)
     if next_logits is None or batch.not_next is None:
         return masked_tokens
     nsp = cross_entropy(next_logits, batch.not_next)

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from elastrata_workloads.bert.batch import BertBatch
 from elastrata_workloads.bert.model import BertModel, Trunk, logits
+from elastrata_workloads.bert.objective import BertBatch
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded.dropout import layer_keys
 from elastrata_workloads.unpadded.tensor_parallel import (

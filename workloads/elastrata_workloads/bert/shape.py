@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata_workloads.unpadded.kernel import Kernel
-from elastrata_workloads.unpadded.norm import NormShape
-from elastrata_workloads.unpadded.shapes import AttentionShape
+from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, NormShape
 
 _TOKEN_TYPES = 2
 

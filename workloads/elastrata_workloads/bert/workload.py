@@ -18,12 +18,11 @@ from elastrata.core.workload import ExportedAs, Loss
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.bert import transformers_bert
-from elastrata_workloads.bert.batch import BertBatch
-from elastrata_workloads.bert.objective import Objective, loss
+from elastrata_workloads.bert import hf
+from elastrata_workloads.bert.objective import BertBatch, Objective, loss
 from elastrata_workloads.bert.shape import BertShape
-from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
-from elastrata_workloads.unpadded.sizes import Small
+from elastrata_workloads.unpadded.masked_lm import MaskedTransformer
+from elastrata_workloads.unpadded.workload import Small
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,13 +72,13 @@ class Bert(MaskedTransformer):
         """
         if config.model_type != "bert":
             return None
-        if lacking := transformers_bert.unsupported(config):
+        if lacking := hf.unsupported(config):
             raise UserError(f"workload bert has no {', '.join(lacking)}")
-        return transformers_bert.from_config(config)
+        return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
         """Where its parameters lie in transformers' BERT."""
-        return transformers_bert.counterpart(next_sentence=self.next_sentence)
+        return hf.counterpart(next_sentence=self.next_sentence)
 
     @override
     def problems(self, manifest: Manifest) -> list[str]:
@@ -163,7 +162,7 @@ class Bert(MaskedTransformer):
     ) -> None:
         """Writes a folder that transformers loads."""
         # Imported here: training does without safetensors.
-        from elastrata_workloads.bert.export import export
+        from elastrata_workloads.bert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)
 

@@ -1,5 +1,5 @@
 """GPT: next-token pre-training of a decoder, in the styles of GPT-2 and Llama."""
 
-from elastrata_workloads.gpt.workload import Gpt
+from elastrata_workloads.gpt.workload import Gpt, from_transformers
 
-__all__ = ["Gpt"]
+__all__ = ["Gpt", "from_transformers"]

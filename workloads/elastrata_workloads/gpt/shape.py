@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata_workloads.unpadded.kernel import Kernel
-from elastrata_workloads.unpadded.norm import Norm, NormShape
-from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape
+from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape, Kernel, Norm, NormShape
 
 Positions = Literal["learned", "rotary"]
 Activation = Literal["gelu", "swiglu"]

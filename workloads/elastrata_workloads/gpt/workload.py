@@ -17,20 +17,20 @@ from elastrata.core.workload import ExportedAs
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.gpt.families import FAMILIES, family_of
+from elastrata_workloads.gpt.hf import FAMILIES, family_of
 from elastrata_workloads.gpt.objective import collate
 from elastrata_workloads.gpt.shape import Activation, GptShape, Positions
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
-from elastrata_workloads.unpadded.norm import Norm
-from elastrata_workloads.unpadded.predictions import terms_of
-from elastrata_workloads.unpadded.sizes import (
+from elastrata_workloads.unpadded.loss import terms_of
+from elastrata_workloads.unpadded.shapes import Norm
+from elastrata_workloads.unpadded.workload import (
     Heads,
     Small,
+    UnpaddedTransformer,
     Width,
     check_divides,
     check_head_is_even,
 )
-from elastrata_workloads.unpadded.workload import UnpaddedTransformer
 
 if TYPE_CHECKING:
     from elastrata_workloads.gpt.model import GptModel
@@ -195,7 +195,7 @@ class Gpt(UnpaddedTransformer):
             UserError: the model is neither in GPT-2's style nor in Llama's or Qwen3's.
         """
         # Imported here: training does without safetensors.
-        from elastrata_workloads.gpt.export import export
+        from elastrata_workloads.gpt.hf import export
 
         export(self.shape(vocabulary.size), state, tokenizer, path, form)
 
@@ -240,3 +240,31 @@ class Gpt(UnpaddedTransformer):
             return super().inner_size
         size = 8 * self.hidden_size // 3
         return size + -size % _GATED_MULTIPLE
+
+
+def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
+    """Reads a folder that transformers' `save_pretrained` or `elastrata export` has written.
+
+    Args:
+        folder: with config.json and weights of GPT2LMHeadModel, LlamaForCausalLM or
+            Qwen3ForCausalLM.
+
+    Returns:
+        The workload, and the state dict for its model with as many ids as the folder's model has.
+
+    Raises:
+        UserError: the folder holds another kind of model, or one with a part that ours lacks.
+    """
+    # Imported here: it takes seconds, and workers never import models.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(folder)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UserError(f"{folder}: a {config.model_type}: expected {', '.join(FAMILIES)}")
+    if lacking := family.unsupported(config):
+        raise UserError(f"{folder}: workload gpt has no {', '.join(lacking)}")
+    workload = Gpt.model_validate(family.from_config(config))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    table = family.counterpart(workload.shape(config.vocab_size))
+    return workload, table.to_ours(table.origins, model.state_dict())

@@ -17,13 +17,12 @@ from elastrata.core.workload import ExportedAs
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
-from elastrata_workloads.modernbert import transformers_modernbert
+from elastrata_workloads.modernbert import hf
 from elastrata_workloads.modernbert.shape import ModernBertShape
 from elastrata_workloads.unpadded.batch import UnpaddedBatch
-from elastrata_workloads.unpadded.masked_lm import masked
-from elastrata_workloads.unpadded.masked_workload import MaskedTransformer
-from elastrata_workloads.unpadded.predictions import terms_of
-from elastrata_workloads.unpadded.sizes import Layers, Small, Width, check_head_is_even
+from elastrata_workloads.unpadded.loss import terms_of
+from elastrata_workloads.unpadded.masked_lm import MaskedTransformer, masked
+from elastrata_workloads.unpadded.workload import Layers, Small, Width, check_head_is_even
 
 if TYPE_CHECKING:
     from elastrata_workloads.modernbert.model import ModernBertModel
@@ -88,13 +87,13 @@ class ModernBert(MaskedTransformer):
         """
         if config.model_type != "modernbert":
             return None
-        if lacking := transformers_modernbert.unsupported(config):
+        if lacking := hf.unsupported(config):
             raise UserError(f"workload modernbert has no {', '.join(lacking)}")
-        return transformers_modernbert.from_config(config)
+        return hf.from_config(config)
 
     def counterpart(self, vocabulary: Vocabulary) -> Counterpart:
         """Where its parameters lie in transformers' ModernBERT."""
-        return transformers_modernbert.counterpart(self.shape(vocabulary))
+        return hf.counterpart(self.shape(vocabulary))
 
     def build_model(self, vocabulary: Vocabulary, seq_len: int) -> ModernBertModel:
         """A plain, unsharded model on the current device, drawn from torch's current generator."""
@@ -131,7 +130,7 @@ class ModernBert(MaskedTransformer):
     ) -> None:
         """Writes a folder that transformers' `ModernBertForMaskedLM.from_pretrained` loads."""
         # Imported here: training does without safetensors.
-        from elastrata_workloads.modernbert.export import export
+        from elastrata_workloads.modernbert.hf import export
 
         export(self.shape(vocabulary), state, tokenizer, path, form)
 

@@ -1,7 +1,6 @@
-"""Attention over segments laid end to end, without padding.
+"""Self-attention: projections to heads, rotary positions, and the attention between tokens.
 
-T: tokens of the micro-batch; H: heads; K: heads of key and value, a divisor of H; D: size of a
-head; G: segments.
+Shapes: T tokens of the micro-batch, H heads, K heads of key and value, D = E / H, E hidden size.
 """
 
 from __future__ import annotations
@@ -9,13 +8,35 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from typing_extensions import override
 
 from elastrata_workloads.unpadded.batch import Segments
-from elastrata_workloads.unpadded.kernel import Kernel, has_varlen, shares_heads
-from elastrata_workloads.unpadded.runs import by_runs, compiled_by_runs
-from elastrata_workloads.unpadded.windows import sees_all
+from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, has_varlen, shares_heads
+from elastrata_workloads.unpadded.windows import by_runs, compiled_by_runs, sees_all
+
+
+def rotated(heads: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turns every head by angles that grow with the position (Su et al. 2021, arXiv 2104.09864).
+
+    Feature i of the first half of a head and feature i of the second half are turned as a pair, by
+    position * base^(-2 i / D): transformers' layout of weights. In fp32, as bf16 could not tell
+    neighbouring positions apart.
+
+    Args:
+        heads: shape [T, H, D], D even.
+        positions: shape [T], int64: place of each token in its segment.
+        base: the slowest pair takes about 2 pi * base positions to turn once.
+    """
+    size = heads.shape[-1]
+    exponents = torch.arange(0, size, 2, device=heads.device, dtype=torch.float32) / size
+    angles = (positions[:, None] * (1.0 / base**exponents))[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(heads.dtype)
+
 
 _SHARES_HEADS = shares_heads(varlen_attn)
 
@@ -111,3 +132,57 @@ def _for_each_head(query: Tensor, shared: Tensor) -> Tensor:
 
 def _capability(query: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+
+
+class SelfAttention(nn.Module):
+    """Projections to query, key and value, and the attention between them."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.key = nn.Linear(shape.hidden_size, shape.kv_width, bias=shape.bias)
+        self.value = nn.Linear(shape.hidden_size, shape.kv_width, bias=shape.bias)
+        norm = shape.head_norm
+        self.query_norm = norm.over(shape.head_size) if norm else None
+        self.key_norm = norm.over(shape.head_size) if norm else None
+
+    def forward(
+        self, hidden: Tensor, segments: Segments, positions: Tensor | None = None
+    ) -> Tensor:
+        """Shape [T, E] to [T, E]; positions of shape [T] where queries and keys are turned."""
+        # -1: under tensor parallelism a rank holds some of the heads only.
+        heads = (-1, self.shape.head_size)
+        query = self.query(hidden).unflatten(-1, heads)
+        key = self.key(hidden).unflatten(-1, heads)
+        value = self.value(hidden).unflatten(-1, heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.shape.rotary_base is not None and positions is not None:
+            query = rotated(query, positions, self.shape.rotary_base)
+            key = rotated(key, positions, self.shape.rotary_base)
+        attended = attention(
+            query,
+            key,
+            value,
+            segments,
+            self.shape.kernel,
+            causal=self.shape.causal,
+            window=self.shape.window,
+        )
+        return attended.flatten(-2)
+
+
+class ProjectedAttention(SelfAttention):
+    """Self-attention with its output projection."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+
+    @override
+    def forward(
+        self, hidden: Tensor, segments: Segments, positions: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.output(super().forward(hidden, segments, positions))
+        return out

@@ -1,16 +1,147 @@
-"""Masked language modelling (Devlin et al. 2019): some tokens are replaced, and predicted."""
+"""Masked language modelling: the masked tokens, the batch, and the base of its workloads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, ClassVar
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from typing_extensions import override
 
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.sample_rng import SampleRng
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler, unpadded
-from elastrata_workloads.unpadded.masking import MaskingRule, choose, replace, tables
+from elastrata_workloads.unpadded.workload import UnpaddedTransformer
+
+Ints = npt.NDArray[np.int64]
+
+MASKED = 0.8
+RANDOM = 0.1
+"""Shares of the predicted tokens that become the mask token and a random one; the rest stay."""
+
+_CHOICE, _REPLACEMENT = 1, 2
+_SCORE_BITS = np.uint64(40)
+_LOW = np.uint64(2**32 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingRule:
+    """How many tokens are masked."""
+
+    probability: float
+    """Share of the maskable tokens of each sample."""
+    whole_word: bool
+    """Whether the pieces of a word are masked together."""
+    max_predictions: int | None
+    """Most masked tokens per sample."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Properties of ids, by id."""
+
+    maskable: npt.NDArray[np.bool_]
+    continues: npt.NDArray[np.bool_]
+    replacements: Ints
+    """The ids that may replace a token."""
+
+
+@lru_cache(maxsize=16)
+def tables(vocabulary: Vocabulary) -> Tables:
+    """The vocabulary's properties as arrays, made once."""
+    maskable = np.ones(vocabulary.size, dtype=np.bool_)
+    maskable[list(vocabulary.special_ids)] = False
+    continues = np.zeros(vocabulary.size, dtype=np.bool_)
+    continues[list(vocabulary.continuation_ids)] = True
+    return Tables(maskable, continues, np.flatnonzero(maskable))
+
+
+def choose(rows: Rows, starts: Ints, table: Tables, rule: MaskingRule, rng: SampleRng) -> Ints:
+    """The tokens to predict, ascending indices into the T tokens of `rows`.
+
+    As in Devlin et al. 2019, each sample has round(probability x maskable tokens) of them, and at
+    least one. Whole words are taken in random order while more than half of the next one still
+    fits, so that the expected count is the same.
+
+    Args:
+        rows: the samples.
+        starts: first tokens of samples and documents, ascending; no word runs across them.
+        table: the vocabulary's properties.
+        rule: how many to choose.
+        rng: the samples' randomness.
+    """
+    candidates = np.flatnonzero(table.maskable[rows.tokens])
+    if not candidates.size:
+        return candidates
+    samples = np.repeat(np.arange(len(rows)), rows.lengths)[candidates]
+    counts = np.bincount(samples, minlength=len(rows))
+    targets = np.maximum(1, np.rint(rule.probability * counts).astype(np.int64))
+    cap = len(candidates) if rule.max_predictions is None else rule.max_predictions
+    scores = rng.hashes(_CHOICE)
+    if not rule.whole_word:
+        order = _by_score(samples, scores[candidates])
+        return np.sort(candidates[order[_place(counts) < np.minimum(targets, cap)[samples]]])
+    firsts = _word_firsts(rows, starts, candidates, table)
+    return _choose_words(candidates, samples, firsts, scores[candidates[firsts]], targets, cap)
+
+
+def replace(tokens: Ints, predicted: Ints, mask_id: int, table: Tables, rng: SampleRng) -> None:
+    """Replaces the predicted tokens in place: 80% by the mask, 10% by a random token, 10% not."""
+    draws = rng.hashes(_REPLACEMENT)[predicted]
+    shares = (draws >> np.uint64(32)).astype(np.float64) * 2.0**-32
+    picks = ((draws & _LOW) * np.uint64(len(table.replacements))) >> np.uint64(32)
+    new = np.where(shares < MASKED, mask_id, table.replacements[picks.astype(np.int64)])
+    replaced = shares < MASKED + RANDOM
+    tokens[predicted[replaced]] = new[replaced]
+
+
+def _by_score(samples: Ints, scores: npt.NDArray[np.uint64]) -> Ints:
+    """Sorts by sample, then by score: one key, since a two-key sort is several times slower."""
+    keys = (samples.astype(np.uint64) << _SCORE_BITS) | (scores >> (np.uint64(64) - _SCORE_BITS))
+    return np.argsort(keys, kind="stable")
+
+
+def _place(counts: Ints) -> Ints:
+    """0, 1, 2... within each group of `counts` neighbours."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _word_firsts(rows: Rows, starts: Ints, candidates: Ints, table: Tables) -> Ints:
+    """Indices into the candidates at which words begin, shape [U]."""
+    begins = ~table.continues[rows.tokens]
+    begins[starts] = True
+    # After a token that is never masked (CLS, SEP) no word can be running on.
+    begins[1:] |= ~table.maskable[rows.tokens[:-1]]
+    return np.flatnonzero(begins[candidates])
+
+
+def _choose_words(
+    candidates: Ints,
+    samples: Ints,
+    firsts: Ints,
+    scores: npt.NDArray[np.uint64],
+    targets: Ints,
+    cap: int,
+) -> Ints:
+    sizes = np.diff(np.append(firsts, len(candidates)))
+    word_samples = samples[firsts]
+    order = _by_score(word_samples, scores)
+    sizes, word_samples, firsts = sizes[order], word_samples[order], firsts[order]
+    before = np.cumsum(sizes) - sizes
+    bases = np.append(0, np.cumsum(np.bincount(samples)))
+    before -= bases[word_samples]
+    taken = (2 * before + sizes <= 2 * targets[word_samples]) | (before == 0)
+    before, sizes, firsts = before[taken], sizes[taken], firsts[taken]
+    within = _place(sizes)
+    chosen = np.repeat(firsts, sizes) + within
+    fits = np.repeat(before, sizes) + within < cap
+    return np.sort(candidates[chosen[fits]])
+
 
 _DROPOUT = 3
 
@@ -71,3 +202,30 @@ def unmaskable(name: str, manifest: Manifest) -> list[str]:
     if vocabulary.size <= len(set(vocabulary.special_ids)):
         lines.append(f"workload: {name} needs tokens to mask; this data set has special ids only")
     return lines
+
+
+class MaskedTransformer(UnpaddedTransformer):
+    """An unpadded transformer that predicts masked tokens."""
+
+    predicts: ClassVar = "mlm"
+
+    mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of each sample's maskable tokens to predict; at least one token."""
+    max_predictions: Annotated[int, Field(gt=0, le=2**24)] | None = None
+    """Most predictions per sample; default: no limit."""
+    whole_word: bool = False
+    """Whether all pieces of a word are masked together."""
+
+    @property
+    def masking(self) -> MaskingRule:
+        """How many tokens are masked."""
+        return MaskingRule(
+            probability=self.mask_probability,
+            whole_word=self.whole_word,
+            max_predictions=self.max_predictions,
+        )
+
+    @override
+    def problems(self, manifest: Manifest) -> list[str]:
+        """One line per reason why its model cannot train on that data set; empty if it can."""
+        return [*unmaskable(self.name, manifest), *self.too_long(manifest)]

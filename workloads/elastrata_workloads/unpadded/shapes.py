@@ -1,13 +1,96 @@
-"""The numbers that fix a block and its self-attention; without torch's compiler, so that drivers
-can know them."""
+"""The numbers that fix a norm, a self-attention and a block, and the kernels of attention.
+
+Imports nothing of torch's compiler, so that drivers can read these shapes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Literal
 
-from elastrata_workloads.unpadded.feed_forward import Activation, is_gated
-from elastrata_workloads.unpadded.kernel import Kernel
-from elastrata_workloads.unpadded.norm import NormShape
+import torch
+from torch import nn
+
+from elastrata.core.device import DeviceCapabilities
+
+Activation = Literal["gelu", "gelu_tanh", "geglu", "swiglu"]
+Kernel = Literal["auto", "varlen", "dense"]
+
+_LEAST_CAPABILITY = (8, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether the feed-forward has a third matrix, whose outputs the others are multiplied by."""
+    return activation.endswith("glu")
+
+
+def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
+    """Whether flash attention takes tensors of that type on such a device.
+
+    Args:
+        capability: compute capability of the GPU; None: no GPU.
+        dtype: of query, key and value.
+    """
+    return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
+
+
+def interrupts_graphs(
+    kernel: Kernel, capability: tuple[int, int] | None, dtype: torch.dtype
+) -> bool:
+    """Whether attention is no part of a compiled graph: the dense one of GPUs."""
+    is_dense = kernel == "dense" or not has_varlen(capability, dtype)
+    return capability is not None and is_dense
+
+
+def shares_heads(varlen_attn: Callable[..., object]) -> bool:
+    """Whether torch's varlen attention takes fewer heads of key and value than of query; before
+    torch 2.12 it does not."""
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
+    """A line where a recipe's `workload.attention` asks for a kernel that is not there.
+
+    Args:
+        kernel: that it asks for.
+        capabilities: of the machine.
+        dtype: of query, key and value.
+    """
+    if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
+        return []
+    lacks = has_varlen(capabilities.capability, torch.bfloat16)
+    where = "fp32" if lacks else capabilities.device
+    return [
+        f"workload.attention: varlen: there is none for {where}; dense instead, one call per "
+        "run of samples of equal length"
+    ]
+
+
+Norm = Literal["layer", "rms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormShape:
+    """LayerNorm, or RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), which has no bias."""
+
+    kind: Norm = "layer"
+    eps: float
+    """Added to variances, or mean squares, before the square root."""
+    bias: bool = True
+    """Whether a LayerNorm has one."""
+
+    def over(self, size: int) -> nn.LayerNorm | nn.RMSNorm:
+        """A norm over so many features."""
+        if self.kind == "rms":
+            return nn.RMSNorm(size, eps=self.eps)
+        return nn.LayerNorm(size, eps=self.eps, bias=self.bias)
+
+    def numbers(self, size: int) -> int:
+        """Parameters of a norm over so many features."""
+        return size * (2 if self.kind == "layer" and self.bias else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

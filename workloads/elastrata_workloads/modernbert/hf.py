@@ -1,12 +1,17 @@
-"""ModernBERT as transformers has it: its configuration and its weights, to and from ours."""
+"""ModernBERT in the format of transformers: its configuration, its parameters, and its folder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from elastrata.core.counterpart import Counterpart, Origin
+from elastrata.core.weight_files import WeightForm
 from elastrata_workloads.modernbert.shape import ModernBertShape
-from elastrata_workloads.unpadded.origins import in_blocks, of_parameters
+from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _TOKENS = "model.embeddings.tok_embeddings"
@@ -112,3 +117,42 @@ def _global_every(types: list[str]) -> int:
     """The distance of the first two global layers; all layers where there is one."""
     places = [number for number, kind in enumerate(types) if kind == _GLOBAL]
     return places[1] - places[0] if len(places) > 1 else len(types)
+
+
+_ROWS_PER_ID = ("embeddings.tokens.weight", "head.bias")
+_SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+
+
+def export(
+    shape: ModernBertShape,
+    state: Mapping[str, Tensor],
+    tokenizer: Path | None,
+    path: Path,
+    form: WeightForm,
+) -> None:
+    """Writes config.json, the weights and the tokenizer's files. The decoder's weight is not in the
+    file: transformers ties it to the token embedding, as this model does.
+
+    Args:
+        shape: the model's shape.
+        state: the model's full state dict; each tensor is asked for once.
+        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+        path: the folder to write; made where it is missing.
+        form: of the weights.
+    """
+    # Imported here: it takes seconds, and workers never export.
+    from transformers import AutoTokenizer, ModernBertConfig
+
+    special: dict[str, Any] = dict.fromkeys(_SPECIAL)
+    if tokenizer is not None:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        special = {name: getattr(loaded, name) for name in special}
+    make_config: Any = ModernBertConfig
+    config = make_config(
+        architectures=["ModernBertForMaskedLM"],
+        dtype=form.dtype_name,
+        **special,
+        **to_config(shape),
+    )
+    weights = counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
+    write_folder(path, [config], weights, tokenizer, form)

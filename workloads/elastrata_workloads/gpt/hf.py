@@ -1,0 +1,390 @@
+"""GPT in the formats of transformers: its configurations, its parameters, and its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from elastrata.core.counterpart import Counterpart, Origin
+from elastrata.core.weight_files import WeightForm
+from elastrata_pipelines.errors import UserError
+from elastrata_workloads.gpt.shape import GptShape
+from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
+
+
+class Family(Protocol):
+    """A model of transformers that a GPT may be written as and read from."""
+
+    architecture: ClassVar[str]
+    config_class: ClassVar[str]
+
+    @staticmethod
+    def differences(shape: GptShape) -> list[str]:
+        """Return the recipe keys with values that it cannot have; empty: the shape is one."""
+
+    @staticmethod
+    def to_config(shape: GptShape) -> dict[str, Any]:
+        """Return the arguments of `config_class`."""
+
+    @staticmethod
+    def from_config(config: Any) -> dict[str, Any]:
+        """Return the settings of the workload `gpt` for a configuration."""
+
+    @staticmethod
+    def unsupported(config: Any) -> list[str]:
+        """Return what a configuration asks for and our model lacks; empty: it has all."""
+
+    @staticmethod
+    def counterpart(shape: GptShape) -> Counterpart:
+        """Return the names of our parameters in it."""
+
+
+_GPT2_TOKENS, _GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
+_GPT2_QKV = ("query", "key", "value")
+_GPT2_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.output": "attn.c_proj",
+    "feed_forward_norm": "ln_2",
+    "feed_forward.up": "mlp.c_fc",
+    "feed_forward.down": "mlp.c_proj",
+}
+"""Names within a block: ours and theirs."""
+
+
+class Gpt2(Family):
+    """GPT-2: transposed matrices, and query, key and value as one."""
+
+    architecture, config_class = "GPT2LMHeadModel", "GPT2Config"
+
+    @staticmethod
+    def differences(shape: GptShape) -> list[str]:
+        """Recipe keys with values that GPT-2 cannot have; empty: the shape is a GPT-2."""
+        differs_in = {
+            "positions: rotary": shape.positions != "learned",
+            "activation: swiglu": shape.activation != "gelu",
+            "norm: rms": shape.norm != "layer",
+            "qk_norm: true": shape.qk_norm,
+            "num_kv_heads": shape.num_kv_heads != shape.num_heads,
+        }
+        return [key for key, differs in differs_in.items() if differs]
+
+    @staticmethod
+    def to_config(shape: GptShape) -> dict[str, Any]:
+        """The arguments of transformers' GPT2Config."""
+        return {
+            "vocab_size": shape.num_ids,
+            "n_positions": shape.max_positions,
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.num_layers,
+            "n_head": shape.num_heads,
+            "n_inner": shape.intermediate_size,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": shape.norm_eps,
+            "initializer_range": shape.initializer_range,
+            "resid_pdrop": shape.dropout,
+            "embd_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": shape.tied_embeddings,
+        }
+
+    @staticmethod
+    def from_config(config: Any) -> dict[str, Any]:
+        """Return the settings of the workload `gpt` for a GPT2Config.
+
+        It does not say whether all of its biases are zeros.
+        """
+        return {
+            "hidden_size": config.n_embd,
+            "num_layers": config.n_layer,
+            "num_heads": config.n_head,
+            "num_kv_heads": config.n_head,
+            "intermediate_size": config.n_inner or 4 * config.n_embd,
+            "max_positions": config.n_positions,
+            "positions": "learned",
+            "activation": "gelu",
+            "norm": "layer",
+            "norm_eps": config.layer_norm_epsilon,
+            "tied_embeddings": config.tie_word_embeddings,
+            "initializer_range": config.initializer_range,
+        }
+
+    @staticmethod
+    def unsupported(config: Any) -> list[str]:
+        """Parts that a GPT2Config asks for and our model does not have; empty: it has all."""
+        lacks = {
+            f"activation_function {config.activation_function}": config.activation_function
+            not in ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights false": not config.scale_attn_weights,
+            "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+            "add_cross_attention": config.add_cross_attention,
+        }
+        return [key for key, differs in lacks.items() if differs]
+
+    @staticmethod
+    def counterpart(shape: GptShape) -> Counterpart:
+        """Where our parameters lie in it.
+
+        GPT-2 keeps its matrices transposed, query, key and value as one, and always has biases:
+        zeros if ours has none.
+        """
+        origins = {
+            "embeddings.tokens.weight": Origin(name=_GPT2_TOKENS),
+            "embeddings.positions.weight": Origin(name="transformer.wpe.weight"),
+        }
+        if not shape.tied_embeddings:
+            origins["head.weight"] = Origin(name=_GPT2_HEAD)
+        modules = {"norm": Origin(name="transformer.ln_f")}
+        modules |= in_blocks(shape.num_layers, "blocks", "transformer.h", _gpt2_block())
+        return Counterpart(
+            origins=origins | of_parameters(modules),
+            tied={_GPT2_HEAD: _GPT2_TOKENS} if shape.tied_embeddings else {},
+            fills_with_zeros=True,
+            prefix="transformer.",
+            unused=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+        )
+
+
+def _gpt2_block() -> dict[str, Origin]:
+    """The modules of a block."""
+    projections = {
+        f"attention.{name}": Origin(
+            name="attn.c_attn", transposed=True, part=number, parts=len(_GPT2_QKV)
+        )
+        for number, name in enumerate(_GPT2_QKV)
+    }
+    others = {
+        name: Origin(name=theirs, transposed=not theirs.startswith("ln"))
+        for name, theirs in _GPT2_BLOCK.items()
+    }
+    return projections | others
+
+
+_LLAMA_OUTSIDE = {
+    "embeddings.tokens": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_LLAMA_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+"""Names within a block: ours and theirs."""
+
+
+class Llama(Family):
+    """Llama: the same tensors as ours under other names."""
+
+    architecture, config_class = "LlamaForCausalLM", "LlamaConfig"
+
+    @staticmethod
+    def differences(shape: GptShape) -> list[str]:
+        """Recipe keys with values that Llama cannot have; empty: the shape is a Llama."""
+        differs_in = {
+            "positions: learned": shape.positions != "rotary",
+            "activation: gelu": shape.activation != "swiglu",
+            "norm: layer": shape.norm != "rms",
+            "qk_norm: true": shape.qk_norm,
+        }
+        return [key for key, differs in differs_in.items() if differs]
+
+    @staticmethod
+    def to_config(shape: GptShape) -> dict[str, Any]:
+        """The arguments of transformers' LlamaConfig."""
+        return {
+            "vocab_size": shape.num_ids,
+            "max_position_embeddings": shape.max_positions,
+            "hidden_size": shape.hidden_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "intermediate_size": shape.intermediate_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
+            "attention_bias": shape.bias,
+            "mlp_bias": shape.bias,
+            "initializer_range": shape.initializer_range,
+            "tie_word_embeddings": shape.tied_embeddings,
+        }
+
+    @staticmethod
+    def from_config(config: Any) -> dict[str, Any]:
+        """The settings of the workload `gpt` for a LlamaConfig."""
+        return {
+            "hidden_size": config.hidden_size,
+            "num_layers": config.num_hidden_layers,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+            "max_positions": config.max_position_embeddings,
+            "positions": "rotary",
+            "rotary_base": config.rope_parameters["rope_theta"],
+            "activation": "swiglu",
+            "norm": "rms",
+            "norm_eps": config.rms_norm_eps,
+            "bias": config.attention_bias,
+            "tied_embeddings": config.tie_word_embeddings,
+            "initializer_range": config.initializer_range,
+        }
+
+    @staticmethod
+    def unsupported(config: Any) -> list[str]:
+        """Parts that a LlamaConfig asks for and our model does not have; empty: it has all."""
+        rope_type = config.rope_parameters["rope_type"]
+        lacks = {
+            f"hidden_act {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
+            f"rope_type {rope_type}": rope_type != "default",
+            f"head_dim {config.head_dim}": config.head_dim * config.num_attention_heads
+            != config.hidden_size,
+            "attention_bias unlike mlp_bias": config.attention_bias
+            != getattr(config, "mlp_bias", False),
+        }
+        return [key for key, differs in lacks.items() if differs]
+
+    @staticmethod
+    def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
+        """Where our parameters lie in it: the same tensors under other names.
+
+        Args:
+            shape: the model's.
+            more: names within a block, ours and theirs, that Llama has not.
+        """
+        outside = {name: Origin(name=theirs) for name, theirs in _LLAMA_OUTSIDE.items()}
+        if shape.tied_embeddings:
+            del outside["head"]
+        block = {name: Origin(name=theirs) for name, theirs in {**_LLAMA_BLOCK, **more}.items()}
+        modules = outside | in_blocks(shape.num_layers, "blocks", "model.layers", block)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        return Counterpart(
+            origins=of_parameters(modules),
+            tied=tied if shape.tied_embeddings else {},
+            prefix="model.",
+            unused=(r".*\.rotary_emb\.inv_freq",),
+        )
+
+
+_QWEN3_NORMS = {
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+}
+"""Names within a block that Llama has not: ours and theirs."""
+
+
+class Qwen3(Llama):
+    """Qwen3 (Yang et al. 2025, arXiv 2505.09388): a Llama without biases whose queries and keys are
+    normalised, head by head."""
+
+    architecture, config_class = "Qwen3ForCausalLM", "Qwen3Config"
+
+    @staticmethod
+    def differences(shape: GptShape) -> list[str]:
+        """Recipe keys with values that Qwen3 cannot have; empty: the shape is a Qwen3."""
+        without_norms = [key for key in Llama.differences(shape) if not key.startswith("qk_norm")]
+        own = {"qk_norm: false": not shape.qk_norm, "bias: true": shape.bias}
+        return [*without_norms, *(key for key, differs in own.items() if differs)]
+
+    @staticmethod
+    def to_config(shape: GptShape) -> dict[str, Any]:
+        """The arguments of transformers' Qwen3Config."""
+        values = Llama.to_config(shape)
+        del values["mlp_bias"]
+        return {**values, "head_dim": shape.head_size}
+
+    @staticmethod
+    def from_config(config: Any) -> dict[str, Any]:
+        """The settings of the workload `gpt` for a Qwen3Config."""
+        return {**Llama.from_config(config), "qk_norm": True}
+
+    @staticmethod
+    def unsupported(config: Any) -> list[str]:
+        """Parts that a Qwen3Config asks for and our model does not have; empty: it has all."""
+        lacks = Llama.unsupported(config)
+        return [*lacks, "use_sliding_window"] if config.use_sliding_window else lacks
+
+    @staticmethod
+    def counterpart(
+        shape: GptShape, more: Mapping[str, str] = MappingProxyType(_QWEN3_NORMS)
+    ) -> Counterpart:
+        """Where our parameters lie in it: the same tensors under other names."""
+        return Llama.counterpart(shape, more)
+
+
+FAMILIES: Mapping[str, type[Family]] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
+"""By transformers' `model_type`."""
+_SHOWN = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
+
+
+def family_of(shape: GptShape) -> type[Family]:
+    """Return the family, one of `FAMILIES`, whose model has this shape.
+
+    Raises:
+        UserError: there is none.
+    """
+    by_family = {family: family.differences(shape) for family in FAMILIES.values()}
+    for family, differences in by_family.items():
+        if not differences:
+            return family
+    lacks = "; ".join(
+        f"{name} without {', '.join(by_family[family])}" for name, family in _SHOWN.items()
+    )
+    raise UserError(f"workload: transformers has no such model: {lacks}")
+
+
+_ROWS_PER_ID = ("embeddings.tokens.weight", "head.weight")
+_SPECIAL = ("bos_token_id", "eos_token_id")
+
+
+def export(
+    shape: GptShape,
+    state: Mapping[str, Tensor],
+    tokenizer: Path | None,
+    path: Path,
+    form: WeightForm,
+) -> None:
+    """Writes config.json, generation_config.json, the weights and the tokenizer's files.
+
+    A tied head is not in the file: transformers ties it to the token embedding, as this model does.
+
+    Args:
+        shape: the model's shape.
+        state: the model's full state dict; each tensor is asked for once.
+        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+        path: the folder to write; made where it is missing.
+        form: of the weights.
+
+    Raises:
+        UserError: transformers has no model of that shape.
+    """
+    family = family_of(shape)
+    # Imported here: it takes seconds, and workers never export.
+    import transformers
+    from transformers import AutoTokenizer, GenerationConfig
+
+    special: dict[str, Any] = dict.fromkeys(_SPECIAL)
+    if tokenizer is not None:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        special = {name: getattr(loaded, name) for name in special}
+    make_config: Any = getattr(transformers, family.config_class)
+    config = make_config(
+        architectures=[family.architecture],
+        dtype=form.dtype_name,
+        **special,
+        **family.to_config(shape),
+    )
+    # Padding is told apart by its mask; text generation warns where no id is named for it.
+    padding = {"pad_token_id": special["eos_token_id"]}
+    make_config = GenerationConfig
+    generation = make_config(**special, **padding)
+    weights = family.counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
+    write_folder(path, (config, generation), weights, tokenizer, form)

@@ -1,0 +1,99 @@
+"""Models in the format of transformers: tables of parameter names, and the folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from elastrata.core.counterpart import Origin
+from elastrata.core.weight_files import WeightForm, write_weights
+
+
+def in_blocks(
+    num_layers: int, ours: str, theirs: str, modules: Mapping[str, Origin]
+) -> dict[str, Origin]:
+    """Rows for the modules of every block, from those of one.
+
+    Args:
+        num_layers: number of blocks.
+        ours: before the number of a block, with us: `blocks`.
+        theirs: likewise with them: `model.layers`.
+        modules: of a block.
+    """
+    return {
+        f"{ours}.{layer}.{name}": replace(origin, name=f"{theirs}.{layer}.{origin.name}")
+        for layer in range(num_layers)
+        for name, origin in modules.items()
+    }
+
+
+def of_parameters(modules: Mapping[str, Origin]) -> dict[str, Origin]:
+    """The weight and the bias that every module may have. A bias is never transposed."""
+    return {
+        f"{name}.{part}": replace(
+            origin,
+            name=f"{origin.name}.{part}",
+            transposed=origin.transposed and part == "weight",
+        )
+        for name, origin in modules.items()
+        for part in ("weight", "bias")
+    }
+
+
+@dataclass(frozen=True)
+class IdRows(Mapping[str, Tensor]):
+    """A state dict whose tables of the vocabulary end with the last id. Tensors are taken from the
+    whole one when they are asked for, so that one that reads them is read but once each."""
+
+    state: Mapping[str, Tensor]
+    tables: Collection[str]
+    """Names of the tensors with a row for every id."""
+    num_ids: int
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.state[name].detach()
+        return value[: self.num_ids] if name in self.tables else value
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.state)
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self.state
+
+
+def write_folder(
+    path: Path,
+    configs: Iterable[Any],
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Path | None,
+    form: WeightForm,
+) -> None:
+    """Writes the configurations, the weights and the tokenizer's files.
+
+    Args:
+        path: the folder to write; made where it is missing.
+        configs: of transformers: the model's, and that of its generation where it has one.
+        weights: names and tensors of transformers' state dict; each is asked for once. Tied ones
+            may be left out: transformers ties them again.
+        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+        form: of the weights.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, path, dirs_exist_ok=True)
+    for config in configs:
+        config.save_pretrained(path)
+    write_weights(path, weights, form)
