@@ -20,9 +20,9 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def reference(model: GptModel) -> tuple[torch.nn.Module, object]:
     """transformers' model of the same shape, with weights of its own, and how they are mapped."""
     if model.shape.positions == "rotary":
-        family, config, kind = llama, LlamaConfig, LlamaForCausalLM
+        family, config, kind = Llama, LlamaConfig, LlamaForCausalLM
     else:
-        family, config, kind = gpt2, GPT2Config, GPT2LMHeadModel
+        family, config, kind = Gpt2, GPT2Config, GPT2LMHeadModel
     values = family.to_config(model.shape)
     return kind(config(**values, attn_implementation="eager")), family
 

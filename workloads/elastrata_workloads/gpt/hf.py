@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -14,33 +14,6 @@ from elastrata.core.weight_files import WeightForm
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
-
-
-class Family(Protocol):
-    """A model of transformers that a GPT may be written as and read from."""
-
-    architecture: ClassVar[str]
-    config_class: ClassVar[str]
-
-    @staticmethod
-    def differences(shape: GptShape) -> list[str]:
-        """Return the recipe keys with values that it cannot have; empty: the shape is one."""
-
-    @staticmethod
-    def to_config(shape: GptShape) -> dict[str, Any]:
-        """Return the arguments of `config_class`."""
-
-    @staticmethod
-    def from_config(config: Any) -> dict[str, Any]:
-        """Return the settings of the workload `gpt` for a configuration."""
-
-    @staticmethod
-    def unsupported(config: Any) -> list[str]:
-        """Return what a configuration asks for and our model lacks; empty: it has all."""
-
-    @staticmethod
-    def counterpart(shape: GptShape) -> Counterpart:
-        """Return the names of our parameters in it."""
 
 
 _GPT2_TOKENS, _GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -55,7 +28,7 @@ _GPT2_BLOCK = {
 """Names within a block: ours and theirs."""
 
 
-class Gpt2(Family):
+class Gpt2:
     """GPT-2: transposed matrices, and query, key and value as one."""
 
     architecture, config_class = "GPT2LMHeadModel", "GPT2Config"
@@ -182,7 +155,7 @@ _LLAMA_BLOCK = {
 """Names within a block: ours and theirs."""
 
 
-class Llama(Family):
+class Llama:
     """Llama: the same tensors as ours under other names."""
 
     architecture, config_class = "LlamaForCausalLM", "LlamaConfig"
@@ -320,12 +293,14 @@ class Qwen3(Llama):
         return Llama.counterpart(shape, more)
 
 
-FAMILIES: Mapping[str, type[Family]] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
+Family = type[Gpt2] | type[Llama]
+
+FAMILIES: Mapping[str, Family] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
 """By transformers' `model_type`."""
 _SHOWN = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
 
 
-def family_of(shape: GptShape) -> type[Family]:
+def family_of(shape: GptShape) -> Family:
     """Return the family, one of `FAMILIES`, whose model has this shape.
 
     Raises:
