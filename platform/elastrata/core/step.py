@@ -169,10 +169,8 @@ def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> b
 
     PyTorch's fused kernels do, by the flag that its gradient scaler sets for them.
     """
-    return (
-        device.type == "cuda"
-        and isinstance(optimizer, torch.optim.AdamW)
-        and all(group["fused"] for group in optimizer.param_groups)
+    return device.type == "cuda" and all(
+        group.get("fused", False) for group in optimizer.param_groups
     )
 
 

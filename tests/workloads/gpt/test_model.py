@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from elastrata_workloads.gpt.hf import Gpt2, Llama
 from elastrata_workloads.gpt.model import GptModel
 
 LENGTHS = (17, 17, 12, 11, 9, 9, 9, 3, 1)

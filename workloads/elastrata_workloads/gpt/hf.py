@@ -15,7 +15,6 @@ from elastrata_pipelines.errors import UserError
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
 
-
 _GPT2_TOKENS, _GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
 _GPT2_QKV = ("query", "key", "value")
 _GPT2_BLOCK = {
@@ -306,7 +305,9 @@ def family_of(shape: GptShape) -> Family:
     Raises:
         UserError: there is none.
     """
-    by_family = {family: family.differences(shape) for family in FAMILIES.values()}
+    by_family: dict[Family, list[str]] = {
+        family: family.differences(shape) for family in FAMILIES.values()
+    }
     for family, differences in by_family.items():
         if not differences:
             return family

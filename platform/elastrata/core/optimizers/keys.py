@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -72,6 +72,9 @@ def decaying_or_not(parameters: Named, rule: str, weight_decay: float) -> list[P
 
 class OptimizerKeys(Config):
     """An optimizer that keeps Adam's running means for at least some of the parameters."""
+
+    has_second_moments: ClassVar[bool] = True
+    """Whether every parameter has a running mean of its squared gradient."""
 
     name: str
     """Which optimizer; each has further keys of its own."""

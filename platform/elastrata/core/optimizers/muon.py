@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, ClassVar, Literal, overload
 
 import torch
 from pydantic import Field
@@ -44,6 +44,8 @@ class MuonConfig(OptimizerKeys):
     sqrt(max(m, n)) * lr, which makes its elements move as far as AdamW's do (Liu et al., arXiv
     2502.16982, equation 4).
     """
+
+    has_second_moments: ClassVar[bool] = False
 
     name: Literal["muon"]
     """This optimizer."""
