@@ -296,7 +296,7 @@ Family = type[Gpt2] | type[Llama]
 
 FAMILIES: Mapping[str, Family] = {"gpt2": Gpt2, "llama": Llama, "qwen3": Qwen3}
 """By transformers' `model_type`."""
-_SHOWN = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
+_SHOWN: Mapping[str, Family] = {"GPT-2": Gpt2, "Llama": Llama, "Qwen3": Qwen3}
 
 
 def family_of(shape: GptShape) -> Family:
