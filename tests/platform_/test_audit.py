@@ -86,7 +86,6 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
         "data": "checked",
         "inherited": "none",
         "parent": None,
-        "chain": "whole",
         "problems": [],
         "equal": None,
         "first_difference": None,

@@ -23,9 +23,8 @@ from elastrata.run.audit import audit, sequence_problems
 from elastrata.run.chosen import SET_ASIDE, find_commit, go_back
 from elastrata.run.evidence import check_continuation, evidence
 from elastrata.run.folder import RunIdentity, write_identity
-from elastrata.run.history import HistoryWriter
+from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.run.status import status
-from elastrata.run.succession import unwritten
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import training_data
@@ -97,25 +96,22 @@ def test_a_stray_part_is_named_and_set_aside(run: Storage) -> None:
     folder = Path(run.path("history"))
     sound = place(run)
     stray = folder / "100000-00000000.jsonl"
-    for what in ("a copy", "by hand"):
-        if what == "a copy":
-            shutil.copy(folder / "0001-00000000.jsonl", stray)
-        else:
-            write_part(stray, [started(100_000, 0)])
-        assert place(run) == sound, "an attempt in mid-run does not go by it"
-        with pytest.raises(UserError) as raised:
-            check_continuation(run, pytest.fail)
-        (line,) = raised.value.problems
-        assert line.startswith(f"{stray}: not in the chain: ")
-        assert "elastrata train ... --from 8" in line
-        assert evidence(run).history.chain.state == "broken"
-        told: list[str] = []
-        go_back(run, find_commit(run, "8"), told.append)
-        assert told[0].startswith(f"{stray}: ")
-        assert (folder / SET_ASIDE / stray.name).exists()
-        assert evidence(run).history.chain.state == "whole"
-        assert place(run) == sound
+    shutil.copy(folder / "0001-00000000.jsonl", stray)
+    assert place(run) == sound, "an attempt in mid-run does not go by it"
+    with pytest.raises(UserError) as raised:
         check_continuation(run, pytest.fail)
+    (line,) = raised.value.problems
+    assert line.startswith(f"{stray}: not of this history: a copy of 0001-00000000.jsonl")
+    assert "elastrata train ... --from 8" in line
+    (problem,) = evidence(run).problems
+    assert problem in line
+    told: list[str] = []
+    go_back(run, find_commit(run, "8"), told.append)
+    assert told[0].startswith(f"{stray}: ")
+    assert (folder / SET_ASIDE / stray.name).exists()
+    assert evidence(run).problems == ()
+    assert place(run) == sound
+    check_continuation(run, pytest.fail)
 
 
 @pytest.mark.parametrize("number", [2, 100_000])
@@ -143,7 +139,7 @@ def test_a_copy_of_part_one_in_a_history_of_old(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "history"
     shutil.copy(folder / "0001-00000000.jsonl", folder / "0002-00000000.jsonl")
     with pytest.raises(
-        UserError, match=r"0002-00000000\.jsonl: not in the chain: its lines are of"
+        UserError, match=r"0002-00000000\.jsonl: not of this history: its lines are of"
     ):
         check_continuation(run, pytest.fail)
 
@@ -156,7 +152,7 @@ def test_going_back_is_in_the_history(run: Storage) -> None:
     attempt(run, 4, 2, 6)
     assert place(run)[1] == 6
     found = evidence(run)
-    assert found.history.chain.state == "whole"
+    assert found.problems == ()
     assert [one.place for one in found.counting] == [(4, 6), (4, 4), (1, 2)]
     entries = found.history.entries
     assert sequence_problems(entries) == []
@@ -191,7 +187,7 @@ def test_a_trained_run_goes_on_from_where_it_was_told(tmp_path: Path) -> None:
                 trial.save()  # else a save that is slow puts off the next one
             trial.close()
             found = audit(run)
-            assert (found.problems, found.chain) == ((), "whole")
+            assert found.problems == ()
             losses.append([step["loss"] for step in found.steps])
     torch.set_num_threads(threads)
     assert losses[0] == losses[1]
@@ -221,17 +217,21 @@ def test_a_wrong_name_is_told_with_the_nearest(run: Storage) -> None:
         find_commit(run, "2")
 
 
-def test_the_loss_of_the_last_parts_is_noticed(run: Storage) -> None:
-    folder = Path(run.path("history"))
-    newest = sorted(path for path in folder.iterdir() if path.name.startswith("0002"))[-1]
-    (folder / "head.json").unlink()
-    newest.unlink()
-    found = evidence(run)
-    assert found.history.chain.state == "broken"
-    assert any(f"{newest.name}: missing" in line for line in found.problems)
+def test_a_missing_part_is_noticed(run: Storage) -> None:
+    lost = Path(run.path("history", "0001-00000000.jsonl"))
+    lost.unlink()
+    (problem,) = evidence(run).history.problems
+    assert problem == f"{lost}: missing: there are later parts of its writer"
     said: list[str] = []
     check_continuation(run, said.append)
-    assert said, "it goes on, and says so"
+    assert problem in said, "it goes on, and says so"
+
+
+def test_a_history_that_ends_before_the_newest_checkpoint(run: Storage) -> None:
+    for name in ("0002-00000000.jsonl", "0002-00000001.jsonl"):
+        Path(run.path("history", name)).unlink()
+    (problem,) = evidence(run).problems
+    assert ": ends with step 5, before checkpoint 000000008-0002-" in problem
 
 
 def test_an_edited_line_is_noticed(run: Storage) -> None:
@@ -243,18 +243,23 @@ def test_an_edited_line_is_noticed(run: Storage) -> None:
     assert any("altered: its lines are not those that were sealed" in line for line in lines)
 
 
-def test_a_history_of_old_has_no_chain_and_gets_one(tmp_path: Path) -> None:
+def test_a_history_of_old_has_no_checksums(tmp_path: Path) -> None:
     run = old_run(tmp_path / "run")
-    found = evidence(run)
-    assert (found.history.chain.state, found.problems) == ("none", ())
+    assert evidence(run).problems == ()
     attempt(run, 2, 5, 8)
-    found = evidence(run)
-    assert (found.history.chain.state, found.problems) == ("whole", ())
-    part = tmp_path / "run" / "history" / "0001-00000000.jsonl"
-    part.write_text(
-        part.read_text(encoding="utf-8").replace('"loss": 4.0', '"loss": 3.5'), encoding="utf-8"
-    )
-    assert evidence(run).history.chain.state == "broken"
+    assert evidence(run).problems == ()
+    part = tmp_path / "run" / "history" / "0002-00000001.jsonl"
+    part.write_text(part.read_text(encoding="utf-8").rpartition('{"kind": "sealed"')[0])
+    assert evidence(run).problems == (f"{part}: altered: it has no seal",)
+
+
+@pytest.mark.parametrize("before", [None, {"part": "x.jsonl", "lines": 1, "sha256": "0"}])
+def test_a_part_of_a_version_that_linked_parts_is_read(run: Storage, before: object) -> None:
+    part = Path(run.path("history", "0001-00000001.jsonl"))
+    *lines, seal = part.read_text(encoding="utf-8").splitlines()
+    linked = json.dumps({"kind": "sealed", "before": before, **json.loads(seal)})
+    part.write_text("\n".join([*lines, linked, ""]), encoding="utf-8")
+    assert evidence(run).problems == ()
 
 
 def test_lines_that_come_late_from_a_writer_that_was_taken_for_dead(tmp_path: Path) -> None:
@@ -271,7 +276,7 @@ def test_lines_that_come_late_from_a_writer_that_was_taken_for_dead(tmp_path: Pa
     late.add("step", record(3).to_dict())
     late.flush()
     found = evidence(run)
-    assert (found.history.chain.state, found.problems) == ("whole", ())
+    assert found.problems == ()
     steps = history.effective_steps(found.history.entries)
     assert [step["attempt"] for step in steps] == [1, 2, 2, 2]
 
@@ -288,17 +293,16 @@ def test_the_command_refuses_before_anything_is_started(
     data_sets = training_data(chosen).data_sets
     write_identity(run, RunIdentity(name="run", data=data_sets), chosen)
     stray = Path(run.path("history", "100000-00000000.jsonl"))
-    write_part(stray, [started(100_000, 0)])
+    shutil.copy(run.path("history", "0001-00000000.jsonl"), stray)
     before = sorted(path for path in Path(run.url).rglob("*"))
     assert run_command(["train", str(recipe), "--name", "run"]) == 2
-    assert f"{stray}: not in the chain: it has no seal; " in capsys.readouterr().err
+    assert f"{stray}: not of this history: a copy of " in capsys.readouterr().err
     assert run_command(["train", str(recipe), "--name", "run", "--from", "9"]) == 2
     assert "--from: 9: no such checkpoint" in capsys.readouterr().err
     assert sorted(path for path in Path(run.url).rglob("*")) == before, "nothing is written"
-    shown = status(run)
-    assert (shown.chain, shown.steps) == ("broken", 8)
+    assert status(run).steps == 8
     assert run_command(["status", run.url]) == 0
-    assert f"{stray}: not in the chain" in capsys.readouterr().out.replace("\n", "")
+    assert f"{stray}: not of this history" in capsys.readouterr().out.replace("\n", "")
     (Path(run.url) / "run.json").unlink()
     assert run_command(["train", str(recipe), "--name", "run"]) == 2
     assert "run.json: missing, though the folder has checkpoints" in capsys.readouterr().err

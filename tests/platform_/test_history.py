@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastrata.run import history
 from elastrata.run.attempts import attempts, undone_steps
-from elastrata.run.lineage import Event
+from elastrata.run.history import Event
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import Entry, said, started, stepped

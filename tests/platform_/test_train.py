@@ -218,7 +218,7 @@ def test_a_run_goes_back_to_a_checkpoint_as_it_is_told(recipe, undisturbed) -> N
     assert done["status"] == "FINISHED"
     _assert_same_run(recipe, "gone-back")
     found = status(Storage(str(runs / "gone-back")))
-    assert (found.chain, found.problems) == ("whole", ())
+    assert found.problems == ()
     assert found.recoveries[-1].cause == "returned"
     assert found.recoveries[-1].steps_rolled_back == done["steps"] - older
 

@@ -110,8 +110,6 @@ def _proven(audited: Audit) -> list[str]:
     lines = [f"{last['step']:,} steps, each once; {last['samples']:,} samples without a gap"]
     if inherited.state == "checked":
         lines.append("the parent's history is the one that the fork goes on after")
-    if audited.chain == "whole":
-        lines.append("every part of the history goes on after the one before it")
     if audited.data.state == "checked":
         times = " and ".join(f"{epochs:,.2f}" for epochs in audited.epochs)
         lines.append(

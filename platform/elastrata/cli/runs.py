@@ -83,13 +83,6 @@ def _age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-_CHAINS = {
-    "whole": "whole: every part of the history goes on after the one before it",
-    "none": "none: the history was written by an earlier version",
-    "broken": "broken: the history is not as it was written",
-}
-
-
 def status(
     run: RunName,
     json: Json = False,
@@ -129,9 +122,6 @@ def _show_state(console: Console, standing: Status) -> None:
         "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
         f"({standing.share_lost:.1%})",
         "time": _account(standing.goodput),
-        "chain": Text(
-            _CHAINS[standing.chain], style="bold red" if standing.chain == "broken" else ""
-        ),
     }
     for name, value in rows.items():
         console.print(Text.assemble(f"{name:<12}", value))

@@ -30,7 +30,7 @@ from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.run.succession import take_over
+from elastrata.run.history import take_over
 from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.engine import looked_for, missing_here

@@ -45,10 +45,9 @@ from elastrata.run.folder import (
     read_identity,
     write_identity,
 )
-from elastrata.run.history import HistoryWriter
+from elastrata.run.history import HistoryWriter, restore_history
 from elastrata.run.ownership import NewestStep, Owner, Ownership, read_owner
 from elastrata.run.parent import ForkOrigin, Parent
-from elastrata.run.succession import restore_history
 from elastrata.run.time_to_target import time_to_target
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.trainer.parent import find_parent

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from elastrata.run.lineage import Lineage
+from elastrata.run.history import Lineage
 from elastrata.run.timeline import Timeline
 
 Entry = Mapping[str, Any]

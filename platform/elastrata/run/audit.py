@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from elastrata.run import history
 from elastrata.run.attempts import Attempt, attempts
-from elastrata.run.chain import State as ChainState
 from elastrata.run.comparison import digest_of
 from elastrata.run.evidence import evidence
 from elastrata.run.expectation import Expectation, expectation
@@ -51,9 +50,6 @@ class Audit:
     """How often each data set that could be read was gone through."""
     inherited: Inherited
     """The steps that the run has from another one."""
-    chain: ChainState
-    """How its history is: `whole`, `broken`, or `none` where versions wrote it that did not link
-    its parts."""
     parent: Parent | None
     """The weights that it began with; None: drawn ones."""
     problems: tuple[str, ...]
@@ -75,7 +71,6 @@ class Audit:
             "digests_checked": self.digests_checked,
             "data": self.data.state,
             "inherited": self.inherited.state,
-            "chain": self.chain,
             "parent": self.parent and self.parent.model_dump(mode="json"),
             "problems": list(self.problems),
         }
@@ -122,7 +117,6 @@ def audit(run: Storage) -> Audit:
         data=states[0] if states else DataCheck(state="checked", text=""),
         digests_checked=len(known),
         epochs=tuple(epochs),
-        chain=found.history.chain.state,
         parent=identity.parent,
         inherited=before,
         problems=tuple(problems),

@@ -8,15 +8,17 @@ from pathlib import Path
 from elastrata.checkpoints.commit import Commit, commits, markers, problems
 from elastrata.checkpoints.retention import best_commit
 from elastrata.run import history
-from elastrata.run.chain import foreign_parts
 from elastrata.run.evidence import contradictions
-from elastrata.run.history import HistoryWriter, read_lineage
-from elastrata.run.parts import Part, PartName, part_names, read_part
+from elastrata.run.history import (
+    SET_ASIDE,
+    HistoryWriter,
+    PartName,
+    part_names,
+    read_lineage,
+    read_part,
+)
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
-
-SET_ASIDE = "set_aside"
-"""The folder of the history for parts that do not belong to it."""
 
 
 def chosen_commit(run: Storage, wanted: str, key: str = "--checkpoint") -> Commit:
@@ -97,7 +99,7 @@ def find_commit(run: Storage, wanted: str) -> Commit:
 
 def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
     """Makes the run go on from a checkpoint, and its history say so. Parts that cannot be read or
-    are not in the chain are set aside, in a folder of their own.
+    do not belong to it are set aside, in a folder of their own.
 
     Args:
         run: its folder; this process owns it.
@@ -123,14 +125,15 @@ def go_back(run: Storage, commit: Commit, warn: Callable[[str], None]) -> None:
 def _unfit(storage: Storage) -> dict[PartName, str]:
     """The parts that cannot stay, with the reason."""
     found: dict[PartName, str] = {}
-    parts: list[Part] = []
     for name in part_names(storage):
         try:
-            parts.append(read_part(storage, name))
-            history.entries_of(storage, parts[-1:])
+            part = read_part(storage, name)
+            if part.foreign_reason:
+                found[name] = part.foreign_reason
+            history.entries_of(storage, [part])
         except UserError as error:
             found[name] = error.problems[0].removeprefix(f"{storage.uri(str(name))}: ")
-    return {**foreign_parts(parts), **found}
+    return found
 
 
 def _set_aside(storage: Storage, name: str) -> None:

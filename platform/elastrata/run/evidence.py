@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,15 @@ from elastrata.checkpoints.commit import (
     size_problems,
 )
 from elastrata.run import history
-from elastrata.run.history import History, HistoryWriter
+from elastrata.run.history import (
+    History,
+    HistoryWriter,
+    Lineage,
+    has_unwritten_lines,
+    part_names,
+)
 from elastrata.run.inherited import FORKED
-from elastrata.run.lineage import Lineage
-from elastrata.run.parts import part_names
 from elastrata.run.state import look_at_driver
-from elastrata.run.succession import head
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -46,7 +49,17 @@ class Evidence:
     @property
     def problems(self) -> tuple[str, ...]:
         """A line for each thing that is not as it was written."""
-        return (*self.history.chain.problems, *self.unreadable, *self.lost)
+        return (*self.history.problems, *self._unrecorded(), *self.unreadable, *self.lost)
+
+    def _unrecorded(self) -> Iterator[str]:
+        """Yield a line if the history ends before the newest checkpoint: parts are lost."""
+        last = max((entry.get("step", 0) for entry in self.history.entries), default=0)
+        newest = next(iter(self.counting), None)
+        if newest and newest.step > last and not has_unwritten_lines(newest):
+            yield (
+                f"{self.run.uri('history')}: ends with step {last}, before checkpoint "
+                f"{newest.folder} of step {newest.step}"
+            )
 
     @property
     def counting(self) -> list[Commit]:
@@ -64,8 +77,7 @@ def evidence(run: Storage) -> Evidence:
     marked = markers(checkpoints)  # before the history: what they know of it is there by then
     damaged = _damaged(checkpoints, marked)
     saved = tuple(one for one in marked.values() if isinstance(one, Commit))
-    heads = [(f"checkpoint {commit.folder}", link) for commit in saved if (link := head(commit))]
-    found = history.look(run.sub("history"), heads)
+    found = history.look(run.sub("history"))
     lineage = Lineage()
     for entry in found.entries:
         lineage.event(entry)
@@ -188,12 +200,9 @@ def check_continuation(run: Storage, warn: Callable[[str], None]) -> None:
             checkpoints; or no checkpoint is whole. A run that has checkpoints never begins anew.
     """
     found = evidence(run)
-    where = run.sub("history").uri()
-    if foreign := found.history.chain.foreign:
-        lines = [
-            f"{where}/{name}: not in the chain: {why}" for name, why in sorted(foreign.items())
-        ]
-        raise UserError(*(f"{line}; {_advice(found.saved)}" for line in lines))
+    if found.history.foreign:
+        advice = _advice(found.saved)
+        raise UserError(*(f"{line}; {advice}" for line in found.history.foreign))
     if found.saved and not found.counting:
         raise UserError(*contradictions(run, found.saved, found.lineage))
     for line in found.problems:

@@ -23,12 +23,11 @@ from elastrata.checkpoints.commit import (
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import claim, folder_kind
 from elastrata.run.folder import RECIPE_FILE, DataSet, RunIdentity, write_identity
-from elastrata.run.history import HistoryWriter
+from elastrata.run.history import HistoryWriter, restore_history, without_history
 from elastrata.run.inherited import FORKED
 from elastrata.run.mixtures import Mixtures
 from elastrata.run.ownership import owner_is_alive
 from elastrata.run.parent import ForkOrigin
-from elastrata.run.succession import head, restore_history, without_history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -99,7 +98,7 @@ def _write(fork: Fork) -> None:
         restore_history(fork.parent.sub("history"), fork.commit)
     _copy_commit(fork)
     writer = HistoryWriter(fork.run.sub("history"), _FIRST, _refuse, writer="d")
-    writer.add(FORKED, _entry(origin, fork.commit))
+    writer.add(FORKED, _entry(origin))
     writer.flush()
     write_identity(
         fork.run,
@@ -108,10 +107,9 @@ def _write(fork: Fork) -> None:
     )
 
 
-def _entry(origin: ForkOrigin, commit: Commit) -> dict[str, Any]:
+def _entry(origin: ForkOrigin) -> dict[str, Any]:
     values = origin.model_dump(mode="json", exclude={"url", "positions"})
-    link = head(commit)
-    return {"parent": origin.url, **values, "head": link.model_dump() if link else None}
+    return {"parent": origin.url, **values}
 
 
 def _copy_commit(fork: Fork) -> None:

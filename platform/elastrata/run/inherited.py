@@ -10,7 +10,6 @@ from elastrata.run import history
 from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity
 from elastrata.run.mixtures import mixtures_of
 from elastrata.run.parent import ForkOrigin
-from elastrata.run.parts import Link, PartName, part_names, read_part
 from elastrata.run.summary import PhaseSummary, read_summary
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.mixture import Mixture
@@ -63,7 +62,7 @@ def inherited(origin: ForkOrigin | None, entries: Iterable[Entry], where: str) -
         return Inherited(state="missing", text=text, spans=spans, problems=tuple(problems))
     past = history.read(parent.sub("history"))
     steps = [step for step in history.effective_steps(past) if step["step"] <= origin.step]
-    problems += _differences(parent, origin, steps, told)
+    problems += _differences(parent, origin, steps)
     before = inherited(identity.origin, past, parent.uri())
     spans = _spans(parent, identity, steps, before, origin)
     problems += _gaps(spans, origin)
@@ -207,9 +206,7 @@ def _spans(
     return spans
 
 
-def _differences(
-    parent: Storage, origin: ForkOrigin, steps: Sequence[Entry], told: Entry | None
-) -> list[str]:
+def _differences(parent: Storage, origin: ForkOrigin, steps: Sequence[Entry]) -> list[str]:
     """A line for each thing that the parent's history has otherwise."""
     problems = []
     last = steps[-1] if steps else {"step": 0, "samples": 0}
@@ -217,11 +214,6 @@ def _differences(
         problems.append(
             f"{parent.uri('history')}: {last['samples']:,} samples after step {last['step']}, but "
             f"the fork goes on after step {origin.step} with {origin.samples:,}"
-        )
-    if told and told.get("head") and not _is_there(parent, Link.model_validate(told["head"])):
-        problems.append(
-            f"{parent.uri('history', told['head']['part'])}: missing or altered: the fork goes on "
-            "after it"
         )
     return problems
 
@@ -236,13 +228,6 @@ def _gaps(spans: Mapping[str, Sequence[Span]], origin: ForkOrigin) -> list[str]:
         for key, count in origin.positions.items()
         if taken[key] != count
     ]
-
-
-def _is_there(parent: Storage, link: Link) -> bool:
-    storage, name = parent.sub("history"), PartName.parse(link.part)
-    if name is None or name not in part_names(storage):
-        return False
-    return read_part(storage, name).holds(link)
 
 
 def _untold(where: str) -> str:

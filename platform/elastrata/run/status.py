@@ -11,7 +11,6 @@ from typing import Any
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
 from elastrata.run.attempts import Recovery, attempts, recoveries, seconds_lost
-from elastrata.run.chain import State as ChainState
 from elastrata.run.entries import metrics_of
 from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
@@ -112,9 +111,6 @@ class Status:
     share_lost: float
     goodput: Goodput
     """What all those seconds went into."""
-    chain: ChainState
-    """Whether every part of the history is linked to the one before it: `whole`, `broken`, or
-    `none` where versions wrote it that did not link them."""
     problems: tuple[str, ...]
     """Damage in the run's folder, a line each."""
 
@@ -145,7 +141,6 @@ def status(run: Storage) -> Status:
         checkpoint=newest[0] if newest else None,
         driver=look_at_driver(run),
         now=time.time(),
-        chain=found.history.chain.state,
         problems=(*found.problems, *recipe_problems(run, identity), *driver_problems(run)),
     )
 
@@ -159,7 +154,6 @@ def summary(
     checkpoint: Checkpoint | None,
     driver: Driver,
     now: float,
-    chain: ChainState = "none",
     problems: Sequence[str] = (),
 ) -> Status:
     """The status that a history gives.
@@ -172,7 +166,6 @@ def summary(
         checkpoint: the newest one.
         driver: what is known about its driver.
         now: Unix time.
-        chain: of the history.
         problems: what is not as it was written.
     """
     steps = history.effective_steps(entries)
@@ -208,7 +201,6 @@ def summary(
         seconds_lost=lost,
         share_lost=lost / seconds if seconds else 0.0,
         goodput=goodput(entries),
-        chain=chain,
         problems=tuple(problems),
     )
 

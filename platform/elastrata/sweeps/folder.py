@@ -13,7 +13,6 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.run import history
-from elastrata.run.chain import foreign_lines
 from elastrata.run.claim import SWEEP_FILE, TRIALS
 from elastrata.run.folder import flatten, read_values
 from elastrata.run.history import History
@@ -103,9 +102,8 @@ def read_journal(folder: Storage) -> History:
     found = history.look(journal)
     if not found.entries and list_names(folder, TRIALS):
         raise UserError(f"{journal.uri()}: empty or missing, though the sweep has trials")
-    if found.chain.foreign:
-        lines = foreign_lines(journal.uri(), found.chain.foreign)
-        raise UserError(*(f"{line}; move it away" for line in lines))
+    if found.foreign:
+        raise UserError(*(f"{line}; move it away" for line in found.foreign))
     if found.entries and all(entry["kind"] != LAUNCHED for entry in found.entries):
         raise UserError(f"{journal.uri()}: no launch is noted: it is the history of something else")
     return found

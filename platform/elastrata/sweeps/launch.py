@@ -15,8 +15,8 @@ from elastrata.recipe.data_spec import preparations
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
+from elastrata.run.history import part_names
 from elastrata.run.ownership import read_owner
-from elastrata.run.parts import part_names
 from elastrata.sweeps.driver import Show, SweepDriver
 from elastrata.sweeps.file import check_sweep
 from elastrata.sweeps.folder import check_same_sweep, read_journal, write_sweep
@@ -113,7 +113,7 @@ def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
     standings = Standings(config.metric, config.mode, journal.entries)
     trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
     gone = [trial for trial in trials if not part_names(trial.sub("history"))]
-    return (*journal.chain.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
+    return (*journal.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
 
 
 def _resources() -> dict[str, float]:

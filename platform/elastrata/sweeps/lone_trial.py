@@ -24,7 +24,7 @@ from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import RunIdentity, read_identity, write_identity
-from elastrata.run.succession import take_over
+from elastrata.run.history import take_over
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.standings import Report
 from elastrata.trainer.attempt import attempt

@@ -10,7 +10,7 @@ from elastrata.checkpoints.commit import commits
 from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
-from elastrata.run.succession import restore_history
+from elastrata.run.history import restore_history
 from elastrata.sweeps.standings import LAUNCHED, Report
 from elastrata_pipelines.storage import Storage
 
@@ -38,7 +38,7 @@ class Past:
         for commit in commits(run.sub("checkpoints"))[:1]:
             restore_history(run.sub("history"), commit)
         written = history.look(run.sub("history"))
-        for line in written.chain.problems:
+        for line in written.problems:
             warn(line)
         entries = written.entries
         if any(entry["kind"] == LAUNCHED for entry in entries):

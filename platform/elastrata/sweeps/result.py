@@ -128,7 +128,7 @@ def read_result(folder: str) -> SweepResult:
         config=config,
         standings=standings,
         seconds=0.0,
-        problems=(*journal.chain.problems, *_problems(storage, launches)),
+        problems=(*journal.problems, *_problems(storage, launches)),
     )
 
 

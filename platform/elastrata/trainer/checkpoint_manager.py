@@ -32,8 +32,7 @@ from elastrata.core.events import (
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.replicas.storage import Replicas
-from elastrata.run.history import HistoryWriter
-from elastrata.run.succession import unwritten
+from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.trainer.channel import Channel
 from elastrata.trainer.memory_copies import MemoryCopies
 from elastrata.trainer.saving import Saving
