@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from elastrata.core.id_tables import sizes
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata.trainer.engine import divided_model
 from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.format import Vocabulary

@@ -25,7 +25,7 @@ import yaml
 from harness import RESULTS, parser_of, picture, write_result
 from texts import wikitext_source
 
-from elastrata.run.comparison import compare, relative_difference
+from elastrata.run.audit import compare, relative_difference
 from support.chaos import KINDS, Chaos
 from support.command import run_json
 from support.live_run import LiveRun

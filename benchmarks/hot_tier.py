@@ -28,8 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastrata.checkpoints.checkpoint import DurableSaver, replica_saver
-from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import CommitStorage, commits
 from elastrata.checkpoints.training_state import restore, training_state
 from elastrata.cluster.ray_session import ray_session
 from elastrata.replicas.storage import close_replicas, newest_replica, open_replicas

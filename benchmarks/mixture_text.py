@@ -27,7 +27,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.audit import Audit, audit
 from elastrata.run.pictures import evaluations
-from elastrata.tracking.mixture_plots import held_out_losses, share_curves, source_losses
+from elastrata.tracking.plots import held_out_losses, share_curves, source_losses
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 

@@ -25,13 +25,13 @@ from elastrata.launch.launch import look_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
-from elastrata.run.chosen import chosen_commit
+from elastrata.run.evidence import chosen_commit
 from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter, restore_history
 from elastrata.run.ownership import own_run
 from elastrata.run.status import status
 from elastrata.sweeps.lone_trial import LoneTrial
-from elastrata.tracking.silent import SilentTracker
+from elastrata.tracking.tracker import SilentTracker
 from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage

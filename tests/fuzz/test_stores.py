@@ -15,8 +15,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from elastrata.tracking import sqlite_store
-from elastrata.tracking.sqlite_store import check_database, put_database
+from elastrata.tracking import store
+from elastrata.tracking.store import check_database, put_database
 from support.mutations import seeds
 from support.verdict import read_or_refused
 
@@ -48,7 +48,7 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> list[Statement]:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where databases lie; a new one there is a copy of nothing, in no time."""
-    monkeypatch.setattr(sqlite_store, "_make", lambda new: new.write_bytes(b"new"))
+    monkeypatch.setattr(store, "_make", lambda new: new.write_bytes(b"new"))
     return tmp_path / "mlflow.db"
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastrata.run.expectation import expectation
+from elastrata.run.audit import expectation
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
     FileEntry,

@@ -12,11 +12,17 @@ import pytest
 
 from elastrata import Recipe
 from elastrata.cli.main import run
-from elastrata.run.audit import position_problems, sequence_problems
-from elastrata.run.comparison import compare, digest_of, relative_difference
-from elastrata.run.expectation import Expectation, expectation
+from elastrata.run.audit import (
+    Expectation,
+    compare,
+    digest_of,
+    expectation,
+    position_problems,
+    relative_difference,
+    sequence_problems,
+)
+from elastrata.run.fork import span
 from elastrata.run.history import read
-from elastrata.run.inherited import span
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.expectation import expectation
+from elastrata.run.audit import expectation
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.batches import Batches, Start

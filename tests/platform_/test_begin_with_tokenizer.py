@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError

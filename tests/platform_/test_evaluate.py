@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from elastrata.cli.main import run as run_here
 from elastrata.inference import harness
 from elastrata.run.folder import read_identity, read_recipe, write_identity
-from elastrata.tracking.after_run import record_evaluation
 from elastrata.tracking.store import quiet_client, tracking_uri
-from elastrata.tracking.tracker import TrackingConfig
+from elastrata.tracking.tracker import TrackingConfig, record_evaluation
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.empty_store import put_empty_store

@@ -16,7 +16,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.pictures import evaluations
 from elastrata.run.status import status
-from elastrata.tracking.mixture_plots import held_out_losses
+from elastrata.tracking.plots import held_out_losses
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

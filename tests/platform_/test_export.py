@@ -17,8 +17,8 @@ from huggingface_hub import ModelCard
 from elastrata.cli.main import run as run_here
 from elastrata.core.weight_files import INDEX
 from elastrata.run import history
-from elastrata.run.chosen import chosen_commit
-from elastrata.run.comparison import digest_of
+from elastrata.run.audit import digest_of
+from elastrata.run.evidence import chosen_commit
 from elastrata.run.folder import read_identity
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys

@@ -18,13 +18,12 @@ from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.run.attempts import recoveries
 from elastrata.run.audit import audit, sequence_problems
-from elastrata.run.chosen import SET_ASIDE, find_commit, go_back
-from elastrata.run.evidence import check_continuation, evidence
+from elastrata.run.evidence import SET_ASIDE, check_continuation, evidence, find_commit, go_back
 from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.run.status import status
+from elastrata.run.timeline import recoveries
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import training_data

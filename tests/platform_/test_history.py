@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.run import history
-from elastrata.run.attempts import attempts, undone_steps
 from elastrata.run.history import Event
+from elastrata.run.timeline import attempts, undone_steps
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import Entry, said, started, stepped

@@ -48,7 +48,7 @@ DOORS = {
         "elastrata.checkpoints",
     },
     "typer": {"elastrata.cli.main", "elastrata.cli"},
-    "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.hub"},
+    "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.export"},
     "lm_eval": {"elastrata.inference.harness"},
     "matplotlib": {
         "elastrata.launch.result",

@@ -15,7 +15,7 @@ from elastrata.cluster.node_speeds import FixedFactors, names_of, unknown_names
 from elastrata.core.deal_check import check_same_deal, deal_marks
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.run.slow_ranks import slow_ranks, time_balance
+from elastrata.run.status import slow_ranks, time_balance
 from elastrata_pipelines.rank_kinds import RankKind, one_kind
 from elastrata_pipelines.speeds import FixedSpeeds, Speeds, SpeedSource
 from elastrata_pipelines.storage import Storage

@@ -12,7 +12,7 @@ from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import step_record
 from elastrata.terminal.progress import _top_three
-from elastrata.tracking.mixture_plots import share_curves, source_losses
+from elastrata.tracking.plots import share_curves, source_losses
 from elastrata_pipelines.storage import Storage
 from support.lone_run import lone_run
 from support.synthetic import write_data_set

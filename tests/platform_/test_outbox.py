@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
-from elastrata.tracking import outbox as module
-from elastrata.tracking.outbox import Outbox
+from elastrata.tracking import tracker as module
+from elastrata.tracking.tracker import Outbox
 
 SECONDS = 300.0
 """The limit of a wait that ends early."""

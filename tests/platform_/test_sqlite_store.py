@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from elastrata.tracking import sqlite_store
-from elastrata.tracking.sqlite_store import check_database, put_database
-from elastrata.tracking.store import check_store, experiment_of, opened
+from elastrata.tracking import store
+from elastrata.tracking.store import (
+    check_database,
+    check_store,
+    experiment_of,
+    opened,
+    put_database,
+)
 from elastrata_pipelines.errors import UserError
 from support.command import wait_until
 from support.empty_store import put_empty_store
@@ -35,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 def made_at_once(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow takes seconds to make a database, always the same one."""
     template = shutil.copy(path, tmp_path / "template.db")
-    monkeypatch.setattr(sqlite_store, "_make", lambda new: shutil.copy(template, new))
+    monkeypatch.setattr(store, "_make", lambda new: shutil.copy(template, new))
 
 
 def execute(path: Path, *statements: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.run.attempts import recoveries
-from elastrata.run.ownership import NewestStep
-from elastrata.run.state import SILENT_SECONDS, Driver, run_state
-from elastrata.run.status import Status, summary
+from elastrata.run.ownership import Driver, NewestStep
+from elastrata.run.status import SILENT_SECONDS, Status, run_state, summary
+from elastrata.run.timeline import recoveries
 from support.documented import documented_keys
 from support.histories import Entry, said, started, stepped, write_run
 

@@ -18,9 +18,9 @@ from elastrata.core.evaluate import EvaluationConfig, evaluation_due
 from elastrata.core.target import TargetConfig, is_over, reached
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import RECIPE_FILE
-from elastrata.run.state import Driver
+from elastrata.run.goodput import TimeToTarget, time_to_target
+from elastrata.run.ownership import Driver
 from elastrata.run.status import Status, summary
-from elastrata.run.time_to_target import TimeToTarget, time_to_target
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.errors import UserError

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
-from elastrata.run.attempts import recoveries
-from elastrata.run.goodput import goodput
+from elastrata.run.goodput import goodput, time_to_target
 from elastrata.run.history import HistoryWriter
-from elastrata.run.state import Driver, run_state
-from elastrata.run.status import seconds_in_all, status, summary
-from elastrata.run.time_to_target import time_to_target
-from elastrata.run.timeline import seconds_between
+from elastrata.run.ownership import Driver
+from elastrata.run.status import run_state, seconds_in_all, status, summary
+from elastrata.run.timeline import recoveries, seconds_between
 from elastrata_pipelines.storage import Storage
 from support.clocks import BEGAN, Life, check_account, check_status
 from support.histories import Entry, record, said, started, stepped

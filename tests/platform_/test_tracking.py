@@ -19,10 +19,9 @@ from mlflow import MlflowClient
 
 from elastrata.run.facts import data_params, hardware, recipe_params
 from elastrata.tracking import tracker as tracker_module
-from elastrata.tracking.entities import DataInput
 from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.store import shown, tracking_uri
-from elastrata.tracking.tracker import Tracker, TrackingConfig, open_tracker
+from elastrata.tracking.tracker import DataInput, Tracker, TrackingConfig, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until

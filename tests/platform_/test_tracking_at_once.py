@@ -8,7 +8,7 @@ from threading import Barrier
 
 from mlflow import MlflowClient
 
-from elastrata.tracking.entities import DataInput, log_inputs
+from elastrata.tracking.tracker import DataInput, log_inputs
 from support.empty_store import put_empty_store
 
 RUNS, ROUNDS = 4, 10

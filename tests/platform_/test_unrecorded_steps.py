@@ -17,13 +17,13 @@ from elastrata.cluster.observer import Observer
 from elastrata.core.events import Lost, Started
 from elastrata.launch.launch import _owned
 from elastrata.run import history
-from elastrata.run.attempts import attempts, newest_known_step, recoveries
 from elastrata.run.evidence import check_continuation
 from elastrata.run.goodput import goodput
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import NewestStep, own_run
 from elastrata.run.status import status
-from elastrata.tracking.silent import SilentTracker
+from elastrata.run.timeline import attempts, newest_known_step, recoveries
+from elastrata.tracking.tracker import SilentTracker
 from elastrata_pipelines.storage import Storage
 from support.forks import fork
 from support.histories import Entry, record, said, started, stepped, write_run

@@ -20,12 +20,12 @@ from elastrata.checkpoints.commit import (
     ATTEMPT,
     MARKER,
     Commit,
+    CommitStorage,
     FileRecord,
     FolderName,
     folders,
     size_problems,
 )
-from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata.checkpoints.dcp_writer import CommitWriter, LeanWriter, RememberingPlanner
 from elastrata.checkpoints.retention import prune, remove
 from elastrata.checkpoints.staging import Given, StagedCopy, Stager

@@ -1,8 +1,4 @@
-"""A commit: one durable checkpoint on storage, how it is found and how it is verified.
-
-Free of torch, so that a driver or controller can look for commits cheaply. `docs/checkpoints.md`
-shows one on disk.
-"""
+"""The commit: a checkpoint that is whole, as its marker was written last; and where it lies."""
 
 from __future__ import annotations
 
@@ -11,15 +7,68 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import IO, Annotated, Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from elastrata.checkpoints.commit_storage import CommitStorage
 from elastrata_pipelines.checked_json import list_names, parse_json, read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+
+
+class CommitStorage(Protocol):
+    """Files below a root, each written whole: on disk, in an object store, or in memory.
+
+    `elastrata_pipelines.storage.Storage` says what the methods do.
+    """
+
+    @property
+    def url(self) -> str:
+        """The name of the root in messages."""
+        ...
+
+    def uri(self, *parts: str) -> str:
+        """The name of a path below the root in messages."""
+        ...
+
+    def names(self, *parts: str) -> list[str]:
+        """The names directly below a folder, sorted; looks afresh."""
+        ...
+
+    def exists(self, *parts: str) -> bool:
+        """Whether there is a file or folder; looks afresh."""
+        ...
+
+    def size(self, *parts: str) -> int:
+        """Bytes of a file; as the last look saw it where there was one."""
+        ...
+
+    def sha256(self, *parts: str) -> str:
+        """The SHA-256 of a file, as `sha256sum` prints it."""
+        ...
+
+    def read(self, *parts: str) -> bytes:
+        """All bytes of a file."""
+        ...
+
+    def open(self, *parts: str) -> Any:
+        """Opens a file for reading, seekable."""
+        ...
+
+    def write(self, data: bytes, *parts: str) -> None:
+        """Writes a file whole or not at all."""
+        ...
+
+    def create(self, *parts: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a new file that appears, whole, when the block ends without error."""
+        ...
+
+    def delete(self, *parts: str) -> None:
+        """Deletes a file, or a folder with all that is in it."""
+        ...
+
 
 FORMAT_VERSION = 1
 MARKER = "commit.json"
@@ -34,7 +83,6 @@ EVALUATION_LOSS = "evaluation_loss"
 """The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
 EVALUATION = "evaluation"
 """The key of `Commit.extra` with all that the evaluation of that step reported."""
-
 _FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4}|[1-9]\d{4,})-(?P<token>[0-9a-f]{6})")
 _VERIFY_THREADS = 8
 

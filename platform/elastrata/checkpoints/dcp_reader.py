@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import METADATA, Commit
-from elastrata.checkpoints.commit_storage import CommitStorage
-from elastrata.checkpoints.dcp_files import StorageFiles
-from elastrata.checkpoints.dcp_writer import RAW, raw_bytes
+from elastrata.checkpoints.commit import METADATA, Commit, CommitStorage
+from elastrata.checkpoints.dcp_writer import RAW, StorageFiles, raw_bytes
 from elastrata_pipelines.errors import UserError
 
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from elastrata.checkpoints.commit import MARKER, Commit, commits, folders
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage, commits, folders
 from elastrata.config import Config
 
 

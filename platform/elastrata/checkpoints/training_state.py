@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from elastrata.checkpoints.commit import Commit
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import Commit, CommitStorage
 from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner, read_metadata
 from elastrata.core.sharding import local, own_box
 from elastrata_pipelines.errors import UserError

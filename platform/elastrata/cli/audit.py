@@ -14,9 +14,8 @@ from elastrata.terminal.console import open_console, print_json_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.run.attempts import Attempt
-    from elastrata.run.audit import Audit
-    from elastrata.run.comparison import Comparison
+    from elastrata.run.audit import Audit, Comparison
+    from elastrata.run.timeline import Attempt
 
 _PROBLEM_LINES = 10
 
@@ -52,8 +51,8 @@ def audit(
         list_samples(run, step, text or [], is_asked=samples, other=other, json=json)
         return
     from elastrata.run.audit import audit as audit_run
-    from elastrata.run.comparison import compare
-    from elastrata.run.names import named_run
+    from elastrata.run.audit import compare
+    from elastrata.run.claim import named_run
 
     console = open_console(as_json=json)
     audits = [audit_run(named_run(url)) for url in (run, other) if url is not None]

@@ -26,7 +26,7 @@ def list_samples(
     Raises:
         UserError: options that do not go together, or what `step_samples` has to say.
     """
-    from elastrata.run.names import named_run
+    from elastrata.run.claim import named_run
     from elastrata.run.step_samples import step_samples
 
     if not is_asked or step is None:

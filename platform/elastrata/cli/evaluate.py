@@ -48,7 +48,7 @@ def evaluate(
         raise UserError("--tasks: empty: expected names of tasks, such as hellaswag,arc_easy")
     from elastrata.inference.harness import TaskOptions, Tasks
     from elastrata.inference.language_model import model_folder
-    from elastrata.run.names import place_of_model
+    from elastrata.run.claim import place_of_model
 
     place = place_of_model(model)
     chosen = Tasks(names, include)
@@ -78,7 +78,7 @@ def evaluate(
 
 def _record(place: str, model: ExportedModel, name: str, results: TaskResults) -> bool:
     """Adds results to the record of the run in that place, under a name; whether there is one."""
-    from elastrata.tracking.after_run import record_evaluation
+    from elastrata.tracking.tracker import record_evaluation
     from elastrata_pipelines.storage import Storage
 
     return record_evaluation(

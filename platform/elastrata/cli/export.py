@@ -55,10 +55,9 @@ def export(
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
     from elastrata.core.weight_files import weight_form
-    from elastrata.run.export import check_free, export_model
-    from elastrata.run.hub import HubRepository
-    from elastrata.run.names import named_run
-    from elastrata.tracking.after_run import check_model_name
+    from elastrata.run.claim import named_run
+    from elastrata.run.export import HubRepository, check_free, export_model
+    from elastrata.tracking.tracker import check_model_name
 
     form = weight_form(dtype, shard_size)
     if register is not None:
@@ -85,7 +84,7 @@ def export(
 
 def _register(run: str, model: ExportedModel, name: str, checkpoint: str) -> str:
     from elastrata.run.export import loadable
-    from elastrata.tracking.after_run import register_export
+    from elastrata.tracking.tracker import register_export
     from elastrata_pipelines.storage import Storage
 
     root, _, run_name = Storage(run).uri().rpartition("/")

@@ -40,7 +40,7 @@ def generate(
     text = _read(file)
     from elastrata.inference.continuation import Sampling, continuation
     from elastrata.inference.language_model import load_language_model, perplexity
-    from elastrata.run.names import place_of_model
+    from elastrata.run.claim import place_of_model
 
     console = open_console(as_json=json)
     loaded = load_language_model(place_of_model(model), checkpoint=checkpoint)

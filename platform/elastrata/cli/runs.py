@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from elastrata.run.attempts import Recovery
+    from elastrata.run.claim import ListedRun
     from elastrata.run.goodput import Goodput
-    from elastrata.run.names import ListedRun
-    from elastrata.run.slow_ranks import TimeBalance
-    from elastrata.run.status import Evaluation, Status
+    from elastrata.run.status import Evaluation, Status, TimeBalance
+    from elastrata.run.timeline import Recovery
 
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
@@ -35,7 +34,7 @@ def runs(
     json: Json = False,
 ) -> None:
     """List the runs in a folder: state, step, loss, workers, and when each gave a sign of life."""
-    from elastrata.run.names import list_runs
+    from elastrata.run.claim import list_runs
     from elastrata_pipelines.storage import Storage
 
     console = open_console(as_json=json)
@@ -88,7 +87,7 @@ def status(
     json: Json = False,
 ) -> None:
     """Show how a run stands, from its storage alone: progress, faults, and what they cost."""
-    from elastrata.run.names import named_run
+    from elastrata.run.claim import named_run
     from elastrata.run.status import status as look_at
 
     console = open_console(as_json=json)
@@ -154,7 +153,7 @@ def _balance(times: TimeBalance) -> str:
 
 
 def _show_faults(console: Console, standing: Status) -> None:
-    from elastrata.run.state import utc
+    from elastrata.run.status import utc
 
     if standing.faults:
         console.print("\nfaults")
@@ -165,7 +164,7 @@ def _show_faults(console: Console, standing: Status) -> None:
 
 
 def _show_recoveries(console: Console, standing: Status) -> None:
-    from elastrata.run.state import utc
+    from elastrata.run.status import utc
 
     if standing.recoveries:
         console.print("\nrecoveries")

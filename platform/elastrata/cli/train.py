@@ -83,8 +83,8 @@ def _named(arguments: list[str], name: str | None) -> Recipe:
 
 
 def _resumed(run: str, arguments: list[str], name: str | None) -> Recipe:
+    from elastrata.run.claim import named_run
     from elastrata.run.folder import resumed_recipe
-    from elastrata.run.names import named_run
 
     if name is not None:
         raise UserError(f"--name: {name}: unexpected: --resume {run} goes on under its own name")

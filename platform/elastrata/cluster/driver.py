@@ -27,15 +27,14 @@ from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas
 from elastrata.run import history
-from elastrata.run.attempts import newest_known_step
 from elastrata.run.facts import flops_by_phase
-from elastrata.run.goodput import goodput
+from elastrata.run.folder import Parent
+from elastrata.run.goodput import goodput, time_to_target
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import read_owner
-from elastrata.run.parent import Parent
 from elastrata.run.pictures import publish_pictures
 from elastrata.run.status import status as status_of
-from elastrata.run.time_to_target import time_to_target
+from elastrata.run.timeline import newest_known_step
 from elastrata.tracking.tracker import Status, Tracker
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.storage import Storage

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import ray.train
 import torch
 
-from elastrata.checkpoints.commit import MARKER, Commit
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
 from elastrata.cluster.culprits import is_victim
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.job import Job

@@ -11,7 +11,7 @@ from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.shares import without_limits
-from elastrata.run.chosen import chosen_commit
+from elastrata.run.evidence import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.run.weights import read_weights
 from elastrata.trainer.held_out import HeldOut

@@ -15,14 +15,18 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.shares import without_limits
-from elastrata.run.claim import check_folder, check_parent
+from elastrata.run.claim import check_folder, check_parent, named_run
 from elastrata.run.evidence import is_begun
-from elastrata.run.folder import RUN_FILE, RunIdentity, flatten, read_identity, resumed_recipe
-from elastrata.run.fork import Fork
+from elastrata.run.folder import (
+    RUN_FILE,
+    RunIdentity,
+    flatten,
+    read_identity,
+    read_summary,
+    resumed_recipe,
+)
+from elastrata.run.fork import Fork, taken_after
 from elastrata.run.history import read_lineage
-from elastrata.run.inherited import taken_after
-from elastrata.run.names import named_run
-from elastrata.run.summary import read_summary
 from elastrata.trainer.preflight import TrainingData, mask_problems, training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

@@ -32,23 +32,23 @@ from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history
-from elastrata.run.chosen import find_commit, go_back
 from elastrata.run.claim import check_folder, check_parent, claim, is_copy
-from elastrata.run.evidence import check_continuation, is_begun
+from elastrata.run.evidence import check_continuation, find_commit, go_back, is_begun
 from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.folder import (
     RECIPE_FILE,
     RUN_FILE,
     DataSet,
+    ForkOrigin,
+    Parent,
     RunIdentity,
     check_same_run,
     read_identity,
     write_identity,
 )
+from elastrata.run.goodput import time_to_target
 from elastrata.run.history import HistoryWriter, restore_history
 from elastrata.run.ownership import NewestStep, Owner, Ownership, read_owner
-from elastrata.run.parent import ForkOrigin, Parent
-from elastrata.run.time_to_target import time_to_target
 from elastrata.tracking.tracker import Tracker, open_tracker
 from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import (

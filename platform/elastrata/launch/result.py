@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastrata.run import history
-from elastrata.run.time_to_target import TimeToTarget
+from elastrata.run.goodput import TimeToTarget
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:

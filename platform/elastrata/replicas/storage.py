@@ -19,8 +19,7 @@ import numpy as np
 import ray
 from typing_extensions import override
 
-from elastrata.checkpoints.commit import Commit, commits, size_problems
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import Commit, CommitStorage, commits, size_problems
 from elastrata.replicas.registry import (
     ANSWER_SECONDS,
     START_SECONDS,

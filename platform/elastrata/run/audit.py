@@ -2,23 +2,220 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from elastrata.run import history
-from elastrata.run.attempts import Attempt, attempts
-from elastrata.run.comparison import digest_of
 from elastrata.run.evidence import evidence
-from elastrata.run.expectation import Expectation, expectation
-from elastrata.run.folder import RUN_FILE, DataSet, read_identity, recipe_problems
-from elastrata.run.inherited import Inherited, Span, Taken, inherited, taken_by
-from elastrata.run.parent import Parent
-from elastrata.run.summary import PhaseSummary, read_summary
+from elastrata.run.folder import (
+    RUN_FILE,
+    DataSet,
+    Parent,
+    PhaseSummary,
+    read_identity,
+    read_summary,
+    recipe_problems,
+)
+from elastrata.run.fork import Inherited, Span, Taken, inherited, taken_by
+from elastrata.run.timeline import Attempt, attempts
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.format import MANIFEST, FileEntry, Manifest, open_shard
+from elastrata_pipelines.hashing import U64, digest
+from elastrata_pipelines.order import Order
+from elastrata_pipelines.rows import mixed_ids
 from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """The samples at every position of a run."""
+
+    order: Order
+    sample_ids: U64
+    """The ids of all samples in stored order (stripe after stripe), shape [num_samples]."""
+
+    def digest_of(self, first: int, count: int) -> str:
+        """The digest of the samples at positions first .. first + count - 1, as records have it."""
+        return f"{self.part_of_digest(first, count):016x}"
+
+    def part_of_digest(self, first: int, count: int, source: int | None = None) -> int:
+        """The digest of the samples at positions first .. first + count - 1; digests of parts of a
+        step add up to its own.
+
+        Args:
+            first: position.
+            count: of samples.
+            source: their number in the step's mixture; None: it is none.
+        """
+        ids = self.sample_ids[self._places(first, count)]
+        return digest(ids if source is None else mixed_ids(source, ids))
+
+    def partition_problems(self, batches: Sequence[tuple[int, int]]) -> list[str]:
+        """One line for every epoch whose samples do not each occur once.
+
+        Args:
+            batches: first position and number of samples of every step. The last epoch they
+                reach may be incomplete: there, no sample may occur twice.
+        """
+        size = self.order.num_samples
+        stop = max((first + count for first, count in batches), default=0)
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for first, count in _joined(batches):
+            for epoch, start, length in _cut(first, count, size):
+                spans.setdefault(epoch, []).append((start, length))
+        problems = []
+        for epoch in sorted(spans):
+            places = np.concatenate([self._places(*span) for span in spans[epoch]])
+            counts = np.bincount(places, minlength=size)
+            if twice := int((counts > 1).sum()):
+                problems.append(f"epoch {epoch}: {twice:,} samples seen more than once")
+            if stop >= (epoch + 1) * size and (never := int((counts == 0).sum())):
+                problems.append(f"epoch {epoch}: {never:,} samples never seen")
+        return problems
+
+    def _places(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Where the samples at so many positions are in stored order."""
+        places = self.order.places(first, count)
+        return places.stripes * self.order.stripe_size + places.rows
+
+
+def expectation(
+    data: Storage, manifest: Manifest, *, seed: int, window_stripes: int
+) -> Expectation:
+    """The samples that a run on that data set must see. Reads the ids of all samples, eight bytes
+    each.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    parts = [_sample_ids(data, manifest, shard) for shard in manifest.shards]
+    return Expectation(
+        order=Order(
+            num_samples=manifest.samples,
+            stripe_size=manifest.stripe_size,
+            window_stripes=window_stripes,
+            seed=seed,
+        ),
+        sample_ids=np.concatenate(parts),
+    )
+
+
+def _sample_ids(data: Storage, manifest: Manifest, shard: FileEntry) -> U64:
+    with open_shard(data, manifest, shard) as reader:
+        ids: U64 = reader.read(["sample_id"], use_threads=False)["sample_id"].to_numpy()
+    if len(ids) != shard.samples:
+        raise UserError(f"{data.uri(shard.path)}: {len(ids)} samples, expected {shard.samples}")
+    return ids
+
+
+def _joined(batches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The batches as few spans of positions: those that follow on one another become one."""
+    spans: list[tuple[int, int]] = []
+    for first, count in batches:
+        if spans and sum(spans[-1]) == first:
+            spans[-1] = (spans[-1][0], spans[-1][1] + count)
+        else:
+            spans.append((first, count))
+    return spans
+
+
+def _cut(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Epoch, first position and length of a span's part in every epoch of `size` positions."""
+    stop = first + count
+    while first < stop:
+        epoch = first // size
+        end = min(stop, (epoch + 1) * size)
+        yield epoch, first, end - first
+        first = end
+
+
+Step = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where two runs differ first. `values`: what each of them has; None where it has none."""
+
+    step: int
+    what: Literal["digest", "loss", "missing"]
+    values: tuple[str | float | None, str | float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How two runs compare."""
+
+    equal: bool
+    """Whether they have the same steps, with the same samples in each."""
+    first_difference: Difference | None
+    """None also means that no loss differs by more than the tolerance."""
+    max_relative_loss_difference: float
+    """Over all steps of both in which both losses are finite."""
+
+
+def compare(first: Sequence[Step], second: Sequence[Step], *, tolerance: float) -> Comparison:
+    """Compares the effective steps of two runs.
+
+    Args:
+        first: of one run.
+        second: of the other.
+        tolerance: the largest relative difference of two losses that is none. The same sums in
+            another order differ a little.
+    """
+    one, two = ({step["step"]: step for step in steps} for steps in (first, second))
+    numbers = sorted(one.keys() | two.keys())
+    found = (_difference(k, one.get(k), two.get(k), tolerance) for k in numbers)
+    losses = [(one[k]["loss"], two[k]["loss"]) for k in one.keys() & two.keys()]
+    return Comparison(
+        equal=one.keys() == two.keys() and all(one[k]["digest"] == two[k]["digest"] for k in one),
+        first_difference=next((difference for difference in found if difference), None),
+        max_relative_loss_difference=max(
+            (relative_difference(*pair) for pair in losses if all(map(math.isfinite, pair))),
+            default=0.0,
+        ),
+    )
+
+
+def digest_of(steps: Sequence[Step]) -> str:
+    """One digest of the samples of all these steps, in order: SHA-256 of a line `STEP DIGEST` for
+    each. Runs that have it in common were trained on the same samples, in the same steps."""
+    lines = (f"{step['step']} {step['digest']}\n" for step in steps)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|a - b| over the larger of |a| and |b|; infinite where just one of them is finite, and 0
+    where neither is."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def _difference(
+    number: int, one: Step | None, two: Step | None, tolerance: float
+) -> Difference | None:
+    if one is None or two is None:
+        digests = (one["digest"] if one else None, two["digest"] if two else None)
+        return Difference(step=number, what="missing", values=digests)
+    if one["digest"] != two["digest"]:
+        return Difference(step=number, what="digest", values=(one["digest"], two["digest"]))
+    if relative_difference(one["loss"], two["loss"]) > tolerance:
+        values = (_or_none(one["loss"]), _or_none(two["loss"]))
+        return Difference(step=number, what="loss", values=values)
+    return None
+
+
+def _or_none(value: float) -> float | None:
+    """JSON knows no number that is not finite."""
+    return value if math.isfinite(value) else None
+
 
 Entry = Mapping[str, Any]
 _FURTHEST = 2**62

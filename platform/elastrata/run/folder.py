@@ -1,4 +1,4 @@
-"""The folder of a run: what it is called, and what it trains on what."""
+"""The folder of a run: what it is called, what it trains on what, and what it began with."""
 
 from __future__ import annotations
 
@@ -6,24 +6,139 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
+from typing_extensions import override
 
+from elastrata.core.target import TargetConfig
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
-from elastrata.run.mixtures import Mixtures
-from elastrata.run.parent import ForkOrigin, Parent
+from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.mixture import UNITS, Leg, Mixture
+from elastrata_pipelines.phase import Key, Origin, PhaseSize
 from elastrata_pipelines.storage import Storage
 
-if TYPE_CHECKING:  # it imports torch, which `status` and `audit` need not wait for
+if TYPE_CHECKING:
     from elastrata.recipe.recipe import Recipe
+
+
+class ForkOrigin(Record):
+    """The place in another run, its parent, that a run goes on from."""
+
+    url: Annotated[str, Field(min_length=1, max_length=10_000)]
+    """The parent's folder; absolute."""
+    commit: Annotated[str, Field(pattern=r"^[0-9]{9}-[0-9]{4,9}-[0-9a-f]{6}$")]
+    """The name of the checkpoint there."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of the checkpoint's marker, which holds the checksums of its files."""
+    step: NonNegativeInt
+    """Steps done in it."""
+    samples: NonNegativeInt
+    """Samples seen."""
+    tokens: NonNegativeInt
+    """Tokens seen."""
+    positions: dict[str, NonNegativeInt]
+    """Samples taken by then of each data set that the fork reads on in the same order, by the data
+    set's fingerprint; of others it begins with the first."""
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.url}, step {self.step} (SHA-256 {self.sha256[:12]})"
+
+    def placed(self, data: Mapping[Key, str]) -> Origin[Key]:
+        """The place that phases are reckoned from.
+
+        Args:
+            data: the fingerprint of each data set, by what it is called.
+        """
+        known = {key: self.positions.get(value, 0) for key, value in data.items()}
+        return Origin(step=self.step, samples=self.samples, positions=known)
+
+    def to_tags(self) -> dict[str, str]:
+        """The tags of a run's record."""
+        return {"parent": self.url, "parent.step": str(self.step), "parent.sha256": self.sha256}
+
+
+class Parent(Record):
+    """The weights that a run began with, as `run.json` names them."""
+
+    kind: Literal["run", "folder", "hub"]
+    """A checkpoint of another run, a folder that transformers could load, or a model of the hub."""
+    url: Annotated[str, Field(min_length=1, max_length=10_000)]
+    """The run's folder, or that of the weights; absolute. hub: the model's name."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """run: of the checkpoint's marker, which holds the checksums of its files. Else: of the lines
+    that `sha256sum` prints for config.json and the safetensors files, sorted by name."""
+    num_ids: NonNegativeInt
+    """Ids that it knows; rows of later ones are drawn."""
+    commit: str | None = None
+    """run: the name of the checkpoint. hub: the revision."""
+    step: NonNegativeInt | None = None
+    """run: its optimizer steps..."""
+    samples: NonNegativeInt | None = None
+    """... and samples."""
+    optimizer: bool = False
+    """Whether the optimizer's state comes from there, too."""
+
+    @override
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.url}{step} (SHA-256 {self.sha256[:12]})"
+
+    def to_tags(self) -> dict[str, str]:
+        """The tags of a run's record."""
+        tags = {"parent": self.url, "parent.sha256": self.sha256}
+        return tags if self.step is None else {**tags, "parent.step": str(self.step)}
+
+
+Share = Annotated[int, Field(ge=0, le=UNITS)]
+Positions = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class LegRecord(Record):
+    """As `Leg` has it."""
+
+    shares: Annotated[tuple[Share, ...], Field(min_length=1)]
+    final_shares: tuple[Share, ...] | None = None
+    length: Annotated[int, Field(ge=1, lt=2**62)]
+    stop: Positions | None = None
+
+
+Mixtures = tuple[tuple[LegRecord, ...], ...]
+"""The legs of each phase's mixture; none of a phase that has one data set."""
+
+
+def record_of(mixtures: Sequence[Mixture | None]) -> Mixtures | None:
+    """The record of the phases' mixtures; None where there is none."""
+    if not any(mixtures):
+        return None
+    return tuple(
+        tuple(LegRecord.model_validate(vars(leg)) for leg in mixture.legs) if mixture else ()
+        for mixture in mixtures
+    )
+
+
+def mixtures_of(record: Mixtures | None, num_phases: int) -> tuple[Mixture | None, ...]:
+    """The mixture of each phase.
+
+    Raises:
+        ValueError: there are not so many phases, or shares that do not add up.
+    """
+    if record is None:
+        return (None,) * num_phases
+    if len(record) != num_phases:
+        raise ValueError(f"{len(record)} mixtures, expected {num_phases}")
+    return tuple(
+        Mixture(tuple(Leg(**leg.model_dump()) for leg in legs)) if legs else None for legs in record
+    )
+
 
 RUN_FILE, RECIPE_FILE = "run.json", "recipe.yaml"
 Text = Annotated[str, Field(min_length=1, max_length=10_000)]
-
 MAY_CHANGE = (
     "name",
     "storage",
@@ -301,3 +416,79 @@ def number_of_sources(part: Mapping[str, Any]) -> int:
     data = part.get("data")
     sources = data.get("sources") if isinstance(data, Mapping) else None
     return len(sources) if isinstance(sources, list) else 0
+
+
+_MOST = 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSummary:
+    """The samples that a phase of a run takes from its data set, and their order."""
+
+    size: PhaseSize
+    seed: int
+    window_stripes: int
+    num_data_sets: int = 1
+    """Its sources, where it has any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The values that decide how far a run goes, and on which samples."""
+
+    phases: tuple[PhaseSummary, ...]
+    """A single one where the recipe has none."""
+    target: TargetConfig | None
+    """None where there is none, as in runs of old."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        return sum(phase.size.steps for phase in self.phases)
+
+
+def read_summary(run: Storage) -> RunSummary:
+    """That of the recipe in a run's folder.
+
+    Raises:
+        UserError: the recipe is missing or damaged.
+    """
+    recipe = read_values(run, RECIPE_FILE)
+    damage = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+    try:
+        target = recipe.get("target")
+        return RunSummary(
+            phases=tuple(_phase(part, recipe["seed"]) for part in recipe.get("phases") or [recipe]),
+            target=None if target is None else TargetConfig.model_validate(target),
+        )
+    except damage as error:
+        line = str(error).splitlines()[0]
+        raise UserError(
+            f"{run.uri(RECIPE_FILE)}: damaged: {type(error).__name__}: {line}"
+        ) from None
+
+
+def _phase(part: Mapping[str, Any], seed: int) -> PhaseSummary:
+    warmup = part.get("batch_size_warmup")
+    return PhaseSummary(
+        size=PhaseSize(
+            steps=_number(part, "steps", 1),
+            batch_size=_number(part, "batch_size", 1),
+            warmup=BatchSizeWarmup.model_validate(warmup) if warmup else None,
+        ),
+        seed=_number({"seed": seed}, "seed", -_MOST),
+        window_stripes=_number(part["data"], "window_stripes", 1),
+        num_data_sets=number_of_sources(part) or 1,
+    )
+
+
+def _number(section: Mapping[str, Any], key: str, least: int) -> int:
+    """A whole number of a recipe.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
+    value = section[key]
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{key}: {value!r}: expected a whole number from {least} to {_MOST}")
+    return value

@@ -10,8 +10,7 @@ from typing import Any
 
 from elastrata.core.workload import ExportedAs
 from elastrata.recipe.yaml_values import dump_yaml
-from elastrata.run.folder import MAY_CHANGE
-from elastrata.run.parent import Parent
+from elastrata.run.folder import MAY_CHANGE, Parent
 from elastrata_pipelines.format import Manifest
 
 CARD = "README.md"

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Thread
@@ -254,6 +255,51 @@ def owner_is_alive(run: Storage) -> bool | None:
     if (seen := owner.lives) is not None:
         return seen
     return abs(time.time() - owner.time) <= FRESH_BEATS * owner.beat_seconds or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """All that can be known about the process that drives a run."""
+
+    alive: bool | None = None
+    """None: nobody can tell."""
+    since: float = 0.0
+    """Unix time at which it took the run over."""
+    seen: float = 0.0
+    """Unix time of its last sign of life."""
+    newest: NewestStep | None = None
+    """The newest step that it has told of."""
+    token: str | None = None
+    """The name of its launch."""
+    released: bool = False
+    """Whether it has ended and said so."""
+
+
+def look_at_driver(run: Storage) -> Driver:
+    """The driver by the run's folder; a damaged file says nothing."""
+    try:
+        owner = read_owner(run)
+        if owner is None:
+            return Driver()
+        return Driver(
+            alive=owner_is_alive(run),
+            since=owner.since,
+            seen=owner.time,
+            newest=owner.newest,
+            token=owner.token,
+            released=owner.released,
+        )
+    except UserError:
+        return Driver()
+
+
+def driver_problems(run: Storage) -> tuple[str, ...]:
+    """The problems of the file in which the driver tells of itself."""
+    try:
+        read_owner(run)
+    except UserError as error:
+        return error.problems
+    return ()
 
 
 def _refuse_beside(run: Storage, owner: Owner, warn: Callable[[str], None]) -> None:

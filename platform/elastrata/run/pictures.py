@@ -10,8 +10,15 @@ from typing import Any
 from elastrata.core.named_losses import losses_by_set, losses_by_source
 from elastrata.run import history
 from elastrata.run.entries import metrics_of
-from elastrata.tracking.mixture_plots import held_out_losses, share_curves, source_losses
-from elastrata.tracking.plots import flops_curves, length_strata, loss_curve, sparsity_curves
+from elastrata.tracking.plots import (
+    flops_curves,
+    held_out_losses,
+    length_strata,
+    loss_curve,
+    share_curves,
+    source_losses,
+    sparsity_curves,
+)
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
 

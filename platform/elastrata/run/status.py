@@ -1,36 +1,166 @@
-"""The status of a run, from its storage alone: any process on any cluster can ask."""
+"""The status of a run: how far it has come, whether it lives, and what it has lost."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 from elastrata.core.target import TargetConfig
 from elastrata.run import history
-from elastrata.run.attempts import Recovery, attempts, recoveries, seconds_lost
 from elastrata.run.entries import metrics_of
 from elastrata.run.evidence import evidence
-from elastrata.run.folder import RUN_FILE, read_identity, recipe_problems
-from elastrata.run.goodput import Goodput, goodput
-from elastrata.run.slow_ranks import SlowRank, TimeBalance, slow_ranks, time_balance
-from elastrata.run.state import (
-    Driver,
-    State,
-    driver_problems,
-    last_sign,
-    look_at_driver,
-    run_state,
-)
-from elastrata.run.summary import read_summary
-from elastrata.run.time_to_target import TimeToTarget, time_to_target
-from elastrata.run.timeline import Timeline
+from elastrata.run.folder import RUN_FILE, read_identity, read_summary, recipe_problems
+from elastrata.run.goodput import Goodput, TimeToTarget, goodput, time_to_target
+from elastrata.run.ownership import Driver, driver_problems, look_at_driver
+from elastrata.run.timeline import Recovery, Timeline, attempts, end_index, recoveries, seconds_lost
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 Entry = Mapping[str, Any]
+State = Literal["running", "finished", "stopped", "failed", "silent"]
+SILENT_SECONDS = 120.0
+"""A run that wrote nothing for this long, or for ten of its steps, gives no sign of life."""
+_ENDS: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+
+
+def run_state(
+    entries: Sequence[Entry], *, done: bool, driver: Driver, now: float
+) -> tuple[State, str]:
+    """The state of a run, and the same in words.
+
+    Steps and entries decide it, in the order they were written. A clock does only where no process
+    and no entry tells: for a driver on another host, and in histories of old.
+
+    Args:
+        entries: its history.
+        done: whether it has come to its last step, or to its target.
+        driver: what is known about its driver.
+        now: Unix time.
+    """
+    if ended := _end(entries, driver):
+        state = _ENDS.get(ended["status"], "failed")
+        reason = ended.get("text") or _halt(entries)
+        return state, f"{state}: {reason}" if reason and state != "finished" else state
+    seen = last_sign(entries, driver)
+    steps = [entry["seconds"] for entry in entries if entry["kind"] == "step"][-1:]
+    limit = max([SILENT_SECONDS, *(10 * seconds for seconds in steps)])
+    lately = seen is not None and abs(now - seen) <= limit
+    if driver.alive or (driver.alive is None and lately and not done):
+        return "running", "running"
+    if done:
+        return "finished", "finished"
+    since = f"since {utc(seen)}" if seen else "yet"
+    return "silent", f"no sign of life {since}{_unrecorded(entries, driver)}"
+
+
+def last_sign(entries: Sequence[Entry], driver: Driver) -> float | None:
+    """Unix time of the last sign of life, of workers or driver; None: there was none yet."""
+    newest = max((entry["attempt"] for entry in entries), default=0)
+    last = [entry["time"] for entry in entries if entry["attempt"] == newest][-1:]
+    ended = [entry["time"] for entry in entries if entry["kind"] == "ended"][-1:]
+    return max([driver.seen, *last, *(ended if _end(entries, driver) else [])]) or None
+
+
+def utc(seconds: float) -> str:
+    """A Unix time for people."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _unrecorded(entries: Sequence[Entry], driver: Driver) -> str:
+    """The steps that a dead driver had heard of and that are not in the history, in words."""
+    steps = (entry["step"] for entry in entries if entry["kind"] == "step")
+    if driver.newest and driver.newest.step > (last := max(steps, default=0)):
+        return f"; at least up to step {driver.newest.step:,}, on record up to step {last:,}"
+    return ""
+
+
+def _end(entries: Sequence[Entry], driver: Driver) -> Entry | None:
+    """The entry that says how the newest launch ended; None where that one has not ended."""
+    ended = next((entry for entry in reversed(entries) if entry["kind"] == "ended"), None)
+    if ended is None:
+        return None
+    groups = attempts(entries)
+    is_last = end_index(groups, ended) == len(groups) - 1
+    if "last" not in ended:  # of an earlier version
+        is_last |= driver.released
+    if driver.alive:
+        is_old = driver.since > ended["time"]
+        began_again = ended["driver"] != driver.token if "driver" in ended else is_old
+        is_last = is_last and not began_again
+    return ended if is_last else None
+
+
+def _halt(entries: Sequence[Entry]) -> str:
+    """Why the newest group of workers stopped as it was asked; empty where it did not."""
+    kinds = ("started", "halted")
+    last = [entry for entry in entries if entry["kind"] in kinds][-1:]
+    return "".join(str(entry.get("text", "")) for entry in last)
+
+
+_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank of the newest group that is slower than the others of its kind."""
+
+    rank: int
+    host: str
+    device: str
+    factor: float
+    """Its pace over theirs."""
+    since: int
+    """The step since which it has this pace."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}, {self.device}) trains at {self.factor:.2f} of the "
+            f"speed of its kind since step {self.since}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeBalance:
+    """How equal the own times of ranks are, over the newest steps of a group."""
+
+    imbalance: float
+    """Of the slowest rank's seconds over the mean of all, the median."""
+    slowest_rank: int
+    """The rank that was the slowest one most often."""
+
+
+def slow_ranks(entries: Sequence[Entry]) -> tuple[SlowRank, ...]:
+    """Those of the newest group of workers, by rank."""
+    newest = max((entry["attempt"] for entry in entries if entry["kind"] == "started"), default=0)
+    slow: dict[int, SlowRank] = {}
+    for entry in entries:
+        if entry["kind"] == "slowed" and entry["attempt"] == newest:
+            keys = ("rank", "host", "device", "factor", "since")
+            slow[entry["rank"]] = SlowRank(**{key: entry[key] for key in keys})
+            if entry["is_over"]:
+                del slow[entry["rank"]]
+    return tuple(slow[rank] for rank in sorted(slow))
+
+
+def time_balance(steps: Sequence[Entry]) -> TimeBalance | None:
+    """Over the newest steps; None where ranks were not measured.
+
+    Args:
+        steps: the entries of the steps that count, in order.
+    """
+    newest = [step for step in steps[-_STEPS:] if step.get("time_imbalance")]
+    newest = [step for step in newest if step["world_size"] == newest[-1]["world_size"]]
+    if not newest:
+        return None
+    return TimeBalance(
+        imbalance=statistics.median(step["time_imbalance"] for step in newest),
+        slowest_rank=statistics.mode(step["slowest_rank"] for step in newest),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastrata.run import history
-from elastrata.run.folder import RUN_FILE, read_identity
-from elastrata.run.inherited import Taken, taken_by
-from elastrata.run.summary import read_summary
+from elastrata.run.folder import RUN_FILE, read_identity, read_summary
+from elastrata.run.fork import Taken, taken_by
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.hashing import digest

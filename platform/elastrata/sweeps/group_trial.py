@@ -15,7 +15,7 @@ from elastrata.launch.launch import train
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.past import Past, curve
 from elastrata.sweeps.standings import Report
-from elastrata.tracking.silent import SilentTracker
+from elastrata.tracking.tracker import SilentTracker
 from elastrata_pipelines.storage import Storage
 
 

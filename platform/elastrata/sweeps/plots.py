@@ -13,7 +13,7 @@ from elastrata.sweeps.domains import Domain, LogUniform
 from elastrata.sweeps.importance import importance
 from elastrata.sweeps.scale import Scale
 from elastrata.sweeps.standings import Standings, Trial
-from elastrata.tracking.colors import BLUE, GRAY, GRID, INK, PALE_BLUE, QUIET, RED
+from elastrata.tracking.plots import BLUE, GRAY, GRID, INK, PALE_BLUE, QUIET, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from elastrata.sweeps.folder import PLOTS, REPORT_FILE
 from elastrata.sweeps.plots import PICTURES, draw, png
 from elastrata.sweeps.standings import Standings, Trial
 from elastrata.sweeps.sweep import SweepConfig
-from elastrata.tracking.colors import GRID, INK, QUIET, RED
+from elastrata.tracking.plots import GRID, INK, QUIET, RED
 from elastrata.tracking.tracker import Tracker
 from elastrata_pipelines.storage import Storage
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from elastrata.tracking.entities import model_output
+from elastrata.tracking.tracker import model_output
 
 _NOT_IN_NAMES = re.compile(r"[/:.%\"']")
 """MLflow takes none of these in the name of a logged model."""

@@ -7,19 +7,24 @@ user's mistake; one that fails later is written to again and again, from a threa
 from __future__ import annotations
 
 import getpass
+import json
 import logging
+import re
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
+from typing_extensions import override
 
 from elastrata.config import Config
-from elastrata.tracking.entities import DataInput, log_inputs
 from elastrata.tracking.models import LoadableModel, Models
-from elastrata.tracking.outbox import Outbox
 from elastrata.tracking.store import (
     experiment_of,
     find_run,
@@ -27,12 +32,155 @@ from elastrata.tracking.store import (
     shown,
     tracking_uri,
 )
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
+from elastrata_pipelines.url_secrets import hide_secrets
+
+_DIGEST_CHARACTERS = 36  # MLflow's own limit
+_NOT_UNIQUE = "IntegrityError"
+"""In what SQLAlchemy says of a row that another client has added meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInput:
+    """A data set that a run reads."""
+
+    url: str
+    """Absolute path or URL."""
+    fingerprint: str
+    samples: int
+    tokens: int
+    purpose: Literal["training", "evaluation"]
+
+
+def data_inputs(inputs: Iterable[DataInput]) -> list[Any]:
+    """The argument of `log_inputs`: each with its fingerprint as digest, cut, and whole in its
+    profile."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    return [
+        DatasetInput(
+            dataset=Dataset(
+                name="/".join(data.url.rstrip("/").split("/")[-2:]),
+                digest=data.fingerprint[:_DIGEST_CHARACTERS],
+                source_type=urlsplit(data.url).scheme or "local",
+                source=json.dumps({"uri": data.url}),
+                profile=json.dumps(
+                    {
+                        "fingerprint": data.fingerprint,
+                        "num_rows": data.samples,
+                        "num_tokens": data.tokens,
+                    }
+                ),
+            ),
+            tags=[InputTag("mlflow.data.context", data.purpose)],
+        )
+        for data in inputs
+    ]
+
+
+def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
+    """Records what a run reads; what is recorded already stays as it is.
+
+    MLflow's store looks whether it has a data set, and then adds it: of two runs that begin with
+    the same one in the same moment, one is refused, and finds it there the next time.
+    """
+    if found := data_inputs(dict.fromkeys(inputs)):
+        try:
+            client.log_inputs(run_id, found)
+        except Exception as error:  # the store's own, by any of its ways
+            if _NOT_UNIQUE not in str(error):
+                raise
+            client.log_inputs(run_id, found)
+
+
+def model_output(model_id: str, step: int) -> Any:
+    """The argument of `log_outputs`."""
+    from mlflow.entities import LoggedModelOutput
+
+    return LoggedModelOutput(model_id=model_id, step=step)
+
 
 _log = logging.getLogger(__name__)
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
+
+
+class Outbox:
+    """Runs actions one after the other in a thread of its own; a failed one is tried again.
+
+    Args:
+        what: what the actions do, for the warnings ("MLflow at http://...").
+        is_hopeless: whether an action that failed so can never succeed; it is then dropped.
+    """
+
+    def __init__(self, what: str, is_hopeless: Callable[[Exception], bool]) -> None:
+        self._what = what
+        self._is_hopeless = is_hopeless
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, action: Callable[[], object]) -> None:
+        """Takes an action to run after all earlier ones. Returns at once."""
+        with self._changed:
+            self._waiting.append(action)
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> int:
+        """Ends when all is done or `seconds` are over; returns how many actions are left."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting, seconds)
+            left = len(self._waiting)
+        if not left:
+            self._thread.join()
+        return left
+
+    def _run(self) -> None:
+        wait = _FIRST_WAIT_SECONDS
+        while (action := self._next()) is not None:
+            try:
+                action()
+            except Exception as error:  # whatever the library raises must not reach the run
+                if not self._is_hopeless(error):
+                    self._warn_once("does not answer; trying again", error)
+                    self._pause(wait)
+                    wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+                    continue
+                self._warn_once("refused a record", error)
+            wait = _FIRST_WAIT_SECONDS
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting[0] if self._waiting else None
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            if self._closing:
+                self._changed.wait(_FIRST_WAIT_SECONDS)
+            else:
+                self._changed.wait_for(lambda: self._closing, seconds)
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning("%s %s (%s)", self._what, what, _brief(error))
+
+
+def _brief(error: Exception) -> str:
+    lines = hide_secrets(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
 METRICS_PER_CALL, _PARAMS_PER_CALL, _TAGS_PER_CALL = 1000, 100, 100  # MLflow's own limits
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 _SECONDS_TO_FINISH = 60.0
@@ -300,3 +448,147 @@ def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
 
 def _is_hopeless(error: Exception) -> bool:
     return getattr(error, "error_code", None) in _HOPELESS
+
+
+class SilentTracker(Tracker):
+    """Takes everything and does nothing."""
+
+    def __init__(self) -> None:
+        self.uri = self.run_id = self.run_name = self.experiment_id = ""
+
+    @override
+    def log_steps(self, records: Sequence[Mapping[str, float]]) -> None:
+        pass
+
+    @override
+    def tag(self, tags: Mapping[str, object]) -> None:
+        pass
+
+    @override
+    def record_checkpoint(self, uri: str, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    @override
+    def record_output(self, uri: str, step: int) -> None:
+        pass
+
+    @override
+    def register_export(self, model: LoadableModel, name: str) -> None:
+        pass
+
+    @override
+    def register_checkpoint(self, uri: str, name: str) -> None:
+        pass
+
+    @override
+    def forget_checkpoint(self, uri: str) -> None:
+        pass
+
+    @override
+    def keep_checkpoints(self, uris: Collection[str]) -> None:
+        pass
+
+    @override
+    def log_artifact(self, name: str, data: bytes, folder: str | None = None) -> None:
+        pass
+
+    @override
+    def end(self, status: Status) -> None:
+        pass
+
+    @override
+    def finish(self, status: Status) -> None:
+        pass
+
+
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+"""MLflow takes none of these in the name of a metric."""
+
+
+def record_evaluation(
+    config: TrackingConfig,
+    storage: Storage,
+    *,
+    run_id: str | None,
+    step: int,
+    metrics: Mapping[str, float],
+) -> bool:
+    """Adds metrics to a run's record.
+
+    Args:
+        config: which store.
+        storage: the folder of the run's folder; a default database lies in it.
+        run_id: of the run in MLflow.
+        step: the checkpoint's.
+        metrics: by name.
+
+    Returns:
+        Whether the store knows the run.
+
+    Raises:
+        UserError: the store cannot be reached or written.
+    """
+    if run_id is None:
+        return False
+    with opened(tracking_uri(config.uri, storage)) as client:
+        if find_run(client, run_id) is None:
+            return False
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        told = [
+            Metric(_NOT_IN_NAMES.sub("_", name), value, now, step)
+            for name, value in metrics.items()
+        ]
+        for first in range(0, len(told), METRICS_PER_CALL):
+            client.log_batch(run_id, metrics=told[first : first + METRICS_PER_CALL])
+    return True
+
+
+def check_model_name(name: str) -> None:
+    """Makes sure that MLflow's registry takes a name.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not name.strip() or {"/", ":", "'"} & set(name):
+        raise UserError(f"--register: {name!r}: expected a name without '/', ':' and quotes")
+
+
+def register_export(
+    config: TrackingConfig,
+    storage: Storage,
+    *,
+    run_id: str | None,
+    run_name: str,
+    model: LoadableModel,
+    name: str,
+    alias: str | None,
+) -> str:
+    """Keeps an export and makes it the newest version of a registered model.
+
+    Args:
+        config: which store.
+        storage: the folder of the run's folder; a default database lies in it.
+        run_id: of the run in MLflow. Where the store does not know it, the model has no run.
+        run_name: its name.
+        model: the export.
+        name: of the registered model.
+        alias: moved to the new version; None: none is.
+
+    Returns:
+        The URI by which MLflow loads it: `models:/NAME/VERSION`, or `models:/NAME@ALIAS`.
+
+    Raises:
+        UserError: the store cannot be reached or written.
+    """
+    uri = tracking_uri(config.uri, storage)
+    with opened(uri) as client:
+        experiment_id = experiment_of(client, config.experiment, uri)
+        run = find_run(client, run_id)
+        where = run.info.experiment_id if run else experiment_id
+        models = Models(client, uri=uri, experiment_id=where)
+        of_run = run.info.run_id if run else ""
+        model_id = models.log_export(of_run, run_name, model)
+        version = models.register(of_run, model_id, model.checkpoint, name, alias)
+    return f"models:/{name}@{alias}" if alias else f"models:/{name}/{version}"

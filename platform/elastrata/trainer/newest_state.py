@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import Commit, CommitStorage, commits, newest_verified
 from elastrata.replicas.storage import newest_replica
 from elastrata.run import history
 from elastrata.run.evidence import contradictions

@@ -8,8 +8,7 @@ from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.weights_folder import weights_folder
 from elastrata.recipe.begin_with import BeginConfig, is_run
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import read_identity
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent, read_identity
 from elastrata.trainer.parent_folder import folder_parent
 from elastrata.trainer.parent_run import run_parent
 from elastrata.trainer.preflight import TrainingData

@@ -16,7 +16,7 @@ from elastrata.core.id_tables import sizes
 from elastrata.core.workload import Workload
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata.trainer.parent_fit import GivenTokenizer, GivenWeights, fit_problems, in_short
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError

@@ -9,9 +9,8 @@ from elastrata.checkpoints.training_state import model_sizes
 from elastrata.core.id_tables import sizes
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.chosen import chosen_commit
-from elastrata.run.folder import RUN_FILE, DataSet, read_identity, read_recipe
-from elastrata.run.parent import Parent
+from elastrata.run.evidence import chosen_commit
+from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_recipe
 from elastrata.trainer.parent_fit import GivenWeights, data_tokenizer, fit_problems
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError

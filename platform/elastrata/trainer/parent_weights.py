@@ -13,7 +13,7 @@ from elastrata.core.counterpart import HasCounterpart
 from elastrata.core.id_tables import counted_rows, id_tables, sizes
 from elastrata.core.sharding import local, own_box
 from elastrata.core.workload import Workload
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.storage import Storage

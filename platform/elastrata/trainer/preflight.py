@@ -15,10 +15,8 @@ from elastrata.core.sparsity.mask_file import read_masks
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.folder import DataSet
-from elastrata.run.mixtures import Mixtures, record_of
-from elastrata.run.parent import ForkOrigin
-from elastrata.tracking.entities import DataInput
+from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
+from elastrata.tracking.tracker import DataInput
 from elastrata.trainer.evaluation_sets import found_sets, set_problems
 from elastrata.trainer.mixture_problems import limit_problems
 from elastrata.trainer.phase_data import phase_data

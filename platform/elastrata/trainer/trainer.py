@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit
-from elastrata.checkpoints.commit_storage import CommitStorage
+from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit, CommitStorage
 from elastrata.checkpoints.training_state import load, part_is_saved, restore, training_state
 from elastrata.core.average import AVERAGE, WeightAverage
 from elastrata.core.control_signal import Action
@@ -29,7 +28,7 @@ from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.core.step_message import Effort
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.parent import Parent
+from elastrata.run.folder import Parent
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop, weight_average
 from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.parent_weights import begin_with
