@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from elastrata.tracking.tracker import model_output
-
 _NOT_IN_NAMES = re.compile(r"[/:.%\"']")
 """MLflow takes none of these in the name of a logged model."""
 MODEL = "model"
@@ -260,3 +258,10 @@ def _write_environment(folder: Path) -> None:
     text = f"python: {platform.python_version()}\nbuild_dependencies: []\n"
     dependencies = "dependencies:\n- -r requirements.txt\n"
     (folder / "python_env.yaml").write_text(text + dependencies, encoding="utf-8")
+
+
+def model_output(model_id: str, step: int) -> Any:
+    """The argument of `log_outputs`."""
+    from mlflow.entities import LoggedModelOutput
+
+    return LoggedModelOutput(model_id=model_id, step=step)

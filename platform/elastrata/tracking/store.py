@@ -1,8 +1,8 @@
 """The tracking store: where MLflow keeps its records, whether it answers, and a client of it.
 
 A SQLite database is made beside its place and renamed, so that no half of one is trusted. If
-another program, or an earlier version, was killed while it made one, the half is set aside if nothing was
-ever recorded in it, else refused.
+another program, or an earlier version, was killed while it made one, the half is set aside if
+nothing was ever recorded in it, else refused.
 """
 
 from __future__ import annotations

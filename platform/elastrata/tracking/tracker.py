@@ -94,13 +94,6 @@ def log_inputs(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
             client.log_inputs(run_id, found)
 
 
-def model_output(model_id: str, step: int) -> Any:
-    """The argument of `log_outputs`."""
-    from mlflow.entities import LoggedModelOutput
-
-    return LoggedModelOutput(model_id=model_id, step=step)
-
-
 _log = logging.getLogger(__name__)
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 
