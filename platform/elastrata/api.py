@@ -98,10 +98,9 @@ def fork(
             reason, and nothing was begun.
         TrainingError: training did not come to its end; says why.
     """
-    from elastrata.launch.fork import plan_fork
+    from elastrata.launch.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
     from elastrata.terminal.console import open_console
-    from elastrata.terminal.fork_changes import show_changes
     from elastrata.trainer.preflight import check_storage
 
     plan = plan_fork(run, name, overrides)

@@ -17,18 +17,16 @@ import typer
 from elastrata.cli.audit import audit
 from elastrata.cli.bench import bench
 from elastrata.cli.doctor import doctor
-from elastrata.cli.evaluate import evaluate
-from elastrata.cli.export import export
-from elastrata.cli.fork import fork
 from elastrata.cli.generate import generate
 from elastrata.cli.guard import guard
 from elastrata.cli.inspect import inspect
 from elastrata.cli.jobs import stop, submit
+from elastrata.cli.models import evaluate, export
 from elastrata.cli.plan import plan
 from elastrata.cli.prepare import prepare
 from elastrata.cli.quickstart import quickstart
 from elastrata.cli.rehearse import rehearse
-from elastrata.cli.runs import runs, status
+from elastrata.cli.runs import fork, runs, status
 from elastrata.cli.schema import schema
 from elastrata.cli.simulate import simulate
 from elastrata.cli.sweep import sweep

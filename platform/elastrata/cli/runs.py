@@ -1,4 +1,4 @@
-"""`elastrata runs` and `elastrata status`: how runs stand, wherever they run."""
+"""`elastrata runs`, `status` and `fork`: how runs stand, wherever they run; a new one from an old."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastrata.cli.options import Json, RunName
+from elastrata.cli.options import Address, Json, Overrides, RunName
 from elastrata.terminal.console import STATE_STYLES, open_console, print_json_line
 
 if TYPE_CHECKING:
@@ -196,3 +196,30 @@ def _again(recovery: Recovery) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def fork(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]",
+            help="A run: its folder or URL, or its name in ./runs. Default: its newest checkpoint.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="The new run's name.")],
+    overrides: Overrides = None,
+    address: Address = None,
+    json: Json = False,
+) -> None:
+    """Begin a new run from a checkpoint of another, with changes, and train it."""
+    from elastrata.cli.train import train_and_tell
+    from elastrata.launch.fork import plan_fork, show_changes
+    from elastrata.run.fork import begin_fork
+    from elastrata.trainer.preflight import check_storage
+    from elastrata_pipelines.storage import Storage
+
+    plan = plan_fork(run, name, overrides or [])
+    check_storage(Storage(plan.fork.recipe.storage))
+    show_changes(open_console(as_json=json), plan)
+    begin_fork(plan.fork)
+    train_and_tell(plan.fork.recipe, address, json)

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rich.console import Console
+from rich.table import Table
+
 from elastrata.checkpoints.commit import Commit, commits, problems
 from elastrata.checkpoints.training_state import model_sizes
 from elastrata.core.first_weights import meta_model
@@ -305,3 +308,16 @@ def _rate(recipe: Recipe, step: int) -> float:
 
 def _shown(value: object) -> str:
     return "none" if value is None else str(value)
+
+
+def show_changes(console: Console, plan: ForkPlan) -> None:
+    """Shows of which checkpoint the fork is, and what changes."""
+    fork = plan.fork
+    console.print(f"fork of {fork.parent.uri()}, step {fork.commit.step}", markup=False)
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for heading in ("what changes", "from", "to"):
+        table.add_column(heading, overflow="fold")
+    for change in plan.changes:
+        table.add_row(change.what, change.before, change.after)
+    if plan.changes:
+        console.print(table)

@@ -22,8 +22,8 @@ from elastrata.checkpoints.commit import (
 )
 from elastrata.checkpoints.retention import best_commit
 from elastrata.run import history
-from elastrata.run.fork import FORKED
 from elastrata.run.history import (
+    FORKED,
     SET_ASIDE,
     History,
     HistoryWriter,

@@ -36,7 +36,7 @@ from elastrata.run.folder import (
     read_summary,
     write_identity,
 )
-from elastrata.run.history import HistoryWriter, restore_history, without_history
+from elastrata.run.history import FORKED, HistoryWriter, restore_history, without_history
 from elastrata.run.ownership import owner_is_alive
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.mixture import Mixture
@@ -51,8 +51,6 @@ Span = tuple[int, int]
 """First position in a data set and number of samples of a step."""
 _FURTHEST = 2**62
 """No position is beyond: arithmetic on positions is done in 64 bits."""
-FORKED = "forked"
-"""The entry of a fork's history that names its parent, and the parent's history by then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,6 +269,8 @@ def foreign_line(storage: Storage, name: PartName, why: str) -> str:
     return f"{storage.uri(str(name))}: not of this history: {why}"
 
 
+FORKED = "forked"
+"""The kind of the entry, in a fork's history, that names its parent."""
 _PART, _LINES, _HEAD = "history_part", "history_lines", "history_head"
 """Keys of a commit's `extra`; earlier versions wrote the last one, too."""
 PART_SECONDS = 15.0
