@@ -12,13 +12,17 @@ import torch
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import MODEL, OPTIMIZER, load_full_model_state
+from elastrata.checkpoints.training_state import (
+    MODEL,
+    OPTIMIZER,
+    ModelTensors,
+    load_full_model_state,
+)
 from elastrata.cli.main import run as run_here
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
-from elastrata.run.weights import ModelTensors
 from elastrata.sweeps.lone_trial import LoneTrial
 from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import training_data

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.training_state import ModelTensors, load_full_model_state
 from elastrata.core.weight_files import (
     AS_TRAINED,
     INDEX,
@@ -23,7 +23,6 @@ from elastrata.core.weight_files import (
     weight_form,
     write_weights,
 )
-from elastrata.run.weights import ModelTensors
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.lone_run import lone_run

@@ -1,8 +1,7 @@
 """The state of a training run: taken from model and optimizers, and put back at any world size.
 
 It is tensors alone: parameters, buffers and the optimizers' state by parameter name. What an
-optimizer is told (learning rate, betas...) belongs to the recipe and is not part of it.
-"""
+optimizer is told (learning rate, betas...) belongs to the recipe and is not part of it."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, CommitStorage
 from elastrata.checkpoints.dcp_reader import CommitReader, SafeLoadPlanner, read_metadata
@@ -287,3 +287,46 @@ def _no_warning_that_it_is_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
         yield
+
+
+class ModelTensors(Mapping[str, Tensor]):
+    """The plain tensors of a commit's model, by name. Each is read when it is asked for, into main
+    memory, by this process alone, and is nobody's afterwards but the caller's.
+
+    Args:
+        storage: the run's folder of checkpoints.
+        commit: one of its commits.
+        part: of the state: the model, or another that has tensors of the model's names.
+
+    Raises:
+        UserError: the commit's metadata is missing or altered.
+    """
+
+    def __init__(self, storage: CommitStorage, commit: Commit, part: str = MODEL) -> None:
+        self._storage, self._commit, self._part = storage, commit, part
+        self._metadata = read_metadata(storage, commit)
+        prefix = f"{part}."
+        self._entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_alone(self._storage, self._commit, self._metadata, {self._part: {name: tensor}})
+        return tensor
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries

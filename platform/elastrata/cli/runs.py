@@ -1,4 +1,4 @@
-"""`elastrata runs`, `status` and `fork`: how runs stand, wherever they run; a new one from an old."""
+"""`elastrata runs`, `status` and `fork`: how runs stand, and a new run from another one."""
 
 from __future__ import annotations
 
