@@ -248,7 +248,8 @@ def test_a_history_of_old_has_no_checksums(tmp_path: Path) -> None:
     attempt(run, 2, 5, 8)
     assert evidence(run).problems == ()
     part = tmp_path / "run" / "history" / "0002-00000001.jsonl"
-    part.write_text(part.read_text(encoding="utf-8").rpartition('{"kind": "sealed"')[0])
+    lines = part.read_text(encoding="utf-8").rpartition('{"kind": "sealed"')[0]
+    part.write_text(lines, encoding="utf-8")
     assert evidence(run).problems == (f"{part}: altered: it has no seal",)
 
 
