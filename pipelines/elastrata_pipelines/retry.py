@@ -1,48 +1,112 @@
-"""Retries of reading, for a remote storage that does not answer for a while."""
+"""Retries, at growing distances, of what storage or another process refuses for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Event
 from typing import TypeVar
 
 import pyarrow as pa
+from tenacity import RetryCallState, Retrying, retry_if_exception, sleep_using_event
+from tenacity.stop import stop_after_delay
+from tenacity.wait import wait_exponential
 
+from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
 
-RETRY_SECONDS = 300.0
-FIRST_SECONDS, LONGEST_SECONDS = 1.0, 30.0
-Read = TypeVar("Read")
+RETRY_SECONDS, FIRST_SECONDS, LONGEST_SECONDS = 300.0, 1.0, 30.0
+"""How long a read of data is tried again, and the shortest and longest pause between two tries."""
+PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1800.0, 5.0, 300.0
+"""The same for the state of a run, without which no worker can go on."""
+Result = TypeVar("Result")
 
 _LASTING = (UserError, FileNotFoundError, PermissionError, pa.ArrowException)
 """Errors that trying again does not mend."""
 
 
-def may_pass(error: Exception, *, is_local: bool) -> bool:
-    """Whether an error of reading may go away by itself. Those of local disks do not, nor do those
-    of the bytes that came: their `OSError` is Arrow's own, without a number.
+def may_pass(error: BaseException, *, is_local: bool) -> bool:
+    """Return whether an error of reading may go away by itself. Those of local disks do not, nor do
+    those of the bytes that came: their `OSError` is Arrow's own, without a number.
 
     Args:
         error: what reading raised.
         is_local: whether a folder of this machine was read.
     """
-    if is_local or isinstance(error, _LASTING):
+    if is_local or not isinstance(error, Exception) or isinstance(error, _LASTING):
         return False
     return not isinstance(error, OSError) or error.errno is not None
 
 
-def with_retries(read: Callable[[], Read], *, is_local: bool) -> Read:
-    """Reads; tries again for five minutes where that fails in a way that may pass.
+def with_retries(read: Callable[[], Result], *, is_local: bool) -> Result:
+    """Read; try again for five minutes if that fails in a way that may pass.
 
     Raises:
         Exception: what `read` raised last.
     """
-    pause, waited = FIRST_SECONDS, 0.0
-    while True:
-        try:
-            return read()
-        except Exception as error:
-            if waited >= RETRY_SECONDS or not may_pass(error, is_local=is_local):
-                raise
-        Event().wait(pause)
-        waited, pause = waited + pause, min(2 * pause, LONGEST_SECONDS)
+    return Retrying(
+        retry=retry_if_exception(lambda error: may_pass(error, is_local=is_local)),
+        wait=wait_exponential(FIRST_SECONDS, LONGEST_SECONDS),
+        stop=stop_after_delay(RETRY_SECONDS),
+        sleep=sleep_using_event(Event()),
+        reraise=True,
+    )(read)
+
+
+def patiently(action: Callable[[], Result], what: str, warn: Callable[[str], None]) -> Result:
+    """Try an action again and again, as long as it fails as storage may; return its result.
+
+    Args:
+        action: tried as it is.
+        what: it looks for, as the lines to `warn` call it.
+        warn: called with a line for every failure.
+
+    Raises:
+        UserError: `action` raised one that is not of storage: trying again cannot help.
+        Exception: what `action` raised last, after half an hour of failures.
+    """
+
+    def report(state: RetryCallState) -> None:
+        error = state.outcome and state.outcome.exception()
+        warn(f"{what} cannot be read, tried again in {state.upcoming_sleep:g} s: {error}")
+
+    return Retrying(
+        retry=retry_if_exception(_is_of_storage),
+        wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
+        stop=stop_after_delay(PATIENCE_SECONDS),
+        sleep=sleep_using_event(Event()),
+        before_sleep=report,
+        reraise=True,
+    )(action)
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    is_mistake = isinstance(error, UserError) and not isinstance(error, UnreadableError)
+    return isinstance(error, Exception) and not is_mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """How often in a row something has failed, and when it may be tried again, for a caller that
+    does other work meanwhile. `now` is any clock that never goes back, always the same one."""
+
+    failures: int = 0
+    """In a row; 0 if the last try succeeded."""
+    due: float | None = None
+    """When the next try is due, on the caller's clock; None: there is nothing to repeat."""
+
+    @property
+    def seconds(self) -> float:
+        """From the newest failure to the next try: doubles with each failure, up to a limit."""
+        # 2.0**1024 is too large a float; the limit is reached long before.
+        doublings = min(max(self.failures - 1, 0), 64)
+        return min(FIRST_PAUSE_SECONDS * 2.0**doublings, LONGEST_PAUSE_SECONDS)
+
+    def failed(self, now: float) -> Backoff:
+        """Return the state after one more failure."""
+        failed = Backoff(failures=self.failures + 1)
+        return Backoff(failures=failed.failures, due=now + failed.seconds)
+
+    def retry_due(self, now: float) -> bool:
+        """Return whether to try again now. A try that is under way does not change the answer."""
+        return self.due is not None and now >= self.due

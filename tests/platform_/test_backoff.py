@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core import backoff as module
-from elastrata.core.backoff import FIRST_SECONDS, LONGEST_SECONDS, Backoff, patiently
+from elastrata_pipelines import retry as module
 from elastrata_pipelines.checked_json import UnreadableError
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.retry import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    Backoff,
+    patiently,
+)
 
 NOW = st.floats(0, 1e9)
 
@@ -28,26 +33,20 @@ def test_the_distances() -> None:
 @given(NOW)
 def test_without_a_failure_nothing_is_due(now: float) -> None:
     assert not Backoff().retry_due(now)
-    assert not after(3).succeeded().retry_due(now)
 
 
 @given(st.integers(1, 2000), NOW)
 def test_due_when_the_distance_from_the_newest_failure_is_over(failures: int, now: float) -> None:
     backoff = after(failures - 1).failed(now)
     assert backoff.failures == failures
-    assert FIRST_SECONDS <= backoff.seconds <= LONGEST_SECONDS
+    assert FIRST_PAUSE_SECONDS <= backoff.seconds <= LONGEST_PAUSE_SECONDS
     assert not backoff.retry_due(now)
     assert not backoff.retry_due(now + backoff.seconds - 1)
     assert backoff.retry_due(now + backoff.seconds)
 
 
-@given(st.integers(1, 50), NOW)
-def test_a_success_starts_over(failures: int, now: float) -> None:
-    assert after(failures).succeeded().failed(now) == Backoff().failed(now)
-
-
 def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.001)
     answers = iter([OSError("away"), UnreadableError("still away"), "there"])
     warned: list[str] = []
 
@@ -65,7 +64,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.01)
 
     def fail() -> None:

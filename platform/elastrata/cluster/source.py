@@ -13,11 +13,11 @@ from ray.data import Dataset
 
 from elastrata.cluster.event_sender import tell
 from elastrata.cluster.ray_train_internals import WorkerGroupCallback
-from elastrata.core.backoff import patiently
 from elastrata.core.events import Warned
 from elastrata.replicas.storage import Replicas
 from elastrata.trainer.newest_state import ResumePoint, newest_state
 from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.retry import patiently
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import descriptors
 

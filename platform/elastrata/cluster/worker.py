@@ -21,7 +21,6 @@ from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
-from elastrata.core.backoff import patiently
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.ends import RanOutError, Stopped
 from elastrata.core.events import RanOut, Refused, Started, Substituted, Warned
@@ -41,6 +40,7 @@ from elastrata.trainer.saving import Saving
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.rank_kinds import RankKinds
+from elastrata_pipelines.retry import patiently
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 

@@ -15,7 +15,6 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
-from elastrata.core.backoff import Backoff
 from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.evaluate import evaluated
 from elastrata.core.events import (
@@ -36,6 +35,7 @@ from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.trainer.channel import Channel
 from elastrata.trainer.memory_copies import MemoryCopies
 from elastrata.trainer.saving import Saving
+from elastrata_pipelines.retry import Backoff
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
@@ -278,7 +278,7 @@ class CheckpointManager:
         self._retry = self._retry.failed(time.monotonic())
 
     def _committed(self, commit: Commit) -> None:
-        self._retry = self._retry.succeeded()
+        self._retry = Backoff()
         if self._history:
             self._history.add("committed", {"step": commit.step, "commit": commit.folder})
             self._history.flush()
