@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from elastrata.run.audit import audit
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run_json, start, wait_until
 from support.live_run import RELATIVE
-from support.nodes import send, workers_of
 from support.synthetic import tiny_recipe, write_data_set
 
 STEPS, AT = 120, 40
@@ -64,14 +62,4 @@ def test_a_killed_driver_of_a_fork_resumes_at_another_size(stem: Path, tmp_path:
     kill_group(fork)
     result = run_json("train", "--resume", child, "workers.min=1", "workers.max=1")
     assert result["world_sizes"] == [2, 1]
-    _assert_alike(child, stem)
-
-
-@pytest.mark.matrix
-def test_a_killed_worker_of_a_fork_is_replaced(stem: Path, tmp_path: Path) -> None:
-    child = stem.with_name("child")
-    fork = start("fork", f"{stem}@{AT}", "--name", "child", *TWO, log=tmp_path / "log")
-    wait_until(lambda: _newest(child) > AT, 300, "a checkpoint of its own")
-    send(workers_of(fork.pid)[-1], signal.SIGKILL)
-    assert fork.wait(timeout=300) == 0, (tmp_path / "log").read_text(encoding="utf-8")
     _assert_alike(child, stem)

@@ -206,19 +206,6 @@ def fill(disk: Path, *, but: int) -> None:
     assert os.statvfs(disk).f_bavail == but
 
 
-@pytest.mark.parametrize("before", FILES)
-def test_a_disk_that_becomes_read_only(disk: Path, before: str) -> None:
-    @contextmanager
-    def read_only() -> Iterator[None]:
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        try:
-            yield
-        finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-
-    assert_survived(str(disk / "checkpoints"), read_only, before)
-
-
 class Door(socketserver.ThreadingTCPServer):
     """The way to a server on this machine. Shut, it refuses connections and breaks those there are;
     the server behind keeps what it has."""

@@ -23,10 +23,9 @@ from elastrata.run.audit import (
 )
 from elastrata.run.fork import span
 from elastrata.run.history import read
-from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
-from support.histories import BATCH, Entry, started, stepped, write_part, write_run
+from support.histories import BATCH, Entry, started, stepped, write_part
 from support.lone_run import train_alone
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -105,13 +104,6 @@ def test_a_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert _step(read(Storage(str(trained / "history"))), 17)["digest"] in shown
 
 
-def test_its_status_is_finished(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["status", str(trained), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["state"], result["steps"], result["progress"]) == ("finished", STEPS, 1.0)
-    assert result["checkpoint"]["step"] == STEPS
-
-
 def test_two_runs_are_equal(trained: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, result = _audit(capsys, trained, copy)
     assert code == 0
@@ -176,20 +168,6 @@ def test_a_dropped_step_is_found(
         "missing",
     )
     assert result["first_difference"]["values"][1] is None
-
-
-def test_an_altered_loss_is_found_beside_another_run(
-    trained: Path, copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _alter(copy, lambda entries: _step(entries, 23).update(loss=_step(entries, 23)["loss"] * 1.01))
-    assert _audit(capsys, copy)[0] == 0
-    code, result = _audit(capsys, trained, copy)
-    assert (code, result["equal"], result["partition_ok"]) == (1, True, True)
-    assert (result["first_difference"]["step"], result["first_difference"]["what"]) == (23, "loss")
-    assert result["max_relative_loss_difference"] == pytest.approx(0.01 / 1.01)
-    assert run(["audit", str(trained), str(copy)]) == 1
-    assert "step 23: loss" in capsys.readouterr().out
-    assert _audit(capsys, trained, copy, "--tolerance", "0.02")[0] == 0
 
 
 def test_without_its_data_set_a_run_is_checked_by_positions(
@@ -259,15 +237,6 @@ def sample_problems(steps: list[Entry], expected: Expectation) -> list[str]:
     return expected.partition_problems([span(step) for step in steps])
 
 
-def test_batches_of_any_size_make_whole_epochs(expected: Expectation) -> None:
-    sizes = [21, 37, 342, 400, 13]
-    spans = [(sum(sizes[:k]), size) for k, size in enumerate(sizes)]
-    steps = _as_expected(expected, spans)
-    assert sequence_problems([started(1, 0), *steps]) == []
-    assert position_problems(steps) == []
-    assert sample_problems(steps, expected) == []
-
-
 def test_a_run_that_left_samples_out_or_saw_them_twice_is_found(expected: Expectation) -> None:
     skipped = _as_expected(expected, [(0, 100), (121, 100), (221, 179)])
     assert position_problems(skipped) == [
@@ -304,15 +273,6 @@ def test_absurd_numbers_are_told_and_do_no_harm(
     assert "step 7: -1 samples in it" in result["problems"]
 
 
-def test_runs_of_unequal_length_are_not_equal() -> None:
-    steps = [stepped(1, number) for number in range(1, 5)]
-    compared = compare(steps, steps[:3], tolerance=1e-4)
-    assert not compared.equal
-    assert compared.first_difference is not None
-    assert (compared.first_difference.step, compared.first_difference.what) == (4, "missing")
-    assert compared.first_difference.values == (steps[3]["digest"], None)
-
-
 def test_losses_that_are_not_finite_are_compared() -> None:
     nan = float("nan")
     assert relative_difference(nan, nan) == 0.0
@@ -324,25 +284,3 @@ def test_losses_that_are_not_finite_are_compared() -> None:
     assert compared.max_relative_loss_difference == 0.0
     assert compared.first_difference is not None
     assert compared.first_difference.values == (2.0, None)
-
-
-def test_a_history_alone_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A history alone, with a kill and a rollback."""
-    entries = [
-        started(1, 0),
-        *(stepped(1, number) for number in range(1, 8)),
-        started(2, 5, world_size=3),
-        *(stepped(2, number) for number in range(6, 11)),
-    ]
-    write_run(tmp_path / "alone", entries, data=tmp_path / "gone", steps=20)
-    assert run(["audit", str(tmp_path / "alone")]) == 0
-    shown = capsys.readouterr().out
-    assert "10 steps, each once; 210 samples without a gap" in shown
-    assert "no data set here" in shown
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    manifest = write_data_set(tmp_path, samples=100)
-    (tmp_path / manifest.shards[1].path).unlink()
-    with pytest.raises(UserError, match="the shard is missing"):
-        expectation(Storage(str(tmp_path)), manifest, seed=0, window_stripes=1)

@@ -138,35 +138,3 @@ def test_a_failed_write_is_told_cleaned_up_and_survived(group: Group, tmp_path: 
         {"commit": 3},
     ]
     assert [name[:9] for name in storage.names()] == ["000000001", "000000003"]
-
-
-def break_off(storage: Storage) -> None:
-    with storage.create("torn") as stream:
-        stream.write(b"half")
-        raise ZeroDivisionError
-
-
-def test_the_same_on_s3(group: Group, bucket: str) -> None:
-    checkpoints = f"{bucket}/run/checkpoints"
-    storage = Storage(checkpoints)
-    saved = group("save", 2, checkpoints)
-    assert [commit.step for commit in commits(storage)] == [3, 2, 1]
-    assert [name[:9] for name in storage.names()] == ["000000001", "000000002", "000000003"]
-
-    newest = commits(storage)[0]
-    altered = bytearray(storage.read(newest.folder, "__1_0.distcp"))
-    altered[-1] ^= 1
-    loaded = group("load", 1, checkpoints)
-    assert_equal(loaded.tensors["saved"], saved.tensors["saved"])
-
-    storage.write(bytes(altered), newest.folder, "__1_0.distcp")
-    heard: list[str] = []
-    older = newest_verified(storage, heard.append)
-    assert older is not None
-    assert older.step == 2
-    assert len(heard) == 1
-    assert "__1_0.distcp is altered (SHA-256 " in heard[0]
-
-    with pytest.raises(ZeroDivisionError):
-        break_off(storage)
-    assert not storage.exists("torn")

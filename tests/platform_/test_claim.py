@@ -21,7 +21,6 @@ from elastrata.run.fork import begin_fork
 from elastrata.run.ownership import own_run, read_owner
 from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation.target import Target
 from elastrata_pipelines.storage import Storage
 from support.lone_run import lone_run
 from support.synthetic import tiny_recipe, write_data_set
@@ -117,54 +116,6 @@ def test_a_command_refuses_a_folder_of_another_kind(
     assert tree(here) == before, "a refused command leaves everything as it was"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train tiny.yaml --name y data.path=none storage=new/runs",
-        "train tiny.yaml --name y steps=0 storage=new/runs",
-        "fork runs/stem --name y storage=new/runs workload.hidden_size=48",
-        "sweep lr.yaml --name y recipe.storage=new/runs recipe.data.path=none",
-        "prepare --text none --out new/data",
-        "prepare --text text --tokenizer ./none --out new/data",
-        "export runs/stem --checkpoint 77 --out new/model",
-        "runs --storage new/runs",
-        "train --resume new/run",
-    ],
-)
-def test_a_refused_command_leaves_no_folder(line: str, here: Path) -> None:
-    before = tree(here)
-    assert run_here(line.split()) in (0, 2)
-    assert tree(here) == before
-
-
-def test_a_run_that_is_refused_after_its_folder_was_claimed(ray_local: None, here: Path) -> None:
-    before = tree(here)
-    line = "train tiny.yaml --name y tracking.uri=postgresql:/x storage=new/runs"
-    assert run_here(line.split()) == 2
-    assert tree(here) == before
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "export runs/stem --out s3://bucket/model",
-        "export runs/stem --out file:///model",
-        "quickstart --out gs://bucket/x",
-        "schema --out https://host/schema.json",
-        "inspect data --workers 1,2 --plot s3://bucket/plot.png",
-        "plan gpt/7b --cluster 8xH100-80GB --write s3://bucket/r.yaml",
-    ],
-)
-def test_a_url_is_no_local_folder(
-    line: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tree(here)
-    assert run_here(line.split()) == 2
-    url = line.rpartition(" ")[2]
-    assert f"{url}: expected a local folder or file" in capsys.readouterr().err
-    assert tree(here) == before
-
-
 def test_another_command_that_works_there_is_told(here: Path) -> None:
     """A live `train` that has not begun its run yet, and one that has."""
     plan = plan_fork("runs/stem@2", "child")
@@ -183,19 +134,6 @@ def test_another_command_that_works_there_is_told(here: Path) -> None:
     assert folder_kind(run) == "run"
     with pytest.raises(UserError, match="was begun by another command just now"):
         begin_fork(plan.fork)
-
-
-def test_two_preparations_of_one_folder(here: Path) -> None:
-    target = Target(Storage(str(here / "new" / "data")))
-    with target.building() as runs:
-        with (
-            pytest.raises(UserError, match="another command is writing there"),
-            Target(Storage(str(here / "new" / "data"))).building(),
-        ):
-            pytest.fail("two commands in one folder")
-        assert runs.exists("begun"), "the first goes on"
-    with pytest.raises(UserError, match=r"is inside the data set .*/data; choose another"):
-        Target(Storage(str(here / "data" / "inner")))._check_ours([])
 
 
 def test_the_file_of_a_driver_counts_in_its_own_folder_alone(here: Path) -> None:

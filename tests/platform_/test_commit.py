@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,27 +61,6 @@ def test_a_marker_reads_back() -> None:
     )
     assert Commit.from_json(commit.to_json(), "f") == commit
     assert commit.evaluation_loss == 2.5
-
-
-def test_a_marker_is_json_even_where_the_loss_is_not_a_number() -> None:
-    extra = {EVALUATION_LOSS: math.nan}
-    commit = Commit(folder="f", step=1, samples=2, tokens=3, extra=extra, files={})
-    assert json.loads(commit.to_json())["extra"] == {EVALUATION_LOSS: None}
-    assert Commit.from_json(commit.to_json(), "f").evaluation_loss is None
-
-
-def test_folder_names_order_by_attempt_then_step() -> None:
-    newest_first = [FolderName(10000, 5, "0"), FolderName(2, 7, "0"), FolderName(1, 900, "0")]
-    assert sorted(newest_first, reverse=True) == newest_first
-    assert FolderName.parse("000000900-0001-0a1b2c") == FolderName(1, 900, "0a1b2c")
-    assert FolderName.parse("something-else") is None
-
-
-def test_nothing_there_is_no_commit(storage: Storage) -> None:
-    storage.write(b"half", folder_of(5), "__0_0.distcp")
-    storage.write(b"not ours", "notes.txt")
-    assert commits(storage) == []
-    assert newest_verified(storage, pytest.fail) is None
 
 
 def test_the_newest_is_that_of_the_newest_attempt(storage: Storage) -> None:
@@ -210,12 +187,6 @@ def test_pruning_removes_what_dead_attempts_left_and_nothing_that_may_be_in_work
     assert prune(storage, keep_last=2, keep_best=True) == []
     assert {str(folder) for folder in folders(storage)} == {folder_of(4, 2), *in_work}
     assert storage.exists("notes.txt")
-
-
-def test_pruning_without_commits_removes_nothing(storage: Storage) -> None:
-    storage.write(b"half", folder_of(9), "__0_0.distcp")
-    assert prune(storage, keep_last=1, keep_best=False) == []
-    assert len(folders(storage)) == 1
 
 
 def test_a_driver_looks_for_commits_without_torch() -> None:

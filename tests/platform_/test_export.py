@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,6 @@ from huggingface_hub import ModelCard
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.weight_files import INDEX
-from elastrata.run import history
-from elastrata.run.audit import digest_of
 from elastrata.run.evidence import chosen_commit
 from elastrata.run.folder import read_identity
 from elastrata_pipelines.storage import Storage
@@ -50,36 +45,6 @@ def modernbert(folder: Path) -> Path:
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 LOADERS = {"bert": MASKED, "gpt": CAUSAL, "modernbert": MASKED}
-
-
-@pytest.fixture(params=[0o022, 0o027])
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-def _modes(folder: Path) -> dict[str, int]:
-    places = [folder, *folder.rglob("*")]
-    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in places}
-
-
-def test_an_export_has_the_modes_that_the_umask_asks_for(
-    bert: Path, tmp_path: Path, umask: int
-) -> None:
-    assert run_here(["export", str(bert), "--out", str(tmp_path / "deep" / "model")]) == 0
-    modes = _modes(tmp_path / "deep" / "model")
-    assert {"README.md", "config.json", "model.safetensors"} <= modes.keys()
-    assert modes.pop(".") == 0o777 & ~umask
-    assert set(modes.values()) == {0o666 & ~umask}
-
-
-def test_a_folder_that_is_there_keeps_its_mode(bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model").chmod(0o2750)
-    mode = _modes(tmp_path / "model")["."]  # only a member of the folder's group sets the 2
-    assert run_here(["export", str(bert), "--out", str(tmp_path / "model")]) == 0
-    assert _modes(tmp_path / "model")["."] == mode
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -149,28 +114,6 @@ def test_the_card_says_what_the_model_comes_from(
     assert (recipe["batch_size"], recipe["seed"]) == (whole["batch_size"], whole["seed"])
     assert not {"storage", "workers", "tracking"} & recipe.keys()
     assert str(run.parents[1]) not in card.text
-
-
-def test_the_digest_of_an_earlier_checkpoint_is_that_of_its_steps(
-    bert: Path, tmp_path: Path
-) -> None:
-    for step in ("2", "4"):
-        out = str(tmp_path / step)
-        assert run_here(["export", str(bert), "--out", out, "--checkpoint", step]) == 0
-    steps = history.effective_steps(history.read(Storage(str(bert)).sub("history")))
-    for count in (2, 4):
-        card = (tmp_path / str(count) / "README.md").read_text(encoding="utf-8")
-        assert digest_of(steps[:count]) in card
-        assert digest_of(steps[: 6 - count]) not in card
-
-
-def test_a_form_that_cannot_be_is_told_before_anything_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["export", str(tmp_path / "none"), "--out", str(tmp_path / "model")]
-    assert run_here([*command, "--dtype", "int8", "--shard-size", "many"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["--dtype", "--shard-size"]
 
 
 def test_nothing_is_left_of_an_export_that_fails(

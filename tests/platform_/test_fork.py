@@ -99,23 +99,6 @@ def test_a_stem_decays_from_where_it_is_forked(stem: Path) -> None:
     assert rates[0] == 1e-3
 
 
-@pytest.mark.parametrize(
-    ("at", "override", "decay"),
-    [
-        (AT, "steps=100", None),
-        (AT, "schedule.decay.steps=12", 12),
-        (AT, "steps=15", 5),
-        (15, "steps=19", None),
-    ],
-)
-def test_a_decay_is_moved_where_it_would_have_begun_before(
-    at: int, override: str, decay: int | None, stem: Path
-) -> None:
-    """And not where it comes later, the parent's has begun, or a user says how long it is."""
-    recipe = planned(stem, "planned", override, at=at).fork.recipe
-    assert recipe.schedule.decay.steps == decay
-
-
 def test_other_data_begins_with_its_first_sample(stem: Path, other_data: Path) -> None:
     fresh = lone_run(other_data.parent, "fresh", steps=10, data={"path": str(other_data),
                                                                 "window_stripes": 4})  # fmt: skip
@@ -123,17 +106,6 @@ def test_other_data_begins_with_its_first_sample(stem: Path, other_data: Path) -
     assert [s["digest"] for s in steps(child)] == [s["digest"] for s in steps(fresh)]
     assert steps(child)[0]["samples"] == (AT + 1) * 21
     assert proven(child).epochs == pytest.approx((10 * 21 / SAMPLES,))
-
-
-def test_new_phases_go_on_with_the_data_that_they_share(stem: Path, other_data: Path) -> None:
-    phases = ["{steps: 12}", f"{{steps: 3, data: {{path: {other_data}}}}}", "{steps: 5}"]
-    child = forked(stem, "phased", f"phases=[{', '.join(phases)}]", "schedule.shape=constant")
-    assert [step["step"] for step in steps(child)] == list(range(11, 21))
-    found = proven(child)
-    own = 21 * (12 + 5) / SAMPLES
-    assert found.epochs == pytest.approx((own, 3 * 21 / SAMPLES))
-    shared = [step["digest"] for step in steps(child) if step["step"] not in (13, 14, 15)]
-    assert shared == [step["digest"] for step in steps(stem)[10:17]]
 
 
 def test_another_batch_size_and_a_fork_of_a_fork_leave_no_gap(stem: Path) -> None:
@@ -144,28 +116,6 @@ def test_another_batch_size_and_a_fork_of_a_fork_leave_no_gap(stem: Path) -> Non
     assert steps(second)[0]["samples"] == 5 * 21 + 10 * 15 + 30
     taken = 5 * 21 + 10 * 15 + 7 * 30
     assert proven(second).epochs == pytest.approx((taken / SAMPLES,))
-
-
-def test_another_order_begins_anew(stem: Path) -> None:
-    plan = planned(stem, "reseeded", "seed=5")
-    assert plan.fork.positions == {}
-    assert plan.changes[-1].after == "from the first on"
-    proven(forked(stem, "reseeded", "seed=5"))
-
-
-def test_another_optimizer_begins_without_a_state(stem: Path) -> None:
-    plan = planned(stem, "lamb", "optimizer.name=lamb")
-    assert ("optimizer's state", "begins anew") in [(c.what, c.after) for c in plan.changes]
-    child = forked(stem, "lamb-run", "optimizer.name=lamb")
-    assert [s["digest"] for s in steps(child)] == [s["digest"] for s in steps(stem)[AT:]]
-    faster = forked(stem, "faster", "optimizer.lr=0.01", at=15)
-    assert steps(faster)[0]["loss"] == steps(stem)[15]["loss"]
-    assert steps(faster)[1]["loss"] != steps(stem)[16]["loss"]
-
-
-def test_the_newest_checkpoint_is_the_default_and_an_average_can_begin(stem: Path) -> None:
-    child = forked(stem, "longer", "steps=24", "average.decay=0.9", at=None)
-    assert tellings(child, "step")[0] == (STEPS + 1,)
 
 
 def test_it_names_its_parent_and_goes_on_under_its_own_name(stem: Path) -> None:
@@ -251,31 +201,6 @@ def test_what_cannot_be_forked_is_told_and_nothing_is_begun(
     assert sorted(path.name for path in stem.parent.iterdir()) == before
 
 
-def test_a_name_that_is_taken_is_told(stem: Path) -> None:
-    with pytest.raises(UserError, match=r"--name: stem: .*/stem is a run; .* --resume"):
-        planned(stem, "stem")
-    interrupted = planned(stem, "interrupted")
-    begin_fork(interrupted.fork)
-    Path(interrupted.fork.run.uri(), "run.json").unlink()
-    with pytest.raises(UserError, match="as a fork that was interrupted leaves it; delete it"):
-        planned(stem, "interrupted")
-
-
-def test_a_damaged_checkpoint_is_told(stem: Path, tmp_path: Path) -> None:
-    parent = Path(shutil.copytree(stem, tmp_path / "runs" / "parent"))
-    (damaged,) = (parent / "checkpoints").glob("000000010-*")
-    shards = next(path for path in damaged.iterdir() if path.suffix == ".distcp")
-    shards.write_bytes(shards.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"{shards.name} is truncated"):
-        planned(parent, "child")
-
-
-def test_the_same_data_in_another_place_is_read_on(stem: Path, tmp_path: Path) -> None:
-    write_data_set(tmp_path / "data", samples=SAMPLES, held_out=40)
-    plan = planned(stem, "same", f"data.path={tmp_path / 'data'}")
-    assert list(plan.fork.positions.values()) == [AT * 21]
-
-
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
@@ -320,16 +245,3 @@ def test_what_no_step_of_a_fork_would_follow_is_refused(
     with pytest.raises(UserError) as refused:
         planned(phased, "vain", override)
     assert refused.value.problems[0].startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("override", "total"),
-    [("phases.1.steps=6", 16), ("phases.2.steps=9", 24), ("phases.2.batch_size=7", 20)],
-)
-def test_what_later_steps_follow_is_not(phased: Path, override: str, total: int) -> None:
-    assert planned(phased, "short", override).fork.recipe.steps_in_all == total
-
-
-def test_phases_of_a_stem_that_had_none_may_end_where_it_is(stem: Path) -> None:
-    recipe = planned(stem, "anneal", "phases=[{steps: 10}, {steps: 4}]").fork.recipe
-    assert [part.steps for part in recipe.parts] == [10, 4]

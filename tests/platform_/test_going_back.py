@@ -133,16 +133,6 @@ def test_a_history_of_old_that_contradicts_all_checkpoints(tmp_path: Path, numbe
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
 
 
-def test_a_copy_of_part_one_in_a_history_of_old(tmp_path: Path) -> None:
-    run = old_run(tmp_path / "run")
-    folder = tmp_path / "run" / "history"
-    shutil.copy(folder / "0001-00000000.jsonl", folder / "0002-00000000.jsonl")
-    with pytest.raises(
-        UserError, match=r"0002-00000000\.jsonl: not of this history: its lines are of"
-    ):
-        check_continuation(run, pytest.fail)
-
-
 def test_going_back_is_in_the_history(run: Storage) -> None:
     named = FolderName(1, 2, "abcdef")
     assert find_commit(run, str(named)) == find_commit(run, "2")
@@ -191,17 +181,6 @@ def test_a_trained_run_goes_on_from_where_it_was_told(tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     assert losses[0] == losses[1]
     assert [(one.step, one.rolled_back) for one in found.attempts] == [(0, 4), (8, 0)]
-
-
-def test_going_back_to_what_the_run_had_left(run: Storage) -> None:
-    go_back(run, find_commit(run, "2"), pytest.fail)
-    attempt(run, 4, 2, 6)
-    go_back(run, find_commit(run, "8"), pytest.fail)
-    assert place(run) == (str(FolderName(2, 8, "abcdef")), 8)
-    entries = history.read(run.sub("history"))
-    steps = history.effective_steps(entries)
-    assert [step["attempt"] for step in steps] == [1] * 5 + [2] * 3
-    assert sequence_problems(entries) == []
 
 
 def test_a_wrong_name_is_told_with_the_nearest(run: Storage) -> None:

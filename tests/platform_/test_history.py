@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.run import history
-from elastrata.run.history import Event
 from elastrata.run.timeline import attempts, undone_steps
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -69,14 +68,6 @@ def test_a_step_counts_or_was_undone(life: tuple[list[Entry], int]) -> None:
     assert sum(len(group.steps) for group in groups) == done
 
 
-def test_an_attempt_that_did_no_step_has_none() -> None:
-    (group,) = attempts([started(1, 0, seconds={"model": 2.0, "data": 1.0})])
-    assert (group.first, group.last, group.rolled_back) == (None, None, 0)
-    assert (group.state, group.seconds_starting) == ("new", 3.0)
-    (group,) = attempts([started(3, 7)])
-    assert group.state == "durable", "histories of old did not say"
-
-
 def _writer(folder: Path, attempt: int = 1, writer: str = "") -> history.HistoryWriter:
     warned: list[str] = []
     return history.HistoryWriter(Storage(str(folder)), attempt, warned.append, writer)
@@ -115,25 +106,6 @@ def test_parts_are_read_in_order_whoever_wrote_them(tmp_path: Path) -> None:
     assert [step["step"] for step in history.effective_steps(entries)] == [1]
 
 
-def test_attempts_of_five_digits_come_after_those_of_four(tmp_path: Path) -> None:
-    for attempt in (9_999, 10_000):
-        writer = _writer(tmp_path, attempt)
-        writer.add("started", {"step": 0, "world_size": 1})
-        writer.flush()
-    entries = history.read(Storage(str(tmp_path)))
-    assert [entry["attempt"] for entry in entries] == [9_999, 10_000]
-
-
-def test_a_writer_goes_on_after_the_parts_of_its_name(tmp_path: Path) -> None:
-    for status in ("FAILED", "FINISHED"):
-        driver = _writer(tmp_path, 1, "d")
-        driver.add("ended", {"status": status, "text": ""})
-        driver.flush()
-    assert [e["status"] for e in history.read(Storage(str(tmp_path)))] == ["FAILED", "FINISHED"]
-    assert _writer(tmp_path, 1, "d").unwritten()[0] == "0001-d00000002.jsonl"
-    assert _writer(tmp_path, 1).unwritten()[0] == "0001-00000000.jsonl"
-
-
 def test_what_a_killed_writer_had_not_written_is_restored_once(tmp_path: Path) -> None:
     writer, storage = _writer(tmp_path), Storage(str(tmp_path))
     writer.add("started", {"step": 0, "world_size": 1})
@@ -164,21 +136,6 @@ def test_what_a_part_lacks_goes_into_the_one_after_it(tmp_path: Path) -> None:
     steps = history.effective_steps(history.read(storage))
     assert [step["step"] for step in steps] == [1, 2]
     assert not history.restore_part(storage, name, lines)
-
-
-def test_where_later_attempts_started(tmp_path: Path) -> None:
-    for attempt, step in ((1, 0), (2, 40), (4, 20)):
-        writer = _writer(tmp_path, attempt)
-        writer.add("started", {"step": step, "world_size": 1})
-        writer.flush()
-    driver = _writer(tmp_path, 3, "d")
-    driver.add("fault", {"text": "nobody was there yet", "ranks": []})
-    driver.flush()
-    lineage = history.read_lineage(Storage(str(tmp_path)))
-    assert [step for step in (20, 21, 50) if lineage.counts(1, step)] == [20]
-    assert [step for step in (20, 21, 50) if lineage.counts(2, step)] == [20]
-    assert lineage.counts(4, 50)
-    assert lineage.contradiction(1, 30) == Event(4, 20, None)
 
 
 def test_adding_does_not_wait_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,13 @@ import pytest
 from elastrata.checkpoints.commit import MARKER, commits
 from elastrata.checkpoints.retention import prune
 from elastrata.cli.main import run
-from elastrata.launch.fork import plan_fork
-from elastrata.recipe.recipe import Recipe
 from elastrata.run import evidence as evidence_module
 from elastrata.run import history
-from elastrata.run.evidence import check_continuation, evidence, note_removal
-from elastrata.run.fork import begin_fork
+from elastrata.run.evidence import check_continuation, evidence
 from elastrata.run.history import History, HistoryWriter
 from elastrata.run.status import status
 from elastrata_pipelines.storage import Storage
-from support.lone_run import lone_run, train_alone
+from support.lone_run import lone_run
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +119,6 @@ def test_what_is_lost_is_named(
     assert len(json.loads(captured.out)["runs"][0]["problems"]) == len(lines)
 
 
-def test_what_retention_removes_is_no_loss(pruned: Path) -> None:
-    entries = history.read(Storage(str(pruned / "history")))
-    committed = [entry["commit"] for entry in entries if entry["kind"] == "committed"]
-    removed = [f for e in entries if e["kind"] == "removed" for f in e["commits"]]
-    (left,) = _folders(pruned)
-    assert len(committed) > 1
-    assert {*committed} - {*removed} == {left.name}
-    assert status(Storage(str(pruned))).problems == ()
-    assert run(["audit", str(pruned)]) == 0
-
-
 def test_nothing_is_removed_that_the_history_could_not_note(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
     storage = Storage(str(tmp_path / "checkpoints"))
@@ -177,16 +163,6 @@ def test_a_run_that_goes_on_meanwhile_is_no_false_alarm(
     assert status(storage).problems == ()
 
 
-def test_checkpoints_that_a_sweep_removes_are_no_loss(copy: Path) -> None:
-    storage = Storage(str(copy))
-    assert note_removal(storage, pytest.fail)
-    storage.delete("checkpoints")
-    assert status(storage).problems == ()
-    parts = len(list((copy / "history").iterdir()))
-    assert note_removal(storage, pytest.fail)
-    assert len(list((copy / "history").iterdir())) == parts, "there is nothing more to note"
-
-
 def test_what_the_run_has_gone_back_behind_need_not_be_there(copy: Path) -> None:
     storage = Storage(str(copy))
     warned: list[str] = []
@@ -198,20 +174,3 @@ def test_what_the_run_has_gone_back_behind_need_not_be_there(copy: Path) -> None
     later.add("started", {"step": 0, "world_size": 1})
     later.flush()
     assert status(storage).problems == ()
-
-
-def test_a_fork_has_its_first_checkpoint_until_it_is_removed(trained: Path) -> None:
-    plan = plan_fork(f"{trained}@2", "forked", [])
-    begin_fork(plan.fork)
-    folder = Path(plan.fork.run.uri())
-    assert status(plan.fork.run).problems == ()
-    (first,) = _folders(folder)
-    first.rename(folder / "aside")
-    (problem,) = status(plan.fork.run).problems
-    assert f"{first.name}: missing" in problem
-    (folder / "aside").rename(first)
-    one = {"every": 1, "keep_last": 1, "keep_best": False}
-    recipe = plan.fork.recipe.model_dump(mode="json") | {"checkpoint": one}
-    train_alone(Recipe.model_validate(recipe), folder)
-    assert not first.exists()
-    assert status(plan.fork.run).problems == ()

@@ -6,8 +6,6 @@ Run as a script, this file is a driver: `test_ownership.py RUN BEAT_SECONDS [BOO
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -192,37 +190,6 @@ def test_beside_a_living_driver_another_is_refused(run: Storage, start: Start) -
     assert owner_is_alive(run) is True
 
 
-def test_stopped_is_not_dead(run: Storage, start: Start) -> None:
-    first = start()
-    assert first.begin() == "owns"
-    first.process.send_signal(signal.SIGSTOP)
-    with (
-        pytest.raises(UserError, match=f"driven by process {first.process.pid} "),
-        own_run(run, lost=pytest.fail),
-    ):
-        pass
-
-
-def test_the_end_is_written_down_and_the_next_starts_without_a_word(
-    run: Storage, start: Start
-) -> None:
-    first = start()
-    assert first.begin() == "owns"
-    first.say("end")
-    assert first.line() == "ended"
-    assert owner_of(run).released
-    assert owner_is_alive(run) is False
-    with own_run(run, lost=pytest.fail, warn=pytest.fail):
-        assert not owner_of(run).released
-
-
-def test_an_error_releases_the_run_too(run: Storage) -> None:
-    with pytest.raises(ZeroDivisionError), own_run(run, lost=pytest.fail):
-        raise ZeroDivisionError
-    assert owner_of(run).released
-    assert run.names() == [DRIVER_FILE]
-
-
 def test_another_process_of_the_same_pid_is_not_the_driver(run: Storage) -> None:
     put(run, process_start=1)
     assert owner_is_alive(run) is False
@@ -272,37 +239,6 @@ def test_a_driver_elsewhere_that_stands_still_is_taken_over_and_told(
         assert not mine.is_lost
 
 
-def test_a_driver_elsewhere_is_judged_by_its_newest_beat_at_first(run: Storage) -> None:
-    put(run, boot_id=ELSEWHERE, beat_seconds=60.0)
-    assert owner_is_alive(run) is True
-    put(run, boot_id=ELSEWHERE, time=time.time() - 60)
-    assert owner_is_alive(run) is None
-    put(run, boot_id=ELSEWHERE, released=True)
-    assert owner_is_alive(run) is False
-    run.delete(DRIVER_FILE)
-    assert owner_is_alive(run) is False
-
-
-@pytest.mark.usefixtures("endless_watch")
-def test_a_driver_in_another_container_of_this_host_is_not_judged_by_its_pid(
-    run: Storage, start: Start
-) -> None:
-    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    if not shutil.which("unshare") or subprocess.run([*container, "true"], check=False).returncode:
-        pytest.skip("no permission to make a pid namespace")
-    first = start(within=container)
-    assert first.begin() == "owns"
-    owner = owner_of(run)
-    assert owner.pid == 1
-    heard: list[str] = []
-    with (
-        pytest.raises(UserError, match="driven by process 1 "),
-        own_run(run, lost=pytest.fail, warn=heard.append),
-    ):
-        pass
-    assert "watching" in heard[0]
-
-
 def test_of_drivers_that_start_at_the_same_moment_one_stays(run: Storage, start: Start) -> None:
     drivers = [start() for _ in range(4)]
     for driver in drivers:
@@ -336,17 +272,6 @@ def test_storage_that_is_away_for_a_while_is_borne(tmp_path: Path) -> None:
     assert owner_of(run).released
 
 
-def test_storage_that_cannot_be_written_refuses_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    run = Storage(str(tmp_path / "file" / "run"))
-    with (
-        pytest.raises(UserError, match=re.escape(f"{run.uri(DRIVER_FILE)}: cannot be ")) as told,
-        own_run(run, lost=pytest.fail),
-    ):
-        pass
-    assert len(told.value.problems) == 1
-
-
 def test_a_damaged_file_is_told(run: Storage) -> None:
     run.write(b'{"token": ', DRIVER_FILE)
     with (
@@ -354,25 +279,6 @@ def test_a_damaged_file_is_told(run: Storage) -> None:
         own_run(run, lost=pytest.fail),
     ):
         pass
-
-
-def test_on_s3(bucket: str) -> None:
-    run = Storage(f"{bucket}/runs/mine")
-    assert owner_is_alive(run) is False
-    told: list[str] = []
-    with own_run(run, lost=told.append, beat_seconds=BEAT_SECONDS) as mine:
-        with (
-            pytest.raises(UserError, match=f"driven by process {os.getpid()} "),
-            own_run(run, lost=pytest.fail),
-        ):
-            pass
-        wait_for(lambda: owner_of(run).beat > 1)
-        # Once is not enough: a beat that has looked already may write over it.
-        wait_for(lambda: bool(put(run, boot_id=ELSEWHERE, token="another's") and told))
-        assert mine.is_lost
-    assert len(told) == 1
-    assert owner_of(run).token == "another's"
-    assert not owner_of(run).released
 
 
 def main(url: str, beat_seconds: str, boot_id: str = "", stops: str = "") -> None:
@@ -426,14 +332,3 @@ def test_a_beat_says_how_far_the_run_is(tmp_path: Path) -> None:
     owner = read_owner(run)
     assert owner is not None
     assert owner.newest == newest
-
-
-def test_a_process_may_have_a_name_that_is_no_text() -> None:
-    """What tells processes apart is read whatever the bytes of a process's name."""
-    code = (
-        "from pathlib import Path; from elastrata.cluster.processes import state; "
-        "from elastrata.run.process import this_process; "
-        "Path('/proc/self/comm').write_bytes(b'caf\\xe9) Z'); "
-        "assert state(Path('/proc/self')) == 'R'; assert this_process().lives()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

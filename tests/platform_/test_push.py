@@ -59,12 +59,6 @@ def test_what_is_pushed_is_the_export(
     assert repository.messages == ["Step 4", "Step 2"]
 
 
-def test_a_public_repository_is_asked_for(bert: Path, hub: Hub, tmp_path: Path) -> None:
-    command = ["export", str(bert), "--out", str(tmp_path / "model"), "--push", "open", "--public"]
-    assert run_here(command) == 0
-    assert hub.repositories["me/open"].visibility == "public"
-
-
 @pytest.mark.parametrize(
     ("name", "environment", "line"),
     [
@@ -93,16 +87,3 @@ def test_what_is_refused_is_told_in_a_line_before_anything_is_written(
     assert told.startswith(f"--push: {name}: {line.format(hub=hub.url)}")
     assert not (tmp_path / "model").exists()
     assert hub.repositories == {}
-
-
-def test_an_export_that_cannot_be_pushed_stays(
-    bert: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.refuses_commits = True
-    command = ["export", str(bert), "--out", str(tmp_path / "model"), "--push", "me/first"]
-    assert run_here(command) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told == (
-        f"--push: me/first: refused by {hub.url}: 403 Forbidden: This account has no room left."
-    )
-    assert (tmp_path / "model" / "model.safetensors").is_file()

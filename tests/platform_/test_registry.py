@@ -96,19 +96,6 @@ def test_mlflow_loads_a_bert(uri: str, tmp_path: Path, next_sentence: bool) -> N
     assert words == [direct(text)[0]["token_str"]]
 
 
-def test_mlflow_loads_a_gpt(uri: str, tmp_path: Path) -> None:
-    model = _export(tmp_path, Gpt(**SIZE))
-    _registered(uri, model)
-    write = mlflow.transformers.load_model("models:/words@best")
-    direct = transformers.pipeline("text-generation", model=str(model.path))
-    options = {"max_new_tokens": 5, "do_sample": False}
-    assert write("Some say", **options) == direct("Some say", **options)
-    assert mlflow.pyfunc.load_model("models:/words/1").metadata.flavors.keys() == {
-        "python_function",
-        "transformers",
-    }
-
-
 def test_the_command_registers_the_model_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,13 +114,3 @@ def test_the_command_registers_the_model_of_a_run(
     names = {item.path for item in client.list_logged_model_artifacts(logged.model_id)}
     assert {"MLmodel", "model"} <= names
     assert not (tmp_path / "nobodys.db").exists()
-
-
-@pytest.mark.parametrize("name", ["a/b", "a:b", "", "it's"])
-def test_a_name_that_mlflow_does_not_take_is_told_before_anything(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(["export", "nowhere", "--out", str(tmp_path / "x"), "--register", name]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"--register: {name!r}: expected a name") or name == "it's"
-    assert not (tmp_path / "x").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -81,13 +80,6 @@ def put(storage: Replicas, writers: list[Any], step: int) -> Commit:
     return commit
 
 
-def store_pids(storage: Replicas) -> dict[str, int]:
-    """The process of the store on every node."""
-    (listing,) = answers(storage.registry.listing.remote())
-    pids = answers(*(k.__ray_call__.remote(lambda _: os.getpid()) for k in listing.stores.values()))
-    return dict(zip(listing.stores, pids, strict=True))
-
-
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not true():
@@ -102,17 +94,6 @@ def is_running(pid: int) -> bool:
     except (ProcessLookupError, FileNotFoundError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def is_known_dead(actor: Any) -> bool:
-    """Return whether Ray has noticed: until then it calls the actor unavailable."""
-    try:
-        answers(actor.__ray_call__.remote(lambda _: None))
-    except ray.exceptions.ActorDiedError:
-        return True
-    except ray.exceptions.ActorUnavailableError:
-        return False
-    return False
 
 
 def break_off(storage: Replicas, data: bytes) -> None:
@@ -150,24 +131,6 @@ def test_files_are_whole_or_not_there(storage: Replicas) -> None:
     assert set(storage.usage().values()) == {0}
 
 
-def test_a_store_killed_takes_nothing_along(storage: Replicas, writers: list[Any]) -> None:
-    put(storage, writers, 1)
-    commit = put(storage, writers, 2)
-    before = store_pids(storage)
-    assert len(before) == 2
-    killed = min(before, key=lambda node: before[node])
-    (listing,) = answers(storage.registry.listing.remote())
-    os.kill(before[killed], signal.SIGKILL)
-    until(lambda: is_known_dead(listing.stores[killed]))
-
-    assert newest_replica(storage) == commit
-    for name in SHARDS:
-        assert answers(writers[1].read.remote(storage, commit.folder, name)) == [b"shard of step 2"]
-    # The writers get a new store for the one that died.
-    assert newest_replica(storage) != put(storage, writers, 3)
-    assert len(store_pids(storage)) == 2
-
-
 def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> None:
     leaving = nodes.add(0)
     writers = [on_node(node, Writer) for node in (head_id(), leaving.node_id)]
@@ -187,28 +150,6 @@ def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[An
     assert newest_replica(storage) == older
     storage.delete(older.folder, MARKER)
     assert newest_replica(storage) is None
-
-
-def test_without_a_directory_there_is_nothing(nodes: Nodes, writers: list[Any]) -> None:
-    storage = open_replicas(LIMIT_BYTES, SECONDS)
-    put(storage, writers, 1)
-    pids = store_pids(storage).values()
-    close_replicas(storage)
-    assert newest_replica(storage) is None
-    until(lambda: not any(map(is_running, pids)))
-    until(lambda: is_known_dead(storage.registry))
-    with pytest.raises(OSError, match="ActorDied"):
-        storage.write(b"", "a")
-    close_replicas(storage)
-
-
-def test_a_store_that_nobody_needs_ends(storage: Replicas, writers: list[Any]) -> None:
-    put(storage, writers, 1)
-    assert len(store_pids(storage)) == 2
-    storage.write(b"by another group", folder_of(2, attempt=2), "file")
-    storage.delete(folder_of(1))
-    assert newest_replica(storage) is None
-    assert storage.names() == [folder_of(2, attempt=2)]
 
 
 def test_nothing_outlives_the_driver(nodes: Nodes) -> None:

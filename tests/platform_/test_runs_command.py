@@ -75,19 +75,3 @@ def test_a_resumed_run_has_its_own_recipe_wherever_the_command_runs(folder: Path
     assert (recipe.steps, recipe.workers.max) == (4, 7)
     with pytest.raises(UserError, match=r"command line: sed: 1: unknown key"):
         resumed_recipe(at_home, ["sed=1"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["train"], "expected a recipe, such as bert/tiny, or --resume RUN"),
-        (["train", "--resume", "first", "--name", "x"], "--name: x: unexpected"),
-        (["train", "bert/tiny", "--resume", "first"], "bert/tiny: unexpected"),
-        (["train", "--resume", "secnod"], "(did you mean 'second'?)"),
-    ],
-)
-def test_what_makes_no_sense_together(
-    arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(arguments) == 2
-    assert line in capsys.readouterr().err

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from mlflow import MlflowClient
 
 from elastrata.tracking import store
 from elastrata.tracking.store import (
-    check_database,
     check_store,
     experiment_of,
     opened,
-    put_database,
 )
 from elastrata_pipelines.errors import UserError
 from support.command import wait_until
@@ -27,7 +24,6 @@ from support.empty_store import put_empty_store
 from support.forks import fork, forks
 
 RUNS = 3
-LIMITS = (0, 4096, 100_000, 400_000, 700_000, 900_000)
 Damage = Callable[[Path], None]
 
 
@@ -126,15 +122,6 @@ def test_half_of_one_without_records_is_set_aside(
     assert not [*path.parent.glob("*.new*")]
 
 
-@pytest.mark.usefixtures("made_at_once")
-def test_what_was_set_aside_before_stays(path: Path) -> None:
-    for number in range(3):
-        path.write_bytes(b"")
-        put_database(path)
-        assert check_database(path)
-        assert len([*path.parent.glob("*.half-made*")]) == number + 1
-
-
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -173,50 +160,6 @@ def test_half_of_one_with_records_is_refused_and_stays(
         assert "move it away: the next run makes a new one" in line
     assert path.read_bytes() == before
     assert not [*path.parent.glob("*.half-made*")]
-
-
-def test_a_database_of_another_program_is_refused(path: Path) -> None:
-    path.unlink()
-    execute(path, "CREATE TABLE customers (name TEXT)")
-    with pytest.raises(UserError, match=r"of another program .tables customers."):
-        record(f"sqlite:///{path}")
-    path.unlink()
-    execute(path, "CREATE TABLE customers (name TEXT)", "INSERT INTO customers VALUES ('me')")
-    with pytest.raises(UserError, match="without alembic_version"):
-        record(f"sqlite:///{path}")
-
-
-def test_a_whole_one_is_left_as_it_is(path: Path) -> None:
-    before = path.read_bytes()
-    assert check_database(path)
-    assert path.read_bytes() == before
-
-
-@contextmanager
-def small_files(most_bytes: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes: what a full disk is like, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [pytest.param(n, marks=() if n == LIMITS[2] else pytest.mark.matrix) for n in LIMITS],
-)
-def test_a_disk_that_is_full_while_it_is_made(tmp_path: Path, limit: int) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    with (
-        small_files(limit),
-        pytest.raises(UserError, match=r"cannot be used: .sqlite3.OperationalError"),
-    ):
-        record(uri)
-    assert {file.name for file in tmp_path.iterdir()} == {"mlflow.db.lock"}
-    record(uri)
-    assert recorded(tmp_path / "mlflow.db") == 1
 
 
 def made(folder: Path) -> int:

@@ -72,20 +72,6 @@ def test_the_status_adds_up() -> None:
     assert found.share_lost == pytest.approx(18 / 40)
 
 
-def test_a_group_lost_before_its_first_step_is_part_of_the_recovery() -> None:
-    entries = [
-        started(1, 0, time=LONG_AGO),
-        *_steps(1, 1, 5, time=LONG_AGO + 1),
-        started(2, 4, time=LONG_AGO + 10),
-        started(3, 2, time=LONG_AGO + 20),
-        *_steps(3, 3, 6, time=LONG_AGO + 21),
-    ]
-    (recovery,) = recoveries(entries)
-    assert (recovery.attempt, recovery.seconds) == (3, 16)
-    assert recovery.steps_rolled_back == 3
-    assert recovery.cause == "unknown", "histories of old do not say"
-
-
 def test_the_time_between_two_launches_is_not_lost() -> None:
     day = 86_400.0
     entries = [
@@ -121,16 +107,6 @@ def test_a_run_that_ended_says_how(status: str, text: str, state: str, shown: st
     assert run_state(entries, done=False, driver=DEAD, now=late)[0] == "silent"
 
 
-def test_a_run_that_was_asked_to_stop_says_by_what() -> None:
-    entries = [
-        *_killed_and_resized(),
-        said("halted", 3, time=LONG_AGO + 37, step=20, reason="stop", text="SIGTERM"),
-        said("ended", 3, time=LONG_AGO + 38, status="KILLED", text=""),
-    ]
-    state = run_state(entries, done=False, driver=DEAD, now=LONG_AGO + 40)
-    assert state == ("stopped", "stopped: SIGTERM")
-
-
 def test_a_run_that_gives_no_sign_of_life_is_silent() -> None:
     entries, last = _killed_and_resized(), LONG_AGO + 36
 
@@ -144,22 +120,6 @@ def test_a_run_that_gives_no_sign_of_life_is_silent() -> None:
     assert state(Driver(alive=False, seen=last + 4), last + 9)[1].endswith("22:14:00 UTC")
     assert state(ALIVE, last + 10_000)[0] == "running"
     assert state(UNKNOWN, last + 10_000, done=True)[0] == "finished", "histories of old end so"
-
-
-def test_long_steps_are_waited_for() -> None:
-    entries = [started(1, 0, time=LONG_AGO), stepped(1, 1, time=LONG_AGO, seconds=100.0)]
-    assert run_state(entries, done=False, driver=UNKNOWN, now=LONG_AGO + 999)[0] == "running"
-
-
-def test_a_run_without_a_step_has_a_status() -> None:
-    found = _summary([], ALIVE)
-    assert (found.state, found.steps, found.loss, found.share_lost) == ("running", 0, None, 0.0)
-    assert _summary([], DEAD).text == "no sign of life yet"
-
-
-def test_a_loss_that_is_not_finite_is_none() -> None:
-    entries = [started(1, 0), stepped(1, 1, loss=float("nan"), skipped=True)]
-    assert _summary(entries).loss is None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,9 +119,3 @@ def test_what_is_asked_wrongly_is_told(folder: Path, capsys: pytest.CaptureFixtu
     ):
         assert run_here(["audit", run, *arguments]) == 2
         assert line in capsys.readouterr().err
-
-
-def test_a_data_set_prepared_again_in_the_same_way_is_the_same(folder: Path) -> None:
-    before = listed(folder)
-    prepare(config(folder, packing="none"), str(folder / "mix" / "one"), overwrite=True)
-    assert listed(folder) == before

@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.core.target import TargetConfig
-from elastrata.run import history
 from elastrata.run.goodput import goodput, time_to_target
-from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import Driver
-from elastrata.run.status import run_state, seconds_in_all, status, summary
-from elastrata.run.timeline import recoveries, seconds_between
-from elastrata_pipelines.storage import Storage
+from elastrata.run.status import run_state, seconds_in_all, summary
+from elastrata.run.timeline import recoveries
 from support.clocks import BEGAN, Life, check_account, check_status
-from support.histories import Entry, record, said, started, stepped
+from support.histories import Entry, said, started, stepped
 from support.lone_run import lone_run
 
 GPT = {"name": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 48}
@@ -53,13 +50,6 @@ def test_jumps_of_the_wall_clock_change_nothing_on_one_host(seed: int) -> None:
     assert found == pytest.approx({**dict.fromkeys(found, 0.0), **life.uses}, abs=1e-3)
 
 
-@given(SEEDS)
-def test_histories_of_old_are_read_as_before_where_no_clock_jumped(seed: int) -> None:
-    life = Life(random.Random(seed), has_readings=False, jumps=False)
-    found = goodput(life.entries).to_metrics(prefix="")
-    assert found == pytest.approx({**dict.fromkeys(found, 0.0), **life.uses}, abs=1e-3)
-
-
 def test_an_evaluation_before_the_first_step_is_counted_once() -> None:
     """A run with `begin_with` had 63% starting and 59% evaluating, and a negative rest."""
     entries = [
@@ -75,29 +65,6 @@ def test_an_evaluation_before_the_first_step_is_counted_once() -> None:
     assert found.starting == {"model": 2.0, "first_step": 2.0}
     assert (found.steps, found.ending, found.other) == (1.0, 1.0, 0.0)
     assert found.total == 73.0
-
-
-def test_a_fork_that_is_launched_a_day_later_has_spent_nothing_before() -> None:
-    forked = said("forked", 1, time=BEGAN, parent="p", commit="c", sha256="s", step=0)
-    entries = [forked, started(1, 0, time=BEGAN + 86_400), stepped(1, 1, time=BEGAN + 86_401)]
-    assert seconds_in_all(entries) == goodput(entries).total == 1.0
-
-
-def test_steps_whose_group_has_no_start_are_other() -> None:
-    entries = [stepped(1, 1), stepped(1, 2), started(2, 2, time=9.0), stepped(2, 3, time=10.0)]
-    found = goodput(entries)
-    check_account(found, seconds_in_all(entries))
-    assert (found.other, found.steps) == (2.0, 1.0)
-
-
-def test_a_run_that_is_launched_again_when_all_is_done_spends_nothing() -> None:
-    entries = [
-        started(1, 0, time=BEGAN),
-        stepped(1, 1, time=BEGAN + 1),
-        said("ended", 1, time=BEGAN + 2, status="FINISHED"),
-        said("ended", 2, time=BEGAN + 9_000, status="FINISHED"),
-    ]
-    assert goodput(entries).to_metrics("") == {**goodput(entries[:3]).to_metrics(""), "ending": 1.0}
 
 
 def _launches(again: float) -> list[Entry]:
@@ -138,12 +105,6 @@ def test_a_launch_is_told_from_the_one_before_by_its_name() -> None:
     assert run_state(begun, done=False, driver=Driver(alive=False), now=BEGAN)[0] == "silent"
 
 
-def test_a_sign_of_life_from_the_future_is_none() -> None:
-    entries = [started(1, 0, time=BEGAN), stepped(1, 1, time=BEGAN + 1)]
-    assert run_state(entries, done=False, driver=Driver(), now=BEGAN - 9_000)[0] == "silent"
-    assert run_state(entries, done=False, driver=Driver(), now=BEGAN - 60)[0] == "running"
-
-
 def test_the_time_to_target_has_its_pauses_and_no_jump() -> None:
     entries = [
         started(1, 0, time=BEGAN),
@@ -169,34 +130,6 @@ def test_a_recovery_is_never_shorter_than_what_was_measured_in_it() -> None:
     assert recovery.seconds == 3.0 + 1.0 + 1.0
 
 
-def test_readings_of_one_clock_are_taken_before_times() -> None:
-    first = {"time": 100.0, "clock": "a", "monotonic": 7.0}
-    assert seconds_between(first, {"time": 50.0, "clock": "a", "monotonic": 9.5}) == 2.5
-    assert seconds_between(first, {"time": 101.0, "clock": "b", "monotonic": 1.0}) == 1.0
-    assert seconds_between(first, {"time": 50.0}) == 0.0
-
-
-def test_writers_of_one_host_have_one_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = Storage(str(tmp_path))
-    group = HistoryWriter(storage, 1, pytest.fail)
-    driver = HistoryWriter(storage, 1, pytest.fail, writer="d")
-    group.add("started", {"step": 0, "world_size": 1})
-    group.add("step", record(1).to_dict())
-    set_back = time.time() - 9_000
-    monkeypatch.setattr(time, "time", lambda: set_back)
-    driver.add("ended", {"status": "FINISHED", "text": "", "last": 1})
-    assert group.flush()
-    assert driver.flush()
-    entries = history.read(storage)
-    assert len({entry["clock"] for entry in entries}) == 1
-    account = goodput(entries)
-    check_account(account, seconds_in_all(entries))
-    assert account.ending < 60
-    assert run_state(entries, done=True, driver=Driver(), now=set_back)[0] == "finished"
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that began with the weights of another one, while its clock was set back and forth."""
@@ -205,13 +138,3 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: whole() + rng.choice((-3_600, 0, 3_600)))
         return lone_run(folder, "child", workload=GPT, begin_with=f"{parent}@2")
-
-
-def test_a_real_run_adds_up(begun: Path) -> None:
-    for run in (begun, begun.parent / "parent"):
-        found = status(Storage(str(run)))
-        check_status(found)
-        assert (found.state, found.problems, found.goodput.other) == ("finished", (), 0.0)
-        assert found.seconds_in_all < 600
-    kinds = [entry["kind"] for entry in history.read(Storage(str(begun)).sub("history"))]
-    assert kinds.index("evaluated") < kinds.index("step")

@@ -17,16 +17,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from elastrata.run.facts import data_params, hardware, recipe_params
 from elastrata.tracking import tracker as tracker_module
-from elastrata.tracking.models import LoadableModel
 from elastrata.tracking.store import shown, tracking_uri
 from elastrata.tracking.tracker import DataInput, Tracker, TrackingConfig, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.command import wait_until
 from support.empty_store import put_empty_store
-from support.synthetic import write_data_set
 
 
 @pytest.fixture(autouse=True)
@@ -206,75 +203,6 @@ def test_what_a_run_has_led_to_is_its_output(runs: Path) -> None:
     assert (output.model_id, output.step) == (model.model_id, 20)
 
 
-def test_names_that_mlflow_does_not_take_are_changed(runs: Path) -> None:
-    tracker = _open(runs, name="bert-0.1")
-    tracker.record_checkpoint("s3://bucket/step-20", 20, {})
-    tracker.finish("FINISHED")
-    (model,) = _client(runs).search_logged_models([tracker.experiment_id])
-    assert model.name == "bert-0-1-step-20"
-
-
-def test_data_sets_say_of_themselves_what_they_are(tmp_path: Path) -> None:
-    one = write_data_set(tmp_path / "one", samples=30)
-    two = write_data_set(tmp_path / "two", samples=50, seed=1)
-    params = data_params([one])
-    assert params["data.manifest.vocabulary"] == one.vocabulary.size
-    assert params["data.manifest.seq_len"] == one.seq_len
-    assert params["data.manifest.fingerprint"] == one.fingerprint
-    both = data_params([one, two])
-    assert [both[f"data.manifest.{n}.samples"] for n in (0, 1)] == [30, 50]
-
-
-def test_sources_of_text_are_parameters_by_name_alone() -> None:
-    sources = [
-        {"name": "books", "paths": ["b"], "weight": 2.0},
-        {"name": None, "paths": ["c"], "weight": 1.0},
-    ]
-    section = {"path": "d", "prepare": {"sources": sources, "seq_len": 128}}
-    recipe = {"data": section, "phases": [{"data": section, "steps": 3}], "seed": 0}
-    assert recipe_params(recipe) == {
-        "data.path": "d",
-        "data.prepare.sources": "books, source-1",
-        "data.prepare.seq_len": 128,
-        "phases.0.data.path": "d",
-        "phases.0.data.prepare.sources": "books, source-1",
-        "phases.0.data.prepare.seq_len": 128,
-        "phases.0.steps": 3,
-        "seed": 0,
-    }
-
-
-def test_the_hardware_of_a_cluster_is_told() -> None:
-    resources = {
-        "node:10.0.0.1": 1.0,
-        "node:10.0.0.2": 1.0,
-        "node:__internal_head__": 1.0,
-        "CPU": 64.0,
-        "GPU": 16.0,
-        "memory": 512e9,
-        "accelerator_type:H100": 2.0,
-    }
-    found = hardware(resources)
-    assert found.pop("machine")
-    assert found == {
-        "nodes": "2",
-        "cpus": "64",
-        "gpus": "16",
-        "gpu_model": "H100",
-        "memory_gb": "512",
-    }
-    assert "gpu_model" not in hardware({"CPU": 2.0})
-
-
-def test_values_that_are_no_numbers_do_not_stop_the_record(runs: Path) -> None:
-    tracker = _open(runs)
-    tracker.log_steps([{"step": 1, "train/loss": float("nan"), "perf/mfu": float("inf")}])
-    tracker.log_steps(_records(2, 2))
-    tracker.finish("FINISHED")
-    steps = [step for step, _ in _history(_client(runs), tracker.run_id, "train/loss")]
-    assert steps == [1, 2]
-
-
 def test_what_the_store_refuses_is_dropped_with_a_warning(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,31 +213,6 @@ def test_what_the_store_refuses_is_dropped_with_a_warning(
         tracker.finish("FINISHED")
     assert _history(_client(runs), tracker.run_id, "train/loss") == [(1, 1.0)]
     assert "refused a record" in caplog.text
-
-
-@pytest.mark.matrix
-def test_many_processes_make_one_store(tmp_path: Path) -> None:
-    code = (
-        "from elastrata.tracking.tracker import TrackingConfig, open_tracker\n"
-        "from elastrata_pipelines.storage import Storage\n"
-        f"t = open_tracker(TrackingConfig(), Storage({str(tmp_path)!r}), run_name='r',"
-        " run_id=None, params={}, tags={})\n"
-        "t.log_steps([{'step': 1, 'train/loss': 1.0}])\n"
-        "t.finish('FINISHED')\n"
-    )
-    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [process.wait() for process in started] == [0, 0]
-    experiment = _client(tmp_path).get_experiment_by_name("elastrata")
-    runs = _client(tmp_path).search_runs([experiment.experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED"] * 2
-
-
-def test_a_deleted_experiment_is_told(runs: Path) -> None:
-    _open(runs).finish("FINISHED")
-    client = _client(runs)
-    client.delete_experiment(client.get_experiment_by_name("elastrata").experiment_id)
-    with pytest.raises(UserError, match=r"tracking.experiment: 'elastrata': deleted in sqlite"):
-        _open(runs)
 
 
 @pytest.mark.parametrize(
@@ -329,12 +232,6 @@ def test_a_store_that_cannot_be_used_is_told_in_one_line(
         _open(tmp_path, uri=uri)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
-
-
-def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no database, but it is long enough" * 40)
-    with pytest.raises(UserError, match="cannot be reached"):
-        _open(tmp_path)
 
 
 def test_the_default_store_needs_a_local_folder(tmp_path: Path) -> None:
@@ -431,67 +328,3 @@ def test_a_server_that_dies_loses_nothing(
     assert [item.path for item in client.list_artifacts(tracker.run_id, "plots")] == [
         "plots/curve.png"
     ]
-
-
-def test_a_server_has_the_best_checkpoint_as_a_version_too(tmp_path: Path, server: Server) -> None:
-    tracker = _open(tmp_path / "runs", uri=server.uri)
-    for uri in ("s3://bucket/step-10", str(tmp_path / "step-20")):
-        tracker.record_checkpoint(uri, 10, {})
-        tracker.register_checkpoint(uri, "lr")
-    tracker.register_checkpoint("s3://bucket/unknown", "lr")  # never recorded: nothing happens
-    tracker.finish("FINISHED")
-    client = MlflowClient(server.uri)
-    best = client.get_model_version_by_alias("lr", "best")
-    assert best.tags["uri"] == str(tmp_path / "step-20")
-    assert best.source == f"models:/{best.tags['model_id']}"
-    assert len(client.search_model_versions("name = 'lr'")) == 2
-
-
-def test_a_server_keeps_an_export(tmp_path: Path, server: Server) -> None:
-    for name in ("model/config.json", "mlmodel/MLmodel"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("{}", encoding="utf-8")
-    model = LoadableModel(
-        path=tmp_path / "model",
-        mlmodel=tmp_path / "mlmodel",
-        task="fill-mask",
-        checkpoint="s3://b/c",
-        step=3,
-        metrics={},
-    )
-    tracker = _open(tmp_path / "runs", uri=server.uri)
-    for _ in range(2):
-        tracker.register_export(model, "exported")
-    tracker.finish("FINISHED")
-    client = MlflowClient(server.uri)
-    (version,) = client.search_model_versions("name = 'exported'")
-    best = client.get_model_version_by_alias("exported", "best")
-    assert (best.version, best.source) == (version.version, f"models:/{version.tags['model_id']}")
-    found = client.list_logged_model_artifacts(best.tags["model_id"])
-    assert {"MLmodel", "model"} <= {item.path for item in found}
-
-
-def test_sixteen_parts_of_a_run_by_one_writer(runs: Path) -> None:
-    whole = _open(runs)
-    parts = [
-        whole.child(f"{number:04d}", {"lr": number}, {"trial": number}) for number in range(16)
-    ]
-    for step in range(1, 21):
-        for part in parts:
-            part.log_steps([{"step": step, "train/loss": 1 / step}])
-    parts[0].end("FAILED")
-    whole.finish("FINISHED")
-    client = _client(runs)
-    again = _open(runs, run_id=whole.run_id)
-    same = again.child("0003", {"lr": 3}, {"trial": 3})
-    same.log_steps([{"step": step, "train/loss": 1.0} for step in (20, 21)])
-    again.finish("FINISHED")
-    found = client.search_runs(
-        [whole.experiment_id], f"tags.`mlflow.parentRunId` = '{whole.run_id}'"
-    )
-    assert sorted(run.info.run_name for run in found) == [f"{n:04d}" for n in range(16)]
-    by_name = {run.info.run_name: run for run in found}
-    assert by_name["0000"].info.status == "FAILED"
-    assert same.run_id == by_name["0003"].info.run_id
-    steps = [m.step for m in client.get_metric_history(same.run_id, "train/loss")]
-    assert sorted(steps) == list(range(1, 22))

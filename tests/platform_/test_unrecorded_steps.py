@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,15 +17,14 @@ from elastrata.core.events import Lost, Started
 from elastrata.launch.launch import _owned
 from elastrata.run import history
 from elastrata.run.evidence import check_continuation
-from elastrata.run.goodput import goodput
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import NewestStep, own_run
 from elastrata.run.status import status
-from elastrata.run.timeline import attempts, newest_known_step, recoveries
+from elastrata.run.timeline import newest_known_step
 from elastrata.tracking.tracker import SilentTracker
 from elastrata_pipelines.storage import Storage
 from support.forks import fork
-from support.histories import Entry, record, said, started, stepped, write_run
+from support.histories import record, write_run
 
 DONE, RECORDED = 40, 1
 
@@ -112,57 +110,6 @@ def test_what_a_killed_driver_had_heard_of_is_done_again(
     assert (first["rolled_back"], first["at_least"]) == (DONE, True)
     assert (second["rolled_back"], second["at_least"]) == (0, False)
     assert f"at least {DONE}" in captured.err
-
-
-def _lost(**fault: Any) -> list[Entry]:
-    return [
-        started(1, 0, time=100.0),
-        stepped(1, 1, time=101.0),
-        stepped(1, 2, time=102.0),
-        said("fault", 1, time=105.0, text="rank 0 was killed", ranks=[0], **fault),
-        started(2, 2, time=110.0, state="hot"),
-        stepped(2, 3, time=111.0),
-    ]
-
-
-def test_a_group_that_was_killed_may_have_done_more() -> None:
-    (recovery,) = recoveries(_lost())
-    assert (recovery.steps_rolled_back, recovery.at_least) == (0, True)
-    assert recovery.seconds_unrecorded is None, "histories of old do not say"
-    (recovery,) = recoveries(_lost(seconds_unheard=3.0))
-    assert (recovery.at_least, recovery.seconds_unrecorded) == (True, 3.0)
-
-
-def test_a_group_that_closed_its_record_has_done_no_more() -> None:
-    entries = _lost()
-    entries.insert(3, said("closed", 1, time=104.0))
-    (recovery,) = recoveries(entries)
-    assert (recovery.at_least, recovery.seconds_unrecorded) == (False, 0)
-    assert [group.at_least for group in attempts(entries)] == [False, False]
-
-
-def test_steps_that_were_undone_before_their_driver_died_count_once() -> None:
-    entries = [
-        started(1, 0, time=100.0),
-        stepped(1, 1, time=101.0),
-        started(2, 0, time=110.0),
-        said("rolled_back", 2, time=110.0, first=1, last=DONE),
-        said("fault", 2, time=120.0, newest=DONE),
-    ]
-    assert newest_known_step(entries, 0) == 0
-    entries[-1]["newest"] = 7
-    assert newest_known_step(entries, 0) == 7
-    entries.append(started(3, 7, time=130.0))
-    assert newest_known_step(entries, 7) == 7
-
-
-def test_steps_on_no_record_are_no_steps_done_again_in_the_account() -> None:
-    entries = _lost()
-    entries.insert(5, said("rolled_back", 2, time=110.0, first=3, last=5))
-    account = goodput(entries)
-    assert (account.done_again, account.recovering) == (0.0, 8.0)
-    (recovery,) = recoveries(entries)
-    assert (recovery.steps_rolled_back, recovery.seconds_rolled_back) == (3, 0.0)
 
 
 def test_a_fault_has_how_long_nothing_was_heard(tmp_path: Path) -> None:

@@ -16,10 +16,8 @@ from torch import Tensor
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import ModelTensors, load_full_model_state
 from elastrata.core.weight_files import (
-    AS_TRAINED,
     INDEX,
     WeightForm,
-    num_numbers,
     weight_form,
     write_weights,
 )
@@ -33,13 +31,6 @@ SIZES = (3, 5, 2, 40, 1, 1, 4)
 def _weights() -> Iterator[tuple[str, Tensor]]:
     for number, size in enumerate(SIZES):
         yield f"w{number}", torch.full((size, 10), float(number))
-
-
-def test_one_file_has_no_index(tmp_path: Path) -> None:
-    write_weights(tmp_path, _weights(), AS_TRAINED)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(_weights()))
-    assert num_numbers(tmp_path) == 10 * sum(SIZES)
 
 
 def test_files_are_as_large_as_they_may_be_and_named_in_the_index(tmp_path: Path) -> None:
@@ -87,14 +78,6 @@ def test_no_more_is_held_than_a_file_and_a_tensor(tmp_path: Path) -> None:
     assert 2000 <= most <= 2000 + 2 * 400
 
 
-def test_parts_of_a_tensor_are_written_alone(tmp_path: Path) -> None:
-    table = torch.arange(20.0).reshape(10, 2)
-    write_weights(tmp_path, [("few", table[:3]), ("turned", table.T)], AS_TRAINED)
-    found = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(found, {"few": table[:3], "turned": table.T})
-    assert (tmp_path / "model.safetensors").stat().st_size < 400
-
-
 def test_the_tensors_of_a_commit_are_read_one_by_one(tmp_path: Path) -> None:
     checkpoints = Storage(str(lone_run(tmp_path))).sub("checkpoints")
     commit = commits(checkpoints)[0]
@@ -103,13 +86,6 @@ def test_the_tensors_of_a_commit_are_read_one_by_one(tmp_path: Path) -> None:
     assert len(found) == len(whole) > 10
     assert "nothing" not in found
     torch.testing.assert_close(dict(found), whole, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "size_bytes"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("20KB", 20_000)]
-)
-def test_sizes_have_units(size: str, size_bytes: int) -> None:
-    assert weight_form("fp16", size) == WeightForm(dtype=torch.float16, shard_bytes=size_bytes)
 
 
 def test_forms_that_cannot_be_are_told_at_once() -> None:
