@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -140,3 +141,12 @@ def bucket() -> Iterator[str]:
     """The URL of an empty bucket on an S3 server of the test's own."""
     with s3_bucket() as url:
         yield url
+
+
+@pytest.fixture
+def signals_as_before() -> Iterator[None]:
+    """Restore the handlers of signals that a command run in this process has set."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

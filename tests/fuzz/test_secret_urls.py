@@ -4,8 +4,6 @@ without one are kept as they are."""
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
@@ -92,14 +90,6 @@ def harmless(rng: random.Random) -> str:
         f"sqlite:////data{path}/x:y@z.db",
     )
     return rng.choice(CHAINS[:5] if "://" in urls[0] else CHAINS[:1]) + rng.choice(urls)
-
-
-@pytest.fixture
-def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("signals_as_before")

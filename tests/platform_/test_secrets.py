@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,14 +122,6 @@ def test_a_secret_in_a_url_is_hidden_and_the_url_not_opened(value: str, shown: s
     with pytest.raises(UserError) as caught:
         Storage(value).path()
     assert str(caught.value) == f"{shown}: {NO_SECRET}"
-
-
-@pytest.fixture
-def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 COMMANDS = (

@@ -167,10 +167,12 @@ def _record_evaluation(place: str, model: ExportedModel, name: str, results: Tas
     from elastrata.tracking.tracker import record_evaluation
     from elastrata_pipelines.storage import Storage
 
+    run_dir = Storage(place).uri()
     return record_evaluation(
         model.recipe.tracking,
-        Storage(Storage(place).uri().rpartition("/")[0]),
+        Storage(run_dir.rpartition("/")[0]),
         run_id=model.mlflow_run_id,
+        run_dir=run_dir,
         step=model.step,
         metrics={f"{name}/{metric}": value for metric, value in results.metrics.items()},
     )

@@ -503,6 +503,7 @@ def record_evaluation(
     storage: Storage,
     *,
     run_id: str | None,
+    run_dir: str,
     step: int,
     metrics: Mapping[str, float],
 ) -> bool:
@@ -512,6 +513,7 @@ def record_evaluation(
         config: which store.
         storage: the folder of the run's folder; a default database lies in it.
         run_id: of the run in MLflow.
+        run_dir: the run's folder. A copy of the folder that the record names is another run.
         step: the checkpoint's.
         metrics: by name.
 
@@ -524,7 +526,8 @@ def record_evaluation(
     if run_id is None:
         return False
     with opened(tracking_uri(config.uri, storage)) as client:
-        if find_run(client, run_id) is None:
+        run = find_run(client, run_id)
+        if run is None or _is_elsewhere(run.data.tags.get(RUN_DIR), run_dir):
             return False
         from mlflow.entities import Metric
 
@@ -536,6 +539,16 @@ def record_evaluation(
         for first in range(0, len(told), METRICS_PER_CALL):
             client.log_batch(run_id, metrics=told[first : first + METRICS_PER_CALL])
     return True
+
+
+def _is_elsewhere(recorded: str | None, run_dir: str) -> bool:
+    """Return whether the run on record still has its own folder, of which `run_dir` is a copy."""
+    if recorded in (None, run_dir) or not (
+        Storage(recorded).is_local and Storage(run_dir).is_local
+    ):
+        return False
+    original = Path(recorded)
+    return original.exists() and not original.samefile(run_dir)
 
 
 def check_model_name(name: str) -> None:
