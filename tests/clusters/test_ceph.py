@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -21,9 +20,6 @@ from support.synthetic import tiny_recipe, write_data_set
 
 pytestmark = pytest.mark.matrix
 URL = f"s3://{BUCKET}"
-MIB = 2**20
-LARGE = 120 * MIB
-"""More than two parts of an upload, of 50 MiB each."""
 ENDLESS_UPLOAD = """
 import sys
 from elastrata_pipelines.storage import Storage
@@ -44,17 +40,6 @@ def _write_recipe(folder: Path, storage: str, data: str, **changes: object) -> P
     recipe = tiny_recipe(data, storage, tracking=tracking, **changes)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return folder / "recipe.yaml"
-
-
-def test_a_large_object_goes_in_parts_and_comes_back_equal(server: Ceph) -> None:
-    storage, block, digest = Storage(f"{URL}/large"), os.urandom(MIB), hashlib.sha256()
-    with storage.create("large") as stream:
-        for _ in range(LARGE // MIB):
-            stream.write(block)
-            digest.update(block)
-    assert storage.size("large") == LARGE
-    assert storage.sha256("large") == digest.hexdigest()
-    assert S3FileSystem().info(f"{BUCKET}/large/large")["ETag"].endswith('-3"')  # of three parts
 
 
 def test_a_killed_writer_leaves_no_object(server: Ceph) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from elastrata import shipped
 from elastrata.cluster.gauges import BY_SET, BY_SOURCE, BY_USE, COUNTERS, GAUGES
 from elastrata.cluster.ray_processes import NICENESS
-from elastrata.deploy.cluster_file import read_cluster
+from elastrata.deploy.clusters import read_cluster
 from elastrata.shipped import cluster_files
 from support.crd import crd_problems
 
@@ -65,15 +63,6 @@ def test_kuberay_accepts_it(name: str) -> None:
     assert crd_problems(_kuberay(name)) == []
 
 
-def test_kuberay_would_tell_of_an_unknown_field_and_a_wrong_type() -> None:
-    resource = _kuberay("kuberay-cluster")
-    resource["spec"]["autoscalerOptions"]["idleTimeoutSecond"] = 60
-    resource["spec"]["workerGroupSpecs"][0]["maxReplicas"] = "many"
-    first, second = sorted(crd_problems(resource))
-    assert "idleTimeoutSecond" in first
-    assert "many" in second
-
-
 @pytest.mark.parametrize("name", CLOUDS)
 def test_the_head_is_on_demand_and_the_workers_are_spot(name: str) -> None:
     values = _launched(name)
@@ -118,17 +107,6 @@ def test_no_file_holds_a_key_and_every_image_is_pinned(name: str) -> None:
     assert not re.search(r"(?i)(secret_?key|password|access_key|BEGIN .*KEY|AKIA)", text)
     images = re.findall(r"image: (\S+)", text)
     assert all(re.search(r":\d+\.\d+\.\d+-(cpu|gpu)$", image) for image in images)
-
-
-def test_the_job_has_the_cluster_of_the_other_file() -> None:
-    cluster = _kuberay("kuberay-cluster")["spec"]
-    of_job = _kuberay("kuberay-job")["spec"]["rayClusterSpec"]
-    head = of_job["headGroupSpec"]["template"]["spec"]
-    recipe = head.pop("volumes")
-    mounted = head["containers"][0].pop("volumeMounts")
-    assert [volume["name"] for volume in recipe] == [mount["name"] for mount in mounted]
-    assert of_job == cluster
-    assert cluster["rayVersion"] == shipped.tested_versions()["ray"]
 
 
 def test_pods_have_the_time_to_save_and_the_head_is_not_evicted() -> None:
@@ -182,10 +160,3 @@ def test_the_dashboard_shows_what_there_is() -> None:
     }
     counted = {f"{name}_total" for name in COUNTERS}
     assert shown == {f"ray_{name}" for name in (*GAUGES, *BY_SOURCE, *BY_SET, *BY_USE, *counted)}
-
-
-def test_the_readme_names_every_file() -> None:
-    folder: Path = cluster_files()
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w-]+\.(?:yaml|json)|Dockerfile)`", text))
-    assert named == {path.name for path in folder.iterdir()} - {"README.md"}

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.cli.main import run
-from elastrata.deploy.cluster_file import read_cluster
-from elastrata.deploy.cluster_spec import ClusterSpec, NodeGroup
-from elastrata_pipelines.errors import UserError
+from elastrata.deploy.clusters import ClusterSpec, NodeGroup
 
 SIZES = st.integers(0, 4)
 
@@ -122,13 +120,6 @@ def test_mistakes_in_a_cluster_file_take_a_line_each(
     assert len(told) == len(lines)
     for line in lines:
         assert any(one.startswith(file) and line in one for one in told), told
-
-
-def test_a_name_that_is_nearly_one() -> None:
-    with pytest.raises(UserError, match=r"azur: no such cluster \(did you mean 'azure'\?\)"):
-        read_cluster("azur")
-    with pytest.raises(UserError, match=r"none.yaml: no such cluster file"):
-        read_cluster("none.yaml")
 
 
 def test_a_recipe_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:

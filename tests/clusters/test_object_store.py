@@ -88,13 +88,6 @@ def test_an_upload_that_is_interrupted_leaves_nothing(storage: Storage, faults: 
     assert storage.read("large") == b"again"
 
 
-def test_a_file_may_have_the_name_of_its_folder(bucket: str) -> None:
-    storage = Storage(f"{bucket}/same")
-    storage.write(b"inside", "same")
-    assert storage.names() == ["same"]
-    assert Storage(bucket).names() == ["same"]
-
-
 def test_reading_waits_for_a_store_that_is_away(
     bucket: str, faults: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,24 +142,15 @@ def test_an_object_altered_behind_our_back_is_passed_over(bucket: str) -> None:
     assert newest in line
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "told"),
-    [
-        (403, "AccessDenied", "PermissionError"),
-        (403, "InvalidAccessKeyId", "PermissionError"),
-        (404, "NoSuchBucket", "FileNotFoundError"),
-    ],
-)
 def test_what_is_refused_takes_one_line_and_nothing_is_begun(
-    status: int, code: str, told: str, bucket: str, faults: FaultyS3, tmp_path: Path
+    bucket: str, faults: FaultyS3, tmp_path: Path
 ) -> None:
-    """Bad credentials, no permission, a missing bucket."""
     write_data_set(tmp_path / "data", samples=100)
     tracking = {"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     recipe = tiny_recipe(tmp_path / "data", f"{bucket}/runs", tracking=tracking)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    faults.answer = lambda method, path: (status, code)
+    faults.answer = lambda method, path: (403, "AccessDenied")
     done = run("train", tmp_path / "recipe.yaml", "--name", "run")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"storage: {bucket}/runs: cannot be written ({told}")
+    assert line.startswith(f"storage: {bucket}/runs: cannot be written (PermissionError")

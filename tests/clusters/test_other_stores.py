@@ -20,7 +20,6 @@ from elastrata.checkpoints.commit import commits
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
-from elastrata_pipelines.stripes import Stripes
 from support.command import run, run_json, wait_until
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -113,33 +112,6 @@ def test_a_large_object_comes_back_equal(bucket: str) -> None:
     assert storage.sha256("large") == hashlib.sha256(block * (LARGE // MIB)).hexdigest()
     storage.delete("large")
     assert storage.names() == []
-
-
-def test_an_upload_that_fails_leaves_nothing(bucket: str) -> None:
-    storage = Storage(f"{bucket}/broken")
-    storage.write(b"before", "kept")
-    # Google's emulator cannot cancel an upload of several parts.
-    for size in (MIB,) if bucket.startswith("gs:") else (MIB, LARGE):
-        with pytest.raises(ZeroDivisionError):
-            _fail_after(storage, size)
-        assert storage.names() == ["kept"]
-    storage.write(b"whole", "half")
-    assert storage.read("half") == b"whole"
-
-
-def _fail_after(storage: Storage, size: int) -> None:
-    with storage.create("half") as stream:
-        stream.write(os.urandom(size))
-        raise ZeroDivisionError
-
-
-def test_stripes_are_those_of_the_disk(bucket: str, tmp_path: Path) -> None:
-    manifest = write_data_set(f"{bucket}/data", samples=300)
-    assert write_data_set(tmp_path / "data", samples=300) == manifest
-    far, near = (
-        Stripes(Storage(place), manifest) for place in (f"{bucket}/data", str(tmp_path / "data"))
-    )
-    assert far.read([8, 1, 4]) == near.read([8, 1, 4])
 
 
 def test_a_run_is_the_same_there(bucket: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,39 +125,6 @@ def test_folders_of_this_machine_alone_are_refused(submitted: Submitted) -> None
     done = _run(submitted, "submit", "bert/tiny")
     assert done.returncode == 2
     assert [line.split(": ")[0] for line in done.stderr.splitlines()] == ["storage", "data.path"]
-
-
-@pytest.mark.matrix  # installs Ray into another environment
-@pytest.mark.timeout(1800)
-def test_plain_ray_job_submit_from_an_environment_with_ray_alone(
-    submitted: Submitted, tmp_path: Path
-) -> None:
-    empty, folder = tmp_path / "empty", tmp_path / "project"
-    folder.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", empty], check=True)
-    pip = [empty / "bin" / "python", "-m", "pip", "install", "-q", "ray[default]==2.60.0"]
-    installed = subprocess.run(pip, capture_output=True, encoding="utf-8")
-    if installed.returncode != 0:
-        pytest.skip(f"pip cannot install ray[default]: {installed.stderr[-200:]}")
-    (folder / "mine.yaml").write_text(
-        f"extends: {submitted.recipe}\nname: plain\nsteps: 40\n", encoding="utf-8"
-    )
-    done = subprocess.run(
-        [
-            *(empty / "bin" / "ray", "job", "submit", "--address", submitted.cluster.address),
-            *("--working-dir", ".", "--", "elastrata", "train", "mine.yaml"),
-        ],
-        cwd=folder,
-        env={
-            **{k: v for k, v in submitted.cluster.environment.items() if k != "PYTHONPATH"},
-            "PATH": f"{empty / 'bin'}:/usr/bin:/bin",
-        },
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "done: 40 steps" in done.stdout
 
 
 def _run(submitted: Submitted, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -70,19 +70,6 @@ def test_the_first_signal_waits_and_the_second_is_heard(capsys: pytest.CaptureFi
         _press()
 
 
-def test_off_the_main_thread_signals_stay_as_they_are() -> None:
-    handlers = []
-
-    def work() -> None:
-        with undisturbed("ending"):
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.getsignal(signal.SIGINT)]
-
-
 def test_an_interrupted_command_says_so_in_json_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

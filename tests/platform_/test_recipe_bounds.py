@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastrata.deploy import cluster_file as ray_clusters
+from elastrata.deploy import clusters as ray_clusters
 from elastrata.planner import cluster as planned
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.yaml_values import dump_yaml, parse_documents, parse_yaml

@@ -10,7 +10,7 @@ import yaml
 
 from elastrata.cli.main import BAD_INPUT, FAILED, outcome
 from elastrata.cli.main import run as run_here
-from elastrata.deploy.job_server import job_server
+from elastrata.deploy.jobs import job_server
 from elastrata.recipe.file import load_recipe
 from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.errors import UserError

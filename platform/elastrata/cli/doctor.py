@@ -72,8 +72,13 @@ def doctor(
 
 
 def _examine_cluster(cluster: str, recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
-    from elastrata.deploy.cluster_file import find_cluster_file, read_cluster
-    from elastrata.deploy.cluster_spec import cluster_findings, fit_findings, niceness_findings
+    from elastrata.deploy.clusters import (
+        cluster_findings,
+        find_cluster_file,
+        fit_findings,
+        niceness_findings,
+        read_cluster,
+    )
     from elastrata.recipe.file import load_recipe
 
     spec = read_cluster(cluster)

@@ -1,0 +1,488 @@
+"""Clusters that a file describes: for Ray's cluster launcher (`ray up`) or for KubeRay.
+
+Kinds of nodes, how many of each there can ever be, and whether a recipe fits on them. All mistakes
+in a file are reported together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import ray.autoscaler
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from elastrata.cluster.ray_processes import NICENESS
+from elastrata.launch.doctor import Finding
+from elastrata.recipe.problems import recipe_problems
+from elastrata.recipe.recipe import WorkersConfig
+from elastrata.recipe.yaml_reader import RecipeText
+from elastrata.recipe.yaml_values import parse_documents, read_text
+from elastrata.shipped import cluster_files
+from elastrata_pipelines.errors import UserError, nearest
+
+_ROUNDING = 1e-6
+"""Three workers of 0.4 CPUs need no more than 1.2."""
+_READERS_CPUS = 1
+"""CPUs that reading the data wants, beside the workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one kind."""
+
+    name: str
+    resources: Mapping[str, float]
+    """Amounts on one node, by Ray's names: `CPU`, `GPU`."""
+    min_nodes: int
+    max_nodes: int
+
+    def room(self, worker: Mapping[str, float]) -> int:
+        """Workers of these resources that fit on one node.
+
+        Args:
+            worker: what one worker claims; at least one amount is above 0.
+        """
+        return min(
+            int((self.resources.get(name, 0.0) + _ROUNDING) // amount)
+            for name, amount in worker.items()
+            if amount > 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """The nodes that a cluster file can ever provide."""
+
+    file: str
+    """As the user named it."""
+    head: NodeGroup
+    groups: tuple[NodeGroup, ...]
+    """Nodes beside the head."""
+    max_nodes: int
+    """Most nodes of these groups together."""
+
+    def room(self, worker: Mapping[str, float]) -> int:
+        """The most workers of these resources that there can ever be at once."""
+        return int(self._most(lambda group: group.room(worker)))
+
+    def amount(self, resource: str) -> float:
+        """The most of a resource that there can ever be at once."""
+        return self._most(lambda group: group.resources.get(resource, 0.0))
+
+    def _most(self, on_a_node: Callable[[NodeGroup], float]) -> float:
+        """The sum over the head, the nodes that always run, and the best choice of others."""
+        total = on_a_node(self.head)
+        total += sum(group.min_nodes * on_a_node(group) for group in self.groups)
+        free = self.max_nodes - sum(group.min_nodes for group in self.groups)
+        for group in sorted(self.groups, key=on_a_node, reverse=True):
+            count = max(0, min(group.max_nodes - group.min_nodes, free))
+            total += count * on_a_node(group)
+            free -= count
+        return total
+
+
+# Files for Ray's cluster launcher
+
+_DEFAULT_MAX_WORKERS = 2
+"""The launcher's own default, where a file does not say."""
+_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}
+
+
+class _NodeType(BaseModel):
+    resources: dict[str, NonNegativeInt]
+    min_workers: NonNegativeInt = 0
+    max_workers: NonNegativeInt | None = None
+
+
+class _Provider(BaseModel):
+    type: str
+    worker_ips: list[str] = []
+
+
+class LauncherFile(BaseModel):
+    """The sizes in a file. Its other keys are for the launcher alone."""
+
+    cluster_name: str
+    provider: _Provider
+    max_workers: NonNegativeInt | None = None
+    head_node_type: str = ""
+    available_node_types: dict[str, _NodeType] = {}
+    head_start_ray_commands: list[str] = []
+    worker_start_ray_commands: list[str] = []
+
+    def cluster_spec(self, file: str) -> ClusterSpec:
+        """The nodes that its cluster can ever have.
+
+        Raises:
+            UserError: the file does not say what its machines have.
+        """
+        if self.provider.type == "local":
+            return self._own_machines(file)
+        types = self.available_node_types
+        if self.head_node_type not in types:
+            known = ", ".join(types) or "available_node_types, which are missing"
+            raise UserError(
+                f"{file}: head_node_type: {self.head_node_type!r}: expected one of {known}"
+            )
+        most = _DEFAULT_MAX_WORKERS if self.max_workers is None else self.max_workers
+        groups = {
+            name: NodeGroup(
+                name=name,
+                resources=kind.resources,
+                min_nodes=kind.min_workers,
+                max_nodes=most if kind.max_workers is None else kind.max_workers,
+            )
+            for name, kind in types.items()
+        }
+        return ClusterSpec(
+            file=file,
+            head=groups.pop(self.head_node_type),
+            groups=tuple(groups.values()),
+            max_nodes=most,
+        )
+
+    def _own_machines(self, file: str) -> ClusterSpec:
+        """Machines that are there already: their start commands say what Ray may use."""
+        count = len(self.provider.worker_ips)
+        commands = {
+            "head_start_ray_commands": self.head_start_ray_commands,
+            **({"worker_start_ray_commands": self.worker_start_ray_commands} if count else {}),
+        }
+        resources = {key: _resources_of(lines) for key, lines in commands.items()}
+        problems = [
+            f"{file}: {key}: no --num-cpus: what the machines have cannot be told from the file; "
+            "add it"
+            for key, found in resources.items()
+            if "CPU" not in found
+        ]
+        if problems:
+            raise UserError(*problems)
+        head, *workers = (
+            NodeGroup(name=key.split("_")[0], resources=found, min_nodes=count, max_nodes=count)
+            for key, found in resources.items()
+        )
+        return ClusterSpec(file=file, head=head, groups=tuple(workers), max_nodes=count)
+
+
+def unknown_keys(values: Mapping[str, Any], file: str) -> Iterator[str]:
+    """A line for each key that the launcher would refuse, by the schema that Ray ships."""
+    schema = json.loads(
+        (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
+    )
+    known = schema["properties"]
+    (node_type,) = known["available_node_types"]["patternProperties"].values()
+    sections = {"": (values, known)}
+    types = values.get("available_node_types")
+    for name, kind in (types if isinstance(types, dict) else {}).items():
+        if isinstance(kind, dict):
+            sections[f"available_node_types.{name}."] = kind, node_type["properties"]
+    for prefix, (section, keys) in sections.items():
+        for key in section:
+            if key not in keys:
+                yield f"{file}: {prefix}{key}: unknown key{nearest(key, keys)}"
+
+
+def _resources_of(commands: Sequence[str]) -> dict[str, float]:
+    """The CPUs and GPUs that a `ray start` among the commands is told of."""
+    text = " ".join(commands)
+    flags = {name: re.search(rf"{flag}[= ](\d+)", text) for name, flag in _FLAGS.items()}
+    return {name: float(match.group(1)) for name, match in flags.items() if match}
+
+
+# KubeRay's resources
+
+_Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+_GPU = "gpu"
+"""How the names of GPUs end, whoever makes them: `nvidia.com/gpu`."""
+_MOST_OF_A_POD = 1_000_000
+
+
+class _Resources(BaseModel):
+    limits: dict[str, _Text] = {}
+    requests: dict[str, _Text] = {}
+
+
+class _Container(BaseModel):
+    resources: _Resources = _Resources()
+
+
+class _Pod(BaseModel):
+    containers: Annotated[list[_Container], Field(min_length=1)]
+
+
+class _Template(BaseModel):
+    spec: _Pod
+
+
+class _Group(BaseModel):
+    rayStartParams: dict[str, _Text] = {}  # noqa: N815 - KubeRay's name
+    template: _Template
+
+    def resources(self, file: str) -> dict[str, float]:
+        """Resources of one pod: what Ray is told, else the limits of its first container, else
+        requests.
+
+        Raises:
+            UserError: one is no amount.
+        """
+        container = self.template.spec.containers[0].resources
+        amounts = {**container.requests, **container.limits}
+        gpus = [amount for name, amount in amounts.items() if name.endswith(_GPU)]
+        claims = {
+            "CPU": self.rayStartParams.get("num-cpus", amounts.get("cpu")),
+            "GPU": self.rayStartParams.get("num-gpus", gpus[0] if gpus else None),
+        }
+        return {name: _rounded_up(text, name, file) for name, text in claims.items() if text}
+
+
+class _WorkerGroup(_Group):
+    groupName: str  # noqa: N815
+    replicas: NonNegativeInt = 0
+    minReplicas: NonNegativeInt = 0  # noqa: N815
+    maxReplicas: NonNegativeInt = 2**31 - 1  # noqa: N815
+    numOfHosts: PositiveInt = 1  # noqa: N815
+
+    def node_group(self, file: str, *, autoscales: bool) -> NodeGroup:
+        """Its pods; as many as there are to begin with where nothing changes their number."""
+        low, high = self.minReplicas, self.maxReplicas
+        return NodeGroup(
+            name=self.groupName,
+            resources=self.resources(file),
+            min_nodes=self.numOfHosts * (low if autoscales else self.replicas),
+            max_nodes=self.numOfHosts * (high if autoscales else self.replicas),
+        )
+
+
+class _KubeSpec(BaseModel):
+    enableInTreeAutoscaling: bool = False  # noqa: N815
+    headGroupSpec: _Group  # noqa: N815
+    workerGroupSpecs: list[_WorkerGroup] = []  # noqa: N815
+
+    def cluster_spec(self, file: str) -> ClusterSpec:
+        groups = tuple(
+            group.node_group(file, autoscales=self.enableInTreeAutoscaling)
+            for group in self.workerGroupSpecs
+        )
+        head = self.headGroupSpec.resources(file)
+        return ClusterSpec(
+            file=file,
+            head=NodeGroup(name="head", resources=head, min_nodes=1, max_nodes=1),
+            groups=groups,
+            max_nodes=sum(group.max_nodes for group in groups),
+        )
+
+
+class RayCluster(BaseModel):
+    """The sizes in a RayCluster."""
+
+    kind: Literal["RayCluster"]
+    spec: _KubeSpec
+
+    def cluster_spec(self, file: str) -> ClusterSpec:
+        """The nodes that the cluster can ever have."""
+        return self.spec.cluster_spec(file)
+
+
+class _JobSpec(BaseModel):
+    rayClusterSpec: _KubeSpec  # noqa: N815
+
+
+class RayJob(BaseModel):
+    """The sizes of the cluster in a RayJob."""
+
+    kind: Literal["RayJob"]
+    spec: _JobSpec
+
+    def cluster_spec(self, file: str) -> ClusterSpec:
+        """The nodes that the cluster can ever have."""
+        return self.spec.rayClusterSpec.cluster_spec(file)
+
+
+KINDS: Mapping[str, type[RayCluster] | type[RayJob]] = {"RayCluster": RayCluster, "RayJob": RayJob}
+
+
+def _rounded_up(quantity: str, name: str, file: str) -> float:
+    """Ray's autoscaler counts whole CPUs and GPUs."""
+    try:
+        amount = int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+    except ValueError:
+        raise UserError(
+            f"{file}: {quantity}: expected a number of {name}s, such as 4, 0.5 or 500m"
+        ) from None
+    if not 0 <= amount <= _MOST_OF_A_POD:
+        raise UserError(
+            f"{file}: {quantity}: expected at least 0 and at most {_MOST_OF_A_POD:,} {name}s"
+        )
+    return float(math.ceil(amount))
+
+
+# Reading a file
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_cluster(name_or_path: str) -> ClusterSpec:
+    """The nodes that the cluster of a file can ever have.
+
+    Args:
+        name_or_path: a file for Ray's cluster launcher or for KubeRay, or the name of one that
+            ships with Elastrata, such as `aws`.
+
+    Raises:
+        UserError: one line per mistake, `<file>: <dotted.path>: <value>: <what was expected>`.
+    """
+    documents = _documents(find_cluster_file(name_or_path), name_or_path)
+    for values in documents:
+        model = KINDS.get(str(values.get("kind")))
+        if model is not None:
+            return _checked(model, values, name_or_path).cluster_spec(name_or_path)
+    if len(documents) == 1 and "provider" in documents[0]:
+        unknown = list(unknown_keys(documents[0], name_or_path))
+        return _checked(LauncherFile, documents[0], name_or_path, unknown).cluster_spec(
+            name_or_path
+        )
+    raise UserError(
+        f"{name_or_path}: expected a file for Ray's cluster launcher, with `provider`, or a "
+        "RayCluster or RayJob of KubeRay"
+    )
+
+
+def find_cluster_file(name_or_path: str) -> Path:
+    """The cluster file of a path, or of a name such as `aws`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name_or_path.endswith((".yaml", ".yml")) or os.path.isfile(name_or_path):  # noqa: PTH113
+        if not os.path.lexists(name_or_path):
+            raise UserError(f"{name_or_path}: no such cluster file")
+        return Path(name_or_path)
+    known = {path.stem: path for path in cluster_files().glob("*.yaml")}
+    if name_or_path not in known:
+        raise UserError(
+            f"{name_or_path}: no such cluster{nearest(name_or_path, known)}; expected a .yaml file "
+            f"or one of {', '.join(sorted(known))}"
+        )
+    return known[name_or_path]
+
+
+def is_launched(path: Path, shown: str) -> bool:
+    """Whether a cluster file is for Ray's cluster launcher.
+
+    Raises:
+        UserError: it is no YAML.
+    """
+    return any("provider" in values for values in _documents(path, shown))
+
+
+def _documents(path: Path, shown: str) -> list[dict[str, Any]]:
+    """YAML 1.1, as Ray and Kubernetes read it."""
+    documents = parse_documents(read_text(path, shown), shown)
+    return [values for values in documents if isinstance(values, dict)]
+
+
+def _checked(
+    model: type[_Model], values: Mapping[str, Any], file: str, unknown: list[str] | None = None
+) -> _Model:
+    """The part of the values that `model` knows; all mistakes in it, after those of `unknown`."""
+    problems = unknown or []
+    try:
+        checked = model.model_validate(values)
+    except ValidationError as error:
+        text = RecipeText(file=file, name="", values=dict(values))
+        raise UserError(*problems, *recipe_problems(error, model, text)) from None
+    if problems:
+        raise UserError(*problems)
+    return checked
+
+
+# Whether a recipe fits
+
+
+def cluster_findings(cluster: ClusterSpec) -> Iterator[Finding]:
+    """The most that there can ever be."""
+    resources = {name for group in (cluster.head, *cluster.groups) for name in group.resources}
+    amounts = [f"{cluster.amount(name):g} {name}s" for name in ("CPU", "GPU") if name in resources]
+    yield Finding(
+        name="cluster",
+        status="ok",
+        found=f"{cluster.file}: at most {cluster.max_nodes} nodes beside the head, "
+        f"{', '.join(amounts)}",
+    )
+
+
+def niceness_findings(file: str, text: str) -> Iterator[Finding]:
+    """Whether a cluster file sees to the priority of workers, which is that of `ray start`.
+
+    Args:
+        file: as the user named it.
+        text: all that it says.
+    """
+    is_named = NICENESS in text
+    yield Finding(
+        name="niceness",
+        status="ok" if is_named else "warning",
+        found=f"{file}: {NICENESS} is {'set' if is_named else 'not set'}",
+        advice=""
+        if is_named
+        else f"{NICENESS}=0 in the environment of every `ray start`: at Ray's own 15 reading data "
+        "starves beside any other work, and training waits",
+    )
+
+
+def fit_findings(workers: WorkersConfig, cluster: ClusterSpec) -> Iterator[Finding]:
+    """Whether the workers of a recipe can be had, and whether anything is left to feed them."""
+    worker = worker_resources(workers, cluster)
+    claim = " + ".join(f"{amount:g} {name}" for name, amount in worker.items())
+    rooms = {group.name: group.room(worker) for group in (cluster.head, *cluster.groups)}
+    fitting = [f"{count} on a node of {name}" for name, count in rooms.items() if count]
+    yield Finding(
+        name="worker",
+        status="ok" if fitting else "problem",
+        found=f"{claim}: {', '.join(fitting) or 'more than any node has'}",
+        advice="" if fitting else "lower workers.cpus or workers.gpus, or add larger nodes",
+    )
+    room = cluster.room(worker)
+    yield Finding(
+        name="workers.min",
+        status="ok" if workers.min <= room else "problem",
+        found=f"{workers.min}, and there is room for {room} at most",
+        advice="" if workers.min <= room else _advice("min", room),
+    )
+    most = room if workers.max == "auto" else workers.max
+    yield Finding(
+        name="workers.max",
+        status="ok" if most <= room else "warning",
+        found=f"{workers.max}, and there is room for {room} at most",
+        advice="" if most <= room else _advice("max", room),
+    )
+    count = min(most, room)
+    left = cluster.amount("CPU") - count * workers.cpus
+    is_enough = left >= _READERS_CPUS
+    yield Finding(
+        name="reading",
+        status="ok" if is_enough else "warning",
+        found=f"{left:g} CPUs left beside {count} workers",
+        advice=""
+        if is_enough
+        else f"workers.cpus below {workers.cpus:g}: data is read with the rest",
+    )
+
+
+def worker_resources(workers: WorkersConfig, cluster: ClusterSpec) -> dict[str, float]:
+    """The resources that each worker claims; a GPU under `auto` where the cluster can have any."""
+    gpus = workers.gpus_each(cluster.amount("GPU"))
+    return {"CPU": workers.cpus, **({"GPU": gpus} if gpus else {})}
+
+
+def _advice(bound: str, room: int) -> str:
+    if not room:
+        return "another cluster file"
+    return f"workers.{bound}={room}, or a larger maximum in the file"
