@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,21 +152,6 @@ def test_an_audit_finds_a_parent_that_was_touched(stem: Path, tmp_path: Path) ->
         part.write_text(text.replace('"samples": 210,', '"samples": 211,'), encoding="utf-8")
     found = audit(Storage(str(child)))
     assert any("211 samples after step 10" in line for line in found.problems)
-
-
-def test_an_audit_finds_a_fork_that_took_samples_again(stem: Path, tmp_path: Path) -> None:
-    parent = Path(shutil.copytree(stem, tmp_path / "runs" / "parent"))
-    plan = planned(parent, "child")
-    fingerprint = plan.fork.data[0].fingerprint
-    begin_fork(plan.fork)
-    run_file = tmp_path / "runs" / "child" / "run.json"
-    values = json.loads(run_file.read_text(encoding="utf-8"))
-    values["origin"]["positions"][fingerprint] = 189
-    run_file.write_text(json.dumps({**values, "digest": None}), encoding="utf-8")
-    child = train_alone(plan.fork.recipe, run_file.parent)
-    found = audit(Storage(str(child)))
-    assert "epoch 0: 21 samples seen more than once" in found.problems
-    assert any("210 samples" in line and "goes on behind 189" in line for line in found.problems)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,3 @@ def test_a_driver_that_died_is_told_from_a_group_that_was_lost() -> None:
     assert account.recovering == 0.0
     assert account.restarting == 1.0, "until the end was told"
     assert account.other == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_run_that_has_not_begun_has_spent_nothing() -> None:
-    assert goodput([]).total == goodput([]).share == 0.0

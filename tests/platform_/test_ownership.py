@@ -22,7 +22,6 @@ import pytest
 from elastrata.run import ownership, process
 from elastrata.run.ownership import (
     DRIVER_FILE,
-    NewestStep,
     Owner,
     own_run,
     owner_is_alive,
@@ -145,13 +144,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def put(run: Storage, **changes: Any) -> Owner:
-    """Leaves the file of a driver that is this very process, but for some changes."""
-    owner = ownership._this_process(BEAT_SECONDS).model_copy(update=changes)
-    run.write(owner.model_dump_json().encode(), DRIVER_FILE)
-    return owner
-
-
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
 def test_a_killed_driver_is_taken_over_at_once(run: Storage, start: Start, reaped: bool) -> None:
     first = start()
@@ -188,13 +180,6 @@ def test_beside_a_living_driver_another_is_refused(run: Storage, start: Start) -
     )
     assert owner_of(run).token == owner.token
     assert owner_is_alive(run) is True
-
-
-def test_another_process_of_the_same_pid_is_not_the_driver(run: Storage) -> None:
-    put(run, process_start=1)
-    assert owner_is_alive(run) is False
-    with own_run(run, lost=pytest.fail):
-        pass
 
 
 @pytest.mark.usefixtures("endless_watch")
@@ -322,13 +307,3 @@ def stop_after_beat(may_stop: Event) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-
-
-def test_a_beat_says_how_far_the_run_is(tmp_path: Path) -> None:
-    run = Storage(str(tmp_path / "run"))
-    newest = NewestStep(step=3, samples=24, tokens=240, loss=5.0)
-    with own_run(run, lost=lambda _: None, beat_seconds=0.05) as ownership:
-        ownership.note(newest)
-    owner = read_owner(run)
-    assert owner is not None
-    assert owner.newest == newest

@@ -87,15 +87,6 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def break_off(storage: Replicas, data: bytes) -> None:
     with storage.create("a", "torn") as stream:
         stream.write(data)
@@ -150,28 +141,6 @@ def test_what_is_incomplete_is_never_offered(storage: Replicas, writers: list[An
     assert newest_replica(storage) == older
     storage.delete(older.folder, MARKER)
     assert newest_replica(storage) is None
-
-
-def test_nothing_outlives_the_driver(nodes: Nodes) -> None:
-    code = """
-import os, ray, sys
-from elastrata.replicas.storage import open_replicas
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-storage = open_replicas(1000)
-storage.write(b"x", "a")
-listing = ray.get(storage.registry.listing.remote())
-pid = lambda _: os.getpid()
-print(*ray.get([k.__ray_call__.remote(pid) for k in listing.stores.values()]), flush=True)
-os._exit(0)
-"""
-    address = ray.get_runtime_context().gcs_address
-    found = subprocess.run(
-        [sys.executable, "-c", code, address], capture_output=True, encoding="utf-8"
-    )
-    assert found.returncode == 0, found.stderr
-    pids = [int(pid) for pid in found.stdout.splitlines()[-1].split()]  # Ray may speak first
-    assert pids
-    until(lambda: not any(map(is_running, pids)))
 
 
 @given(

@@ -60,18 +60,6 @@ def test_recoveries_cost_the_time_without_steps_and_the_steps_rolled_back() -> N
     assert (resize.cause, resize.seconds, resize.steps_rolled_back) == ("resize", 6, 0)
 
 
-def test_the_status_adds_up() -> None:
-    found = _summary(_killed_and_resized(), ALIVE)
-    assert (found.state, found.text) == ("running", "running")
-    assert (found.steps, found.progress, found.samples_seen) == (20, 0.5, 21 * 20)
-    assert found.loss == pytest.approx(0.2)
-    assert [(size.step, size.world_size) for size in found.world_sizes] == [(0, 2), (8, 1), (15, 3)]
-    assert [(fault.ranks, fault.attempt) for fault in found.faults] == [((1,), 1)]
-    assert found.seconds_lost == 10 + 2 + 6
-    assert found.seconds_in_all == 4 + 36
-    assert found.share_lost == pytest.approx(18 / 40)
-
-
 def test_the_time_between_two_launches_is_not_lost() -> None:
     day = 86_400.0
     entries = [

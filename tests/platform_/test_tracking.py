@@ -18,7 +18,6 @@ import pytest
 from mlflow import MlflowClient
 
 from elastrata.tracking import tracker as tracker_module
-from elastrata.tracking.store import shown, tracking_uri
 from elastrata.tracking.tracker import DataInput, Tracker, TrackingConfig, open_tracker
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -191,18 +190,6 @@ def test_the_data_sets_are_inputs_of_a_run_and_of_its_parts_once(runs: Path) -> 
         ]
 
 
-def test_what_a_run_has_led_to_is_its_output(runs: Path) -> None:
-    tracker = _open(runs)
-    tracker.record_checkpoint("s3://bucket/step-20", 20, {})
-    for _ in range(2):  # again: still one output
-        tracker.record_output("s3://bucket/step-20", 20)
-    tracker.record_output("s3://bucket/unknown", 30)
-    tracker.finish("FINISHED")
-    (output,) = _client(runs).get_run(tracker.run_id).outputs.model_outputs
-    (model,) = _client(runs).search_logged_models([tracker.experiment_id])
-    assert (output.model_id, output.step) == (model.model_id, 20)
-
-
 def test_what_the_store_refuses_is_dropped_with_a_warning(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,14 +219,6 @@ def test_a_store_that_cannot_be_used_is_told_in_one_line(
         _open(tmp_path, uri=uri)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
-
-
-def test_the_default_store_needs_a_local_folder(tmp_path: Path) -> None:
-    found = tracking_uri(None, Storage(str(tmp_path)))
-    assert found == f"sqlite:///{tmp_path}/mlflow.db"
-    with pytest.raises(UserError, match=r"storage \(s3://bucket/x\) is remote"):
-        tracking_uri(None, Storage("s3://bucket/x"))
-    assert shown("postgresql://me:secret@host/db") == "postgresql://host/db"
 
 
 class Server:
