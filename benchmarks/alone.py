@@ -8,7 +8,7 @@ import torch
 
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.storage import Storage
 
 

@@ -24,7 +24,7 @@ from elastrata.launch.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.export import export
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.storage import Storage
 
 MODELS = {"GPT-2": "gpt/tiny", "BERT": "bert/tiny"}

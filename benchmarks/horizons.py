@@ -30,7 +30,7 @@ from elastrata.launch.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.storage import Storage
 
 MODELS = {"gpt": "gpt/quick", "bert": "bert/mini", "small": "gpt/quick"}

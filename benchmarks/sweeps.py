@@ -19,8 +19,7 @@ from texts import wikitext_source
 import elastrata
 from elastrata.cluster.ray_session import ray_session
 from elastrata.run import history
-from elastrata.sweeps.folder import JOURNAL
-from elastrata.sweeps.result import SweepResult
+from elastrata.sweeps.result import JOURNAL, SweepResult
 from elastrata_pipelines.storage import Storage
 
 SPACE: dict[str, Any] = {

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from elastrata.launch.result import TrainResult
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.recipe import Recipe
-    from elastrata.sweeps.file import load_sweep
+    from elastrata.sweeps.config import SweepConfig, load_sweep
     from elastrata.sweeps.result import SweepResult
-    from elastrata.sweeps.sweep import SweepConfig
     from elastrata_pipelines.errors import UserError
     from elastrata_pipelines.preparation import PrepareConfig
 
@@ -45,7 +44,7 @@ __all__ = [
 _HOMES = {
     "PrepareConfig": "elastrata_pipelines.preparation",
     "Recipe": "elastrata.recipe.recipe",
-    "SweepConfig": "elastrata.sweeps.sweep",
+    "SweepConfig": "elastrata.sweeps.config",
     "SweepResult": "elastrata.sweeps.result",
     "TrainResult": "elastrata.launch.result",
     "UserError": "elastrata_pipelines.errors",
@@ -54,7 +53,7 @@ _HOMES = {
     "generate": "elastrata.api",
     "inspect": "elastrata.api",
     "load_recipe": "elastrata.recipe.file",
-    "load_sweep": "elastrata.sweeps.file",
+    "load_sweep": "elastrata.sweeps.config",
     "prepare": "elastrata.api",
     "status": "elastrata.api",
     "sweep": "elastrata.api",

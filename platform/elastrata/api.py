@@ -11,9 +11,9 @@ from elastrata.launch.launch import train as train_on_ray
 from elastrata.launch.result import TrainResult
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import Standings
 from elastrata.sweeps.result import SweepResult
-from elastrata.sweeps.standings import Standings
-from elastrata.sweeps.sweep import SweepConfig
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig

@@ -29,7 +29,6 @@ def test_the_main_job(tmp_path: Path) -> None:
         assert (Path(result["plots"]) / picture).read_bytes().startswith(b"\x89PNG")
     AutoModelForMaskedLM.from_pretrained(result["model"])
     assert all(len(guess["words"]) == 3 for guess in result["filled"])
-    assert 0 < result["packages_told"]["untrained"] < 1
     client = MlflowClient(f"sqlite:///{tmp_path}/q/runs/mlflow.db")
     assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     plots = {item.path for item in client.list_artifacts(result["mlflow_run_id"], "plots")}

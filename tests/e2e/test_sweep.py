@@ -10,8 +10,7 @@ import yaml
 from mlflow import MlflowClient
 
 from elastrata.run import history
-from elastrata.sweeps.folder import JOURNAL
-from elastrata.sweeps.result import SweepResult, read_result
+from elastrata.sweeps.result import JOURNAL, SweepResult, read_result
 from elastrata_pipelines.storage import Storage
 from support.command import Command, kill_group, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set

@@ -30,7 +30,7 @@ from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter, restore_history
 from elastrata.run.ownership import own_run
 from elastrata.run.status import status
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata.tracking.tracker import SilentTracker
 from elastrata.trainer.newest_state import newest_state
 from elastrata_pipelines.errors import UserError

@@ -17,12 +17,17 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS
 from elastrata.run.folder import DataSet, RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter
-from elastrata.sweeps.folder import JOURNAL, check_same_sweep, sweep_digest, write_sweep
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import Report, report_entry
 from elastrata.sweeps.launch import check_journal
-from elastrata.sweeps.past import Past
-from elastrata.sweeps.result import read_result
-from elastrata.sweeps.standings import Report, report_entry
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.result import (
+    JOURNAL,
+    check_same_sweep,
+    read_result,
+    sweep_digest,
+    write_sweep,
+)
+from elastrata.sweeps.trial import Past
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import record

@@ -9,9 +9,9 @@ import pytest
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import read_recipe_text
-from elastrata.sweeps.domains import Choice, Int
-from elastrata.sweeps.searchers import RandomConfig
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.search import RandomConfig
+from elastrata.sweeps.space import Choice, Int
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
 

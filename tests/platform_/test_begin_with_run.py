@@ -23,7 +23,7 @@ from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata.trainer.parent import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError

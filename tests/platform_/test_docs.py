@@ -23,8 +23,7 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys
 from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
-from elastrata.sweeps.file import load_sweep
-from elastrata.sweeps.sweep import sweep_schema
+from elastrata.sweeps.config import load_sweep, sweep_schema
 from support.documented import documented_keys
 from support.synthetic import write_data_set
 

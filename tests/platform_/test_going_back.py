@@ -24,7 +24,7 @@ from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.run.status import status
 from elastrata.run.timeline import recoveries
-from elastrata.sweeps.lone_trial import LoneTrial
+from elastrata.sweeps.trial import LoneTrial
 from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError

@@ -54,7 +54,6 @@ DOORS = {
         "elastrata.launch.result",
         "elastrata.sweeps.plots",
         "elastrata.sweeps.result",
-        "elastrata.sweeps.scale",
         "elastrata.tracking.plots",
     },
 }

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from elastrata.core.events import Committed, Started, Warned
-from elastrata.sweeps.standings import Standings
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import Standings
 from elastrata.terminal import progress as progress_module
 from elastrata.terminal import stage_progress as stage_module
 from elastrata.terminal.progress import Progress

@@ -29,7 +29,6 @@ def test_a_modernbert_is_trained_as_well(tmp_path: Path) -> None:
     model = AutoModelForMaskedLM.from_pretrained(result["model"])
     assert type(model).__name__ == "ModernBertForMaskedLM"
     assert all(len(guess["words"]) == 3 for guess in result["filled"])
-    assert result["packages_told"]["chance"] == 1 / 8
     assert (tmp_path / "q" / "modernbert-data" / "manifest.json").exists()
 
 

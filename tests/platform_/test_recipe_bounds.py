@@ -12,7 +12,7 @@ from elastrata.deploy import clusters as ray_clusters
 from elastrata.planner import cluster as planned
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.yaml_values import dump_yaml, parse_documents, parse_yaml
-from elastrata.sweeps.file import load_sweep
+from elastrata.sweeps.config import load_sweep
 from elastrata_pipelines.configured_text import MOST_CHARACTERS
 from elastrata_pipelines.errors import UserError
 

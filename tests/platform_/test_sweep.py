@@ -16,10 +16,9 @@ from mlflow import MlflowClient
 import elastrata
 from elastrata.checkpoints.commit import commits
 from elastrata.run import history
-from elastrata.sweeps.folder import JOURNAL, PLOTS, REPORT_FILE
+from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.plots import PICTURES
-from elastrata.sweeps.result import SweepResult, read_result
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.result import JOURNAL, PLOTS, REPORT_FILE, SweepResult, read_result
 from elastrata_pipelines.storage import Storage
 from support.command import start, wait_until
 from support.documented import documented_keys

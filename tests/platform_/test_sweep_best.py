@@ -13,10 +13,9 @@ from elastrata.cli.main import run
 from elastrata.launch.launch import TrainResult
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.history import HistoryWriter
-from elastrata.sweeps.folder import JOURNAL, sweep_digest, write_sweep
-from elastrata.sweeps.result import best_recipe, find_sweep
-from elastrata.sweeps.standings import CONCLUDED, LAUNCHED, SUGGESTED
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import CONCLUDED, LAUNCHED, SUGGESTED
+from elastrata.sweeps.result import JOURNAL, best_recipe, find_sweep, sweep_digest, write_sweep
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys

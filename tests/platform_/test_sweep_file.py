@@ -12,10 +12,9 @@ import yaml
 
 from elastrata.cli.main import run
 from elastrata.recipe.recipe import WorkersConfig
-from elastrata.sweeps.file import load_sweep
-from elastrata.sweeps.folder import check_same_sweep, write_sweep
-from elastrata.sweeps.slots import slots
-from elastrata.sweeps.sweep import sweep_schema
+from elastrata.sweeps.config import load_sweep, sweep_schema
+from elastrata.sweeps.launch import slots
+from elastrata.sweeps.result import check_same_sweep, write_sweep
 from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage

@@ -13,8 +13,8 @@ from elastrata.core.ends import TrainingError
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.sweeps.lone_trial import LoneTrial
-from elastrata.sweeps.standings import Report, failure
+from elastrata.sweeps.journal import Report, failure
+from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe, write_data_set

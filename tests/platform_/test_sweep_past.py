@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from itertools import count
+from random import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.tune.search import Searcher
 
-from elastrata.sweeps.domains import Domain, LogUniform, Uniform
-from elastrata.sweeps.past import Past
-from elastrata.sweeps.schedulers import (
+from elastrata.sweeps.journal import Report, Standings, report_entry
+from elastrata.sweeps.scheduler import (
     TOKENS,
     AshaConfig,
     MedianConfig,
     SchedulerConfig,
     build_scheduler,
 )
-from elastrata.sweeps.searchers import OptunaConfig, RandomConfig, SearcherConfig, build_searcher
-from elastrata.sweeps.standings import Report, Standings, report_entry
+from elastrata.sweeps.search import (
+    OptunaConfig,
+    RandomConfig,
+    SearcherConfig,
+    build_searcher,
+)
+from elastrata.sweeps.space import Domain, LogUniform, Uniform
 from elastrata.sweeps.suggestions import Suggestions
+from elastrata.sweeps.trial import Past
 from support.histories import record
 
 SPACE: dict[str, Domain] = {
@@ -28,13 +35,10 @@ SPACE: dict[str, Domain] = {
     "clip.max_norm": Uniform(uniform=(0.1, 1.0)),
 }
 METRIC, TOKENS_OF_A_TRIAL, REPORTS = "eval/loss", 800, 8
-needs_optuna = pytest.mark.skipif(
-    importlib.util.find_spec("optuna") is None, reason="optuna is not installed"
-)
 
 
 class Rehearsal:
-    """A sweep without training: its driver's side alone, one trial at a time."""
+    """A sweep without training or Ray: its driver's side alone, one trial at a time."""
 
     def __init__(
         self,
@@ -42,64 +46,54 @@ class Rehearsal:
         scheduler: SchedulerConfig,
         entries: list[dict[str, Any]],
         trials: int,
+        impossible: str = "",
     ) -> None:
         self.entries = list(entries)
         self.standings = Standings(METRIC, "min", entries)
         common = {"metric": METRIC, "mode": "min"}
-        self.scheduler = build_scheduler(scheduler, SPACE, **common, trial_tokens=TOKENS_OF_A_TRIAL)
         self.suggestions = Suggestions(
             build_searcher(searcher, SPACE, **common),
-            self.scheduler,
+            build_scheduler(scheduler, SPACE, **common, trial_tokens=TOKENS_OF_A_TRIAL),
             self.standings,
             list(entries),
-            most=trials,
+            trials=trials,
             at_a_time=1,
-            problem=lambda id, values: None,
+            problem=lambda id, values: "no" if id == impossible else None,
             note=self.note,
         )
-        made: Any = lambda id, values: SimpleIdentity(id)  # noqa: E731
-        monkey: Any = self.suggestions
-        monkey._made = made
-        self.suggestions.add_configurations([SimpleNamespace(spec={})])
 
     def note(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
         self.standings.apply(entry)
 
     def run(self) -> None:
-        """Plays Tune: every trial reports until the scheduler stops it, or to its end."""
-        while trial := self.suggestions.next_trial():
-            values = self.standings.trials[trial.trial_id].values
-            self.scheduler.on_trial_add(None, trial)
+        """Play Tune: every trial reports until the scheduler stops it, or to its end."""
+        scheduler: Any = self.suggestions.scheduler
+        for number in count():
+            trial = SimpleNamespace(trial_id=f"tune-{number}-{random()}")
+            values = self.suggestions.suggest(trial.trial_id)
+            if values == Searcher.FINISHED:
+                return
+            name = self.suggestions.names[trial.trial_id]
+            scheduler.on_trial_add(None, trial)
             for place in range(1, REPORTS + 1):
                 loss = abs(math.log10(values["optimizer.lr"]) + 3) + values["clip.max_norm"] / place
+                tokens = place * TOKENS_OF_A_TRIAL // REPORTS
                 report = Report(
-                    step=place,
-                    samples=place,
-                    tokens=place * TOKENS_OF_A_TRIAL // REPORTS,
-                    seconds=1.0,
-                    metrics={METRIC: loss},
+                    step=place, samples=place, tokens=tokens, seconds=1.0, metrics={METRIC: loss}
                 )
-                result = {METRIC: loss, TOKENS: report.tokens, "training_iteration": place}
+                result = {METRIC: loss, TOKENS: tokens, "training_iteration": place}
                 is_last = place == REPORTS
-                decision = is_last or self.scheduler.on_trial_result(None, trial, result)
-                stops = decision == "STOP"
+                stops = not is_last and scheduler.on_trial_result(None, trial, result) == "STOP"
                 if not (stops or is_last):
                     self.suggestions.on_trial_result(trial.trial_id, result)
-                self.note({"kind": "reported", **report_entry(trial.trial_id, report)})
+                self.note({"kind": "reported", **report_entry(name, report)})
                 if stops or is_last:
-                    self.scheduler.on_trial_complete(None, trial, result)
+                    scheduler.on_trial_complete(None, trial, result)
                     self.suggestions.on_trial_complete(trial.trial_id, result)
                     state = "stopped" if stops else "finished"
-                    self.note(
-                        {"kind": "concluded", "trial": trial.trial_id, "state": state, "text": ""}
-                    )
+                    self.note({"kind": "concluded", "trial": name, "state": state, "text": ""})
                     break
-
-
-class SimpleIdentity:
-    def __init__(self, trial_id: str) -> None:
-        self.trial_id = trial_id
 
 
 @pytest.mark.parametrize(
@@ -107,10 +101,9 @@ class SimpleIdentity:
     [
         (RandomConfig(), AshaConfig(name="asha")),
         (RandomConfig(seed=3), MedianConfig(name="median", min_trials=2)),
-        pytest.param(
+        (
             OptunaConfig(name="optuna", startup_trials=3),
             AshaConfig(name="asha", reduction_factor=2),
-            marks=needs_optuna,
         ),
     ],
 )
@@ -130,8 +123,7 @@ def test_three_launches_do_what_one_does(
 
 
 def test_values_that_cannot_be_are_a_failed_trial_and_the_next_ones_come() -> None:
-    rehearsal = Rehearsal(RandomConfig(), AshaConfig(name="asha"), [], 4)
-    rehearsal.suggestions._problem = lambda id, values: "no" if id == "0001" else None
+    rehearsal = Rehearsal(RandomConfig(), AshaConfig(name="asha"), [], 4, impossible="0001")
     rehearsal.run()
     states = {id: trial.state for id, trial in rehearsal.standings.trials.items()}
     assert states["0001"] == "failed"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from elastrata.sweeps.domains import Domain
-from elastrata.sweeps.plots import PICTURES, draw, png
-from elastrata.sweeps.standings import Standings
-from elastrata.sweeps.sweep import SweepConfig
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import Standings
+from elastrata.sweeps.plots import PICTURES, draw, importances, png
+from elastrata.sweeps.space import Domain
+from elastrata_pipelines.errors import UserError
 
 SPACE = {
     "optimizer.lr": {"loguniform": [1e-4, 1e-1]},
@@ -26,20 +28,33 @@ def _space() -> dict[str, Domain]:
     return SweepConfig.model_validate(values).space
 
 
+def _trial(id: str, values: dict[str, Any], losses: list[float]) -> list[dict[str, Any]]:
+    """The entries of a trial; without a number as its last loss it has diverged."""
+    state = "diverged" if math.isnan(losses[-1]) else "finished"
+    reports = [
+        {
+            **{"kind": "reported", "trial": id, "step": step, "samples": step},
+            **{"tokens": 100 * step, "seconds": 1.0, "metrics": {"eval/loss": loss}},
+        }
+        for step, loss in enumerate(losses, start=1)
+    ]
+    return [
+        {"kind": "suggested", "trial": id, "values": values},
+        *reports,
+        {"kind": "concluded", "trial": id, "state": state, "text": ""},
+    ]
+
+
 def _standings(values: list[float], mode: str = "min") -> Standings:
     entries: list[dict[str, Any]] = []
     sign = 1 if mode == "min" else -1
     for number, value in enumerate(values):
-        trial = {"trial": f"{number:04d}"}
-        name = ("adamw", "lamb")[number % 2]
-        point = {"optimizer.lr": 1e-4 * 2**number, "optimizer.name": name}
-        entries.append({"kind": "suggested", **trial, "values": point})
-        for step in (1, 2):
-            report = {"step": step, "samples": step, "tokens": 100 * step, "seconds": 1.0}
-            metrics = {"eval/loss": sign * value / step**0.01}
-            entries.append({"kind": "reported", **trial, **report, "metrics": metrics})
-        state = "diverged" if math.isnan(value) else "finished"
-        entries.append({"kind": "concluded", **trial, "state": state, "text": ""})
+        point = {
+            "optimizer.lr": min(0.1, 1e-4 * 2**number),
+            "optimizer.name": ("adamw", "lamb")[number % 2],
+        }
+        losses = [sign * value / step**0.01 for step in (1, 2)]
+        entries += _trial(f"{number:04d}", point, losses)
     return Standings("eval/loss", mode, entries)
 
 
@@ -71,6 +86,25 @@ def test_every_trial_has_a_mark_in_every_panel(mode: str) -> None:
         assert all(low < value < high for value in others)
     names = [label.get_text() for label in figure.axes[1].get_xticklabels()]
     assert names == ["lamb", "adamw"]
+
+
+def test_importance_finds_the_key_that_matters() -> None:
+    rng = Random(0)
+    entries: list[dict[str, Any]] = []
+    for number in range(40):
+        lr, name = rng.uniform(1e-4, 1e-1), rng.choice(["adamw", "lamb"])
+        loss = math.nan if number == 7 else (lr - 0.05) ** 2
+        entries += _trial(f"{number:04d}", {"optimizer.lr": lr, "optimizer.name": name}, [loss])
+    shares = importances(Standings("eval/loss", "min", entries), _space())
+    assert next(iter(shares)) == "optimizer.lr"
+    assert shares["optimizer.lr"] > 0.7
+    assert importances(Standings("eval/loss", "min", entries[:3]), _space()) == {}
+
+
+def test_without_optuna_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastrata.sweeps.plots.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install optuna"):
+        draw("importance", _standings(LOSSES), _space())
 
 
 @pytest.mark.parametrize("picture", PICTURES)

@@ -1,9 +1,7 @@
-"""Points of a sweep: domains, conditions, grids, and what the keys are worth."""
+"""The points of a sweep: domains, conditions, grids."""
 
 from __future__ import annotations
 
-import json
-import math
 import random
 
 import pytest
@@ -11,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from elastrata.sweeps.domains import Choice, Domain, Int, LogUniform, Uniform
-from elastrata.sweeps.importance import importance
-from elastrata.sweeps.schedulers import AshaConfig, first_rung, within
-from elastrata.sweeps.searchers import (
-    HyperoptConfig,
-    NevergradConfig,
-    RandomConfig,
-    build_searcher,
+from elastrata.sweeps.scheduler import AshaConfig, first_rung, within
+from elastrata.sweeps.space import (
+    Choice,
+    Domain,
+    Int,
+    LogUniform,
+    Uniform,
+    condition_problems,
+    draw,
+    grid_points,
 )
-from elastrata.sweeps.space import Point, condition_problems, draw, grid_points, reaching
 
 SHARES = st.floats(0, 1)
 SPACE = {
@@ -70,11 +69,6 @@ def test_a_grid_has_every_combination_that_can_be_once() -> None:
     assert all(("optimizer.trust_max" in p) == (p["optimizer.name"] == "lamb") for p in points)
 
 
-def test_what_a_key_needs_beside_it() -> None:
-    assert reaching(SPACE, "optimizer.trust_max") == {"optimizer.name": "lamb"}
-    assert reaching(SPACE, "optimizer.lr") == {}
-
-
 def test_conditions_that_cannot_hold_are_told() -> None:
     space: dict[str, Domain] = {
         "a": Choice(choice=(1, 2), when={"b": 3}),
@@ -91,41 +85,6 @@ def test_a_domain_is_of_one_kind() -> None:
         TypeAdapter(Domain).validate_python({"uniform": [0, 1], "int": [0, 1]})
 
 
-def test_the_same_seed_draws_the_same_points() -> None:
-    def points(seed: int) -> list[object]:
-        searcher = build_searcher(RandomConfig(seed=seed), SPACE, metric="eval/loss", mode="min")
-        return [searcher.suggest(str(number)) for number in range(5)]
-
-    assert points(1) == points(1)
-    assert points(1) != points(2)
-
-
-@pytest.mark.parametrize("config", [HyperoptConfig(name="hyperopt", startup_trials=4),
-                                    NevergradConfig(name="nevergrad")])  # fmt: skip
-def test_searchers_of_others_keep_to_the_space_and_say_the_same_again(
-    config: HyperoptConfig | NevergradConfig,
-) -> None:
-    pytest.importorskip(config.name)
-
-    def points() -> list[Point]:
-        searcher = build_searcher(config, SPACE, metric="eval/loss", mode="min")
-        found = []
-        for number in range(12):
-            point = searcher.suggest(str(number))
-            failed = number == 3
-            result = None if failed else {"eval/loss": abs(point["optimizer.lr"] - 1e-3)}
-            searcher.on_trial_complete(str(number), result, error=failed)
-            found.append(point)
-        return found
-
-    first = points()
-    assert first == points()
-    for point in first:
-        assert 1e-4 <= float(str(point["optimizer.lr"])) <= 1e-2
-        assert ("optimizer.trust_max" in point) == (point["optimizer.name"] == "lamb")
-    assert json.loads(json.dumps(first)) == first
-
-
 @given(factor=st.floats(0.1, 10))
 def test_a_perturbed_point_stays_in_its_space(factor: float) -> None:
     point = within(SPACE, {"optimizer.lr": 1e-2 * factor, "optimizer.name": "lamb"})
@@ -136,20 +95,3 @@ def test_a_perturbed_point_stays_in_its_space(factor: float) -> None:
 def test_the_first_rung_leaves_three_more() -> None:
     assert first_rung(AshaConfig(name="asha", reduction_factor=3), 27_000) == 1000
     assert first_rung(AshaConfig(name="asha", grace_tokens=5), 27_000) == 5
-
-
-def test_importance_finds_the_key_that_matters_wherever_its_best_value_lies() -> None:
-    rng = random.Random(0)
-    lr = [rng.random() for _ in range(60)]
-    noise = [rng.random() for _ in range(60)]
-    results = [(x - 0.5) ** 2 + 0.01 * rng.random() for x in lr]
-    assert importance(lr, results) > 0.6
-    assert importance(noise, results) < 0.15
-
-
-def test_importance_takes_names_and_diverged_trials_and_says_nothing_of_too_few() -> None:
-    names = ["adamw", "lamb"] * 6
-    results = [math.nan if name == "lamb" else 1.0 + place for place, name in enumerate(names)]
-    assert importance(names, results) > 0.5
-    assert importance(["adamw"], [1.0]) == 0.0
-    assert importance([1.0, 2.0, 3.0], [5.0, 5.0, 5.0]) == 0.0

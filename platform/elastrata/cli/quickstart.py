@@ -74,10 +74,7 @@ def quickstart(
     evaluation = last_evaluation(run)
     console.print("4/5  export: the model as a folder for transformers")
     exported = _export(result, out / folder_of("model", model))
-    is_encoder = model != "gpt"
-    shown = _fill(console, exported) if is_encoder else _write(console, exported)
-    if is_encoder:
-        shown |= _tell_packages(console, exported, corpus.folder)
+    shown = _write(console, exported) if model == "gpt" else _fill(console, exported)
     _summarize(console, recipe, result, evaluation, exported, time.monotonic() - started)
     if json:
         print_json_line(_result(result, evaluation, exported, shown))
@@ -91,21 +88,6 @@ def _fill(console: Console, model: Path) -> dict[str, Any]:
     for guess in filled:
         console.print(f"     {guess.line:<32} {', '.join(guess.words)}", markup=False)
     return {"filled": [asdict(guess) for guess in filled]}
-
-
-def _tell_packages(console: Console, model: Path, corpus: Path) -> dict[str, Any]:
-    """What pre-training gives: hidden states, and what a linear classifier makes of them."""
-    from elastrata.inference.origin_probe import probe
-
-    found = probe(model, corpus)
-    if found is not None:
-        console.print(
-            "     which package a paragraph is from, by its hidden states alone: "
-            f"{found.trained:.0%} right (with first weights {found.untrained:.0%}, "
-            f"by chance {found.chance:.0%})",
-            markup=False,
-        )
-    return {"packages_told": None if found is None else asdict(found)}
 
 
 def _write(console: Console, model: Path) -> dict[str, Any]:

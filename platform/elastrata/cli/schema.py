@@ -58,7 +58,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
 
             return recipe_schema()
         case "sweep":
-            from elastrata.sweeps.sweep import sweep_schema
+            from elastrata.sweeps.config import sweep_schema
 
             return sweep_schema()
         case "cluster":

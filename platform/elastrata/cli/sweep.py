@@ -51,7 +51,7 @@ def sweep(
 
 def _run(file: str, overrides: list[str], name: str | None, address: str | None, json: bool) -> int:
     from elastrata.api import sweep as run_sweep
-    from elastrata.sweeps.file import load_sweep
+    from elastrata.sweeps.config import load_sweep
     from elastrata.terminal.sweep_progress import SweepProgress
 
     console = open_console(as_json=json)
@@ -73,7 +73,7 @@ def _go_on(
     json: bool,
 ) -> int:
     """Shows the best trial, or trains its values."""
-    from elastrata.sweeps.file import changes_of
+    from elastrata.sweeps.config import changes_of
     from elastrata.sweeps.result import best_recipe, find_sweep
 
     result = find_sweep(place)

@@ -1,4 +1,4 @@
-"""The launch of a sweep: from the first look at its keys to its result."""
+"""The launch of a sweep: from the first check of its keys to its result."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
 from elastrata.run.history import part_names
 from elastrata.run.ownership import read_owner
-from elastrata.sweeps.driver import Show, SweepDriver
-from elastrata.sweeps.file import check_sweep
-from elastrata.sweeps.folder import check_same_sweep, read_journal, write_sweep
-from elastrata.sweeps.result import SweepResult
-from elastrata.sweeps.searchers import GridConfig
-from elastrata.sweeps.slots import slots
+from elastrata.sweeps.config import SweepConfig, check_sweep
+from elastrata.sweeps.driver import Show, SweepDriver, slots
+from elastrata.sweeps.journal import Standings
+from elastrata.sweeps.result import SweepResult, check_same_sweep, read_journal, write_sweep
+from elastrata.sweeps.search import GridConfig
 from elastrata.sweeps.space import grid_points
-from elastrata.sweeps.standings import Standings
-from elastrata.sweeps.sweep import SweepConfig
 from elastrata.sweeps.trial_recipe import TrialJob, at_home
 from elastrata.trainer.preflight import check_storage, training_data
 from elastrata_pipelines.batch_size_warmup import samples_in

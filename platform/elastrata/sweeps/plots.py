@@ -1,23 +1,99 @@
-"""The pictures of a sweep: learning curves, the metric by key, parallel coordinates, importance."""
+"""The pictures and the report of a sweep."""
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastrata.sweeps.domains import Domain, LogUniform
-from elastrata.sweeps.importance import importance
-from elastrata.sweeps.scale import Scale
-from elastrata.sweeps.standings import Standings, Trial
+from elastrata.sweeps.config import SweepConfig
+from elastrata.sweeps.journal import Standings, Trial
+from elastrata.sweeps.result import PLOTS, REPORT_FILE
+from elastrata.sweeps.space import Choice, Domain, Int, LogUniform, Uniform
 from elastrata.tracking.plots import BLUE, GRAY, GRID, INK, PALE_BLUE, QUIET, RED
+from elastrata.tracking.tracker import Tracker
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+_ROOM = 0.12
+"""The share of an axis below the best value and, where nothing is cut off, above the worst."""
+_MOST_LISTED = 8
+_OUTLIER = 3.0
+"""Values farther above the best half than this many of its widths are drawn at the edge."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Which values of the metric are drawn where they are, and which at the edge of a picture:
+    what is far worse than the better half would flatten all the rest."""
+
+    sign: float
+    """1 where small values are good, else -1."""
+    ends: tuple[float, float] | None
+    """The best and the worst value that is drawn where it is; None: all are."""
+
+    @classmethod
+    def of(cls, standings: Standings) -> Scale:
+        """For all reports of all trials."""
+        sign = 1.0 if standings.mode == "min" else -1.0
+        values = sorted(
+            sign * report.value(standings.metric)
+            for trial in standings.trials.values()
+            for report in trial.reports
+            if math.isfinite(report.value(standings.metric))
+        )
+        if len(values) < 4:
+            return cls(sign, None)
+        best, middle = values[0], values[len(values) // 2]
+        worst = best + _OUTLIER * (middle - best)
+        is_cut = middle > best and values[-1] > worst
+        return cls(sign, (sign * best, sign * worst) if is_cut else None)
+
+    def is_beyond(self, value: float) -> bool:
+        """Whether a value is drawn at the edge."""
+        return self.ends is not None and self.sign * value > self.sign * self.ends[1]
+
+    def shown(self, trial: Trial, standings: Standings) -> float:
+        """Where a trial's newest value is drawn; NaN where it has none that counts."""
+        value = trial.value(standings.metric) if trial.counts else math.nan
+        return self.ends[1] if self.ends and self.is_beyond(value) else value
+
+    def limit(self, axes: Axes) -> None:
+        """Cuts an axis off there, and leaves room for what is written below its best value."""
+        axes.margins(y=_ROOM)
+        if self.ends:
+            best, worst = self.ends
+            axes.set_ylim(*sorted((best - _ROOM * (worst - best), worst)))
+
+    def note(self, standings: Standings) -> str:
+        """A line about the trials that are not drawn where they are; maybe empty."""
+        trials = standings.trials.values()
+        beyond = [t.id for t in trials if t.counts and self.is_beyond(t.value(standings.metric))]
+        lost = [t.id for t in trials if t.is_over and not t.counts]
+        parts = [
+            *([f"beyond the axis, drawn at its edge: {_listed(beyond)}"] if beyond else []),
+            *([f"diverged or failed: {_listed(lost)}"] if lost else []),
+        ]
+        return f"Trials {'; '.join(parts)}." if parts else ""
+
+
+def _listed(ids: Sequence[str]) -> str:
+    more = len(ids) - _MOST_LISTED
+    return ", ".join(ids[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
 
 PICTURES = ("curves", "keys", "parallel", "importance")
 _BEST, _FINISHED, _STOPPED, _BAD = RED, BLUE, PALE_BLUE, GRAY
@@ -44,14 +120,59 @@ def png(figure: Figure) -> bytes:
 
 
 def importances(standings: Standings, space: Mapping[str, Domain]) -> dict[str, float]:
-    """Importance by key, the largest first; of the trials that have a report."""
-    sign = 1.0 if standings.mode == "min" else -1.0
-    by_key = {}
-    for key in space:
-        trials = [t for t in standings.trials.values() if key in t.values and t.reports]
-        results = [sign * t.value(standings.metric) if t.counts else math.nan for t in trials]
-        by_key[key] = importance([t.values[key] for t in trials], results)
-    return dict(sorted(by_key.items(), key=lambda item: -item[1]))
+    """Return Optuna's importance of every key that all trials have, the largest first.
+
+    PED-ANOVA (Watanabe et al., arXiv 2304.10255) over the trials that have a report; a diverged
+    trial counts as the worst of the others. Fewer than two such trials: an empty result.
+
+    Raises:
+        UserError: Optuna is not installed.
+    """
+    if find_spec("optuna") is None:
+        raise UserError("importance: needs the package optuna; install it with pip install optuna")
+    import optuna
+
+    trials = [trial for trial in standings.trials.values() if trial.reports]
+    values = [t.value(standings.metric) if t.counts else math.nan for t in trials]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return {}
+    is_min = standings.mode == "min"
+    worst = max(finite) if is_min else min(finite)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="minimize" if is_min else "maximize")
+    for trial, value in zip(trials, values, strict=True):
+        kinds = {key: _distribution(space[key]) for key in trial.values}
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=trial.values,
+                distributions=kinds,
+                value=value if math.isfinite(value) else worst,
+            )
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few trials, which a first look at a sweep has
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {key: float(share) for key, share in found.items()}
+
+
+def _distribution(domain: Domain) -> Any:
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    match domain:
+        case Choice():
+            return CategoricalDistribution(domain.choice)
+        case Int():
+            return IntDistribution(*domain.int)
+        case LogUniform():
+            return FloatDistribution(*domain.loguniform, log=True)
+        case Uniform():
+            return FloatDistribution(*domain.uniform)
 
 
 def _curves(standings: Standings, space: Mapping[str, Domain]) -> Figure:
@@ -146,7 +267,7 @@ def _parallel(standings: Standings, space: Mapping[str, Domain]) -> Figure:
 
 def _importance(standings: Standings, space: Mapping[str, Domain]) -> Figure:
     figure = _figure(8.0, 1.2 + 0.45 * len(space))
-    title = f"Share of the differences in {standings.metric} that each key explains by itself"
+    title = f"Importance of each key for a good {standings.metric} (Optuna, PED-ANOVA)"
     axes = _axes(figure, 111, title, "", "")
     by_key = importances(standings, space)
     names = list(reversed(by_key))
@@ -265,3 +386,118 @@ def _axes(figure: Figure, place: Any, title: str, x_label: str, y_label: str) ->
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     return axes
+
+
+def headings(standings: Standings, space: Mapping[str, Domain]) -> list[str]:
+    """The names of the columns."""
+    return ["", "trial", *map(_short, space), standings.metric, "step", "tokens", "state"]
+
+
+def rows(standings: Standings, space: Mapping[str, Domain]) -> list[list[str]]:
+    """The cells of every trial, in the order of `ordered`."""
+    best = standings.best()
+    return [_row(trial, standings.metric, space, trial is best) for trial in ordered(standings)]
+
+
+def ordered(standings: Standings) -> list[Trial]:
+    """All trials, those that run first, then the best ones; those without a value last."""
+    sign = 1.0 if standings.mode == "min" else -1.0
+
+    def place(trial: Trial) -> tuple[bool, float, str]:
+        value = sign * trial.value(standings.metric)
+        return (
+            trial.is_over,
+            value if trial.counts and not math.isnan(value) else math.inf,
+            trial.id,
+        )
+
+    return sorted(standings.trials.values(), key=place)
+
+
+def _row(trial: Trial, metric: str, space: Mapping[str, Domain], is_best: bool) -> list[str]:
+    last = trial.last
+    return [
+        "*" if is_best else "",
+        trial.id,
+        *(_shown(trial.values.get(key)) for key in space),
+        f"{trial.value(metric):.4f}" if last and trial.counts else "",
+        str(last.step) if last else "",
+        f"{trial.tokens:,}" if last else "",
+        trial.state,
+    ]
+
+
+def _short(key: str) -> str:
+    """The end of a dotted key that tells what it is: `betas.1`, `lr`."""
+    parts = key.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+_STYLE = (
+    f"body{{font:15px/1.5 system-ui,sans-serif;color:{INK};max-width:70rem;margin:2rem auto;"
+    "padding:0 1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums;"
+    f"font-size:14px}}td,th{{padding:.2rem .7rem;text-align:right;border-bottom:1px solid {GRID}}}"
+    f"th{{color:{QUIET};font-weight:500}}tr.best{{font-weight:700;color:{RED}}}"
+    "img{max-width:100%;margin:1rem 0}.wide{overflow-x:auto}"
+)
+
+
+def publish(
+    folder: Storage,
+    standings: Standings,
+    config: SweepConfig,
+    tracker: Tracker,
+    warn: Callable[[str], None],
+) -> None:
+    """Write the pictures and the report to the sweep's folder and to MLflow.
+
+    Calls `warn` with a line about a picture that needs a package that is not installed.
+    """
+    pictures = {}
+    for name in PICTURES:
+        try:
+            pictures[f"{name}.png"] = png(draw(name, standings, config.space))
+        except UserError as error:
+            warn(f"no picture of the {error}")
+    page = _page(config, standings, pictures).encode()
+    folder.write(page, REPORT_FILE)
+    tracker.log_artifact(REPORT_FILE, page)
+    for name, data in pictures.items():
+        folder.write(data, PLOTS, name)
+        tracker.log_artifact(name, data, PLOTS)
+
+
+def html_table(standings: Standings, space: Mapping[str, Domain]) -> str:
+    """The trials as an HTML table, the best one marked."""
+    best = standings.best()
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in headings(standings, space))
+    lines = []
+    for trial, cells in zip(ordered(standings), rows(standings, space), strict=True):
+        kind = ' class="best" style="font-weight:700"' if trial is best else ""
+        lines.append(f"<tr{kind}>{''.join(f'<td>{html.escape(c)}</td>' for c in cells)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _page(config: SweepConfig, standings: Standings, pictures: Mapping[str, bytes]) -> str:
+    best = standings.best()
+    title = html.escape(f"Sweep {config.name} of {config.recipe}")
+    verdict = "No trial has a value."
+    if best:
+        values = ", ".join(f"{key} = {value}" for key, value in best.values.items())
+        value = f"{best.value(config.metric):.5g}"
+        verdict = f"Best: trial {best.id}, {config.metric} {value} with {values}."
+    images = "".join(
+        f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        for name, data in pictures.items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(verdict)}</p>{images}"
+        f'<div class="wide">{html_table(standings, config.space)}</div></html>\n'
+    )

@@ -1,10 +1,215 @@
-"""The space of a sweep: every point in it is a value for each key that has one there."""
+"""The space of a sweep: the values that each key may have, and the points of all keys together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from elastrata.sweeps.domains import Choice, Domain, Value, wanted
+from pydantic import BeforeValidator, Field
+from typing_extensions import override
+
+from elastrata.config import Config
+from elastrata_pipelines.errors import nearest
+
+_LEAST = 1e-100
+_MOST_CHOICES, _MOST_POINTS = 1000, 100_000
+Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
+Value = bool | int | Annotated[float, Field(allow_inf_nan=True)] | str | None
+Ends = tuple[Finite, Finite]
+Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
+WholeEnds = tuple[Whole, Whole]
+Values = Annotated[tuple[Value, ...], Field(min_length=1, max_length=_MOST_CHOICES)]
+Conditions = Mapping[str, Value | tuple[Value, ...]]
+
+
+class DomainKeys(Config):
+    """The keys that every domain has, and the questions that searchers ask of it."""
+
+    when: Conditions = Field(default_factory=dict)
+    """The key has a value only where other keys of the space have these ones, a value or a list
+    each: `{optimizer.name: lamb}`."""
+
+    def problems(self) -> list[str]:
+        """A line for each mistake in it, without the place where it was written."""
+        return []
+
+    def value_at(self, share: float) -> Value:
+        """The value at that share of the way through the domain, 0 to 1."""
+        raise NotImplementedError
+
+    def share_of(self, value: Value) -> float:
+        """The way back: where in the domain a value lies, 0 to 1."""
+        raise NotImplementedError
+
+    def grid(self) -> tuple[Value, ...] | None:
+        """The values of a grid; None where it says nothing of how many there are."""
+        raise NotImplementedError
+
+    def extremes(self) -> tuple[Value, ...]:
+        """Values that must be allowed if all are."""
+        raise NotImplementedError
+
+
+class _Range(DomainKeys):
+    points: Annotated[int, Field(gt=0, le=_MOST_POINTS)] | None = None
+    """How many values a grid takes from the range, its ends included."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smallest value and the largest."""
+        raise NotImplementedError
+
+    @override
+    def problems(self) -> list[str]:
+        low, high = self.ends
+        return [] if low < high else [f"[{low:g}, {high:g}]: expected the smaller one first"]
+
+    @override
+    def grid(self) -> tuple[Value, ...] | None:
+        if self.points is None:
+            return None
+        shares = [place / max(1, self.points - 1) for place in range(self.points)]
+        return tuple(dict.fromkeys(self.value_at(share) for share in shares))
+
+    @override
+    def extremes(self) -> tuple[Value, ...]:
+        return (self.value_at(0.0), self.value_at(1.0))
+
+
+class Uniform(_Range):
+    """A number between two ends, each equally likely."""
+
+    uniform: Ends
+    """The smallest value and the largest."""
+
+    @property
+    @override
+    def ends(self) -> tuple[float, float]:
+        return self.uniform
+
+    @override
+    def value_at(self, share: float) -> float:
+        low, high = self.uniform
+        return min(high, low + share * (high - low))
+
+    @override
+    def share_of(self, value: Value) -> float:
+        low, high = self.uniform
+        return (_number(value) - low) / (high - low)
+
+
+class LogUniform(_Range):
+    """A number between two ends, each order of magnitude equally likely."""
+
+    loguniform: Ends
+    """The smallest value, above 0, and the largest."""
+
+    @property
+    @override
+    def ends(self) -> tuple[float, float]:
+        return self.loguniform
+
+    @override
+    def problems(self) -> list[str]:
+        low, high = self.loguniform
+        if low < _LEAST:
+            return [f"[{low:g}, {high:g}]: expected ends above {0 if low <= 0 else _LEAST:g}"]
+        return super().problems()
+
+    @override
+    def value_at(self, share: float) -> float:
+        low, high = self.loguniform
+        return max(low, min(high, float(low * (high / low) ** share)))
+
+    @override
+    def share_of(self, value: Value) -> float:
+        low, high = self.loguniform
+        return math.log(_number(value) / low) / math.log(high / low)
+
+
+class Int(_Range):
+    """A whole number between two ends, both included, each equally likely."""
+
+    int: WholeEnds
+    """The smallest value and the largest."""
+
+    @property
+    @override
+    def ends(self) -> tuple[float, float]:
+        return self.int
+
+    @override
+    def value_at(self, share: float) -> Value:
+        low, high = self.int
+        return min(high, low + math.floor(share * (high - low + 1)))
+
+    @override
+    def share_of(self, value: Value) -> float:
+        low, high = self.int
+        return (_number(value) - low) / (high - low)
+
+    @override
+    def grid(self) -> tuple[Value, ...] | None:
+        low, high = self.int
+        if self.points is None and high - low < _MOST_POINTS:
+            return tuple(range(low, high + 1))
+        return super().grid()
+
+
+class Choice(DomainKeys):
+    """One of some values, each equally likely."""
+
+    choice: Values
+    """The values."""
+
+    @override
+    def problems(self) -> list[str]:
+        counts = Counter(map(repr, self.choice))
+        return [f"{value}: is there twice" for value in sorted(counts) if counts[value] > 1]
+
+    @override
+    def value_at(self, share: float) -> Value:
+        return self.choice[min(len(self.choice) - 1, int(share * len(self.choice)))]
+
+    @override
+    def share_of(self, value: Value) -> float:
+        return self.choice.index(value) / max(1, len(self.choice) - 1)
+
+    @override
+    def grid(self) -> tuple[Value, ...] | None:
+        return self.choice
+
+    @override
+    def extremes(self) -> tuple[Value, ...]:
+        return self.choice
+
+
+_KINDS = ("uniform", "loguniform", "int", "choice")
+
+
+def _of_one_kind(value: Any) -> Any:
+    if isinstance(value, Mapping) and len(value.keys() & set(_KINDS)) != 1:
+        strange = next((str(key) for key in value if key not in DomainKeys.model_fields), "")
+        raise ValueError(f"expected one of {', '.join(_KINDS)}{nearest(strange, _KINDS)}")
+    return value
+
+
+Domain = Annotated[Uniform | LogUniform | Int | Choice, BeforeValidator(_of_one_kind)]
+"""One of the domains; the key that names it says which."""
+
+
+def wanted(condition: Value | Sequence[Value]) -> tuple[Value, ...]:
+    """The values that a condition allows."""
+    if isinstance(condition, str) or not isinstance(condition, Sequence):
+        return (condition,)
+    return tuple(condition)
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
 
 Point = dict[str, Value]
 """A value by dotted key; keys whose condition does not hold are not there."""

@@ -1,8 +1,8 @@
-"""The suggestions of a sweep: the trials that Ray Tune is to run, one after the other.
+"""The suggestions of a sweep: the trials that Ray Tune runs, one after the other.
 
-The journal tells what was suggested and reported before. Searcher and scheduler are told the same
-again, in the same order, so they go on as if the driver had never died: no snapshot of theirs is
-needed, and nothing that is over is run twice.
+The journal says what was suggested and reported before this launch. Searcher and scheduler receive
+all of it again, in the same order, so that they continue as if the driver had never died: they need
+no snapshot, and no finished trial runs again.
 """
 
 from __future__ import annotations
@@ -12,73 +12,131 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.experiment.config_parser import _create_trial_from_spec, _make_parser
-from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
-from ray.tune.search.search_algorithm import SearchAlgorithm
 
-from elastrata.sweeps.domains import Value
-from elastrata.sweeps.schedulers import TOKENS
-from elastrata.sweeps.standings import CONCLUDED, REPORTED, SUGGESTED, Standings
+from elastrata.sweeps.journal import CONCLUDED, REPORTED, SUGGESTED, Standings
+from elastrata.sweeps.scheduler import TOKENS
+from elastrata.sweeps.space import Value
 
 _ID_DIGITS = 4
 
 
-class Suggestions(SearchAlgorithm):
-    """The algorithm that Tune asks for the next trial.
+class TrialNames(dict[str, str]):
+    """The id of each trial in the sweep by Tune's own, random id; Tune asks it for names."""
+
+    def __call__(self, trial: TuneTrial) -> str:
+        """Return the id of a trial."""
+        return self[trial.trial_id]
+
+
+@dataclass(frozen=True)
+class TrialId:
+    """Everything that schedulers read of a trial, but for population based training."""
+
+    trial_id: str
+
+
+class KnownByName(FIFOScheduler):
+    """A scheduler that knows trials by their ids in the sweep, which outlive a launch.
+
+    Args:
+        scheduler: of Tune.
+        names: of the trials.
+    """
+
+    def __init__(self, scheduler: TrialScheduler, names: TrialNames) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inner: Any = scheduler
+        self._names = names
+        self._added: set[str] = set()
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        """Pass the metric on."""
+        return bool(self._inner.set_search_properties(metric, mode, **spec))
+
+    def add(self, id: str) -> None:
+        """Add a trial, unless it is there already."""
+        if id not in self._added:
+            self._added.add(id)
+            self._inner.on_trial_add(None, TrialId(id))
+
+    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """Add a trial of Tune."""
+        self.add(self._names(trial))
+
+    def on_trial_result(
+        self, tune_controller: Any, trial: TuneTrial | TrialId, result: dict[str, Any]
+    ) -> str:
+        """Pass on a report."""
+        decision: str = self._inner.on_trial_result(tune_controller, self._known(trial), result)
+        return decision
+
+    def on_trial_complete(
+        self, tune_controller: Any, trial: TuneTrial | TrialId, result: dict[str, Any]
+    ) -> None:
+        """Pass on that a trial is over."""
+        self._inner.on_trial_complete(tune_controller, self._known(trial), result)
+
+    def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """Pass on that a trial failed."""
+        self._inner.on_trial_error(tune_controller, self._known(trial))
+
+    def on_trial_remove(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """Pass on that a waiting trial was removed."""
+        self._inner.on_trial_remove(tune_controller, self._known(trial))
+
+    def _known(self, trial: TuneTrial | TrialId) -> TrialId:
+        return trial if isinstance(trial, TrialId) else TrialId(self._names(trial))
+
+
+class Suggestions(Searcher):
+    """The searcher that Tune asks for the next trial.
 
     Args:
         searcher: Tune's, with the points of the space.
-        scheduler: Tune's; it is told what happened before this launch.
+        scheduler: Tune's.
         standings: of the sweep; those before this launch at first.
-        entries: its journal up to this launch.
-        most: trials in all.
-        at_a_time: trials that Tune has at a time; the scheduler may want to have all.
-        problem: says why a trial with these values cannot be; None: it can.
+        entries: the sweep's journal up to this launch.
+        trials: number of trials in all.
+        at_a_time: number of trials that Tune has at a time; the scheduler may need all.
+        problem: returns why a trial with these values is impossible, or None.
         note: takes an entry of the journal that happens now.
     """
 
     def __init__(
         self,
         searcher: Searcher,
-        scheduler: Any,
+        scheduler: TrialScheduler,
         standings: Standings,
         entries: Sequence[Mapping[str, Any]],
         *,
-        most: int,
+        trials: int,
         at_a_time: int,
         problem: Callable[[str, Mapping[str, Value]], str | None],
         note: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._searcher, self._scheduler, self._standings = searcher, scheduler, standings
-        self._entries = entries
-        self._most, self._at_a_time = most, at_a_time
+        super().__init__(metric=standings.metric, mode=standings.mode)
+        self.names = TrialNames()
+        # Population based training clones Tune's own trials, and starts anew with each launch.
+        is_pbt = isinstance(scheduler, PopulationBasedTraining)
+        self.scheduler = scheduler if is_pbt else KnownByName(scheduler, self.names)
+        """The scheduler for Tune to use."""
+        self._searcher, self._standings = searcher, standings
+        self._trials, self._at_a_time = trials, at_a_time
         self._problem, self._note = problem, note
-        self._with_tune: set[str] = set()
-        self._unfinished: list[TuneTrial] = []
-        self._spec: dict[str, Any] = {}
-        self._ended = False
+        self._running: set[str] = set()
+        self._replay(entries)
+        self._unfinished = [id for id, trial in standings.trials.items() if not trial.is_over]
 
-    @property
-    def total_samples(self) -> int:
-        """Trials in all."""
-        return self._most
-
-    def add_configurations(self, experiments: Any) -> None:
-        """Tune's word of what a trial is; now the past can be told."""
-        (experiment,) = experiments
-        self._spec = experiment.spec
-        self._tell_the_past()
-
-    def next_trial(self) -> TuneTrial | None:
-        """The next one to run; None: not now, or none is left."""
-        if len(self._with_tune) >= self._at_a_time:
+    def suggest(self, trial_id: str) -> Any:
+        """Return the values of the next trial; None while no more can run."""
+        if len(self._running) >= self._at_a_time:
             return None
         if self._unfinished:
-            trial = self._unfinished.pop(0)
-            self._with_tune.add(trial.trial_id)
-            return trial
-        while len(self._standings.trials) < self._most:
+            id = self._unfinished.pop(0)
+            return self._start(trial_id, id, self._standings.trials[id].values)
+        while len(self._standings.trials) < self._trials:
             id = f"{len(self._standings.trials):0{_ID_DIGITS}d}"
             values: Any = self._searcher.suggest(id)
             if values == Searcher.FINISHED:
@@ -90,77 +148,60 @@ class Suggestions(SearchAlgorithm):
                 self._note({"kind": CONCLUDED, "trial": id, "state": "failed", "text": problem})
                 self._searcher.on_trial_complete(id, error=True)
                 continue
-            self._with_tune.add(id)
-            return self._made(id, values)
-        self._ended = True
-        return None
+            return self._start(trial_id, id, values)
+        return Searcher.FINISHED
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Tells the searcher."""
-        self._searcher.on_trial_result(trial_id, result)
+        """Pass on a report."""
+        self._searcher.on_trial_result(self.names[trial_id], result)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Tells the searcher; a trial without a value has failed."""
-        self._with_tune.discard(trial_id)
+        """Pass the result to the searcher; a trial without a value has failed."""
+        id = self.names[trial_id]
+        self._running.discard(id)
         value = (result or {}).get(self._standings.metric)
         failed = error or value is None or value != value
-        self._searcher.on_trial_complete(trial_id, None if failed else result, error=failed)
+        self._searcher.on_trial_complete(id, None if failed else result, error=failed)
 
-    def is_finished(self) -> bool:
-        """Whether there are no more."""
-        return self._ended or bool(self._finished)
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Write nothing: the journal has it all."""
 
-    def _made(self, id: str, values: Mapping[str, Value]) -> TuneTrial:
-        spec = {**self._spec, "config": dict(values)}
-        made: TuneTrial = _create_trial_from_spec(
-            spec, _make_parser(), evaluated_params=dict(values), experiment_tag=id, trial_id=id
-        )
-        return made
+    def _start(self, trial_id: str, id: str, values: Mapping[str, Value]) -> dict[str, Value]:
+        self.names[trial_id] = id
+        self._running.add(id)
+        return dict(values)
 
-    def _tell_the_past(self) -> None:
-        """Searcher and scheduler hear of everything again, as it came."""
-        told: dict[str, Any] = {}
+    def _replay(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Repeat everything that searcher and scheduler heard before this launch, in that order."""
         newest: dict[str, dict[str, Any]] = {}
-        last = {
-            e["trial"]: number for number, e in enumerate(self._entries) if e["kind"] == REPORTED
-        }
-        replays = not isinstance(self._scheduler, PopulationBasedTraining)
-        for number, entry in enumerate(self._entries):
+        reported = [(place, e["trial"]) for place, e in enumerate(entries) if e["kind"] == REPORTED]
+        last = {id: place for place, id in reported}
+        scheduler = self.scheduler if isinstance(self.scheduler, KnownByName) else None
+        for place, entry in enumerate(entries):
+            id = entry.get("trial", "")
             match entry["kind"]:
                 case "suggested":
-                    id = entry["trial"]
                     self._searcher.suggest(id)
-                    trial = self._standings.trials[id]
-                    told[id] = _Past(id) if trial.is_over else self._made(id, trial.values)
-                    if replays:
-                        self._scheduler.on_trial_add(None, told[id])
+                    if scheduler:
+                        scheduler.add(id)
                 case "reported":
-                    id = entry["trial"]
                     newest[id] = _result(entry, newest.get(id))
-                    ended = self._standings.trials[id].state == "finished" and number == last[id]
-                    if replays and not ended:
-                        self._scheduler.on_trial_result(None, told[id], newest[id])
+                    # Tune does not ask the scheduler about the report that ends a trial.
+                    ended = self._standings.trials[id].state == "finished" and place == last[id]
+                    if scheduler and not ended:
+                        scheduler.on_trial_result(None, TrialId(id), newest[id])
                     self._searcher.on_trial_result(id, newest[id])
                 case "concluded":
-                    id = entry["trial"]
                     failed = entry["state"] in ("diverged", "failed")
                     result = None if failed else newest.get(id)
                     self._searcher.on_trial_complete(id, result, error=failed)
-                    if replays and result:
-                        self._scheduler.on_trial_complete(None, told[id], result)
-        self._unfinished = [trial for trial in told.values() if isinstance(trial, TuneTrial)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Past:
-    """All that schedulers ask of a trial that is over."""
-
-    trial_id: str
+                    if scheduler and result:
+                        scheduler.on_trial_complete(None, TrialId(id), result)
 
 
 def _result(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A report as Tune hands it on, after the one before it."""
+    """Return a report as Tune passes it on, after the report before it."""
     iteration = before["training_iteration"] + 1 if before else 1
     return {**entry["metrics"], TOKENS: entry["tokens"], "training_iteration": iteration}

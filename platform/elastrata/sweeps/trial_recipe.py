@@ -17,7 +17,7 @@ from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
-from elastrata.sweeps.domains import Value
+from elastrata.sweeps.space import Value
 from elastrata.tracking.store import tracking_uri
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from elastrata.sweeps.domains import Domain
-from elastrata.sweeps.publish import headings, html_table, ordered, rows
-from elastrata.sweeps.standings import Standings
+from elastrata.sweeps.journal import Standings
+from elastrata.sweeps.plots import headings, html_table, ordered, rows
+from elastrata.sweeps.space import Domain
 from elastrata.terminal.live_view import ShownLive
 
 _ROWS_OF_OTHERS = 8

@@ -1,4 +1,4 @@
-"""The schedulers of a sweep: which trials go on, counted in tokens."""
+"""The schedulers of a sweep: which trials continue, counted in tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from elastrata.config import Config
-from elastrata.sweeps.domains import Choice, Domain, Int, Value
+from elastrata.sweeps.space import Choice, Domain, Int, Value
 
 Tokens = Annotated[int, Field(gt=0, le=10**18)]
 TOKENS = "progress/tokens"

@@ -1,4 +1,4 @@
-"""The standings of a sweep: all its trials, from the entries of its journal."""
+"""The journal of a sweep, and the trials that its entries describe."""
 
 from __future__ import annotations
 
