@@ -17,7 +17,7 @@ from typing import Any
 from harness import RESULTS, parser_of, write_result
 
 from elastrata.bench.samples import read_histogram
-from elastrata.cli.inspect_report import SCHEMES
+from elastrata.cli.inspect import SCHEMES
 from elastrata.tracking.plots import imbalance_curves
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.comparison import compare

@@ -21,7 +21,7 @@ from elastrata_pipelines.preparation import prepare as prepare_on_ray
 from elastrata_pipelines.storage import Storage
 
 if TYPE_CHECKING:
-    from elastrata.inference.continuation import Continuation
+    from elastrata.inference.language_model import Continuation
     from elastrata.run.status import Status
     from elastrata_pipelines.inspection import Inspection
 
@@ -132,7 +132,7 @@ def prepare(
         UserError: text or configuration cannot work; one line for each reason.
     """
     from elastrata.terminal.console import open_console
-    from elastrata.terminal.stage_progress import StageProgress
+    from elastrata.terminal.progress import StageProgress
 
     def run(report: Callable[[str, int, int, str], None]) -> Manifest:
         return prepare_on_ray(
@@ -211,8 +211,7 @@ def generate(
     Raises:
         UserError: there is no such model, or it predicts no next tokens.
     """
-    from elastrata.inference.continuation import Sampling, continuation
-    from elastrata.inference.language_model import load_language_model
+    from elastrata.inference.language_model import Sampling, continuation, load_language_model
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     loaded = load_language_model(model, checkpoint=checkpoint)

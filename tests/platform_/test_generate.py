@@ -14,8 +14,14 @@ import torch
 import yaml
 
 from elastrata.cli.main import run as run_here
-from elastrata.inference.continuation import Sampling, chosen, continuation
-from elastrata.inference.language_model import LanguageModel, load_language_model, perplexity
+from elastrata.inference.language_model import (
+    LanguageModel,
+    Sampling,
+    chosen,
+    continuation,
+    load_language_model,
+    perplexity,
+)
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.preparation.config import TokenizerConfig

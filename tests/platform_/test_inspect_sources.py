@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.cli.inspect_report import show_excerpts, show_sources
+from elastrata.cli.inspect import show_excerpts, show_sources
 from elastrata.cli.main import run
 from elastrata.terminal.console import open_console
 from elastrata_pipelines.excerpts import Excerpt

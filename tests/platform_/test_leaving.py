@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from elastrata.cli.main import run as run_here
-from elastrata.inference.continuation import Sampling, continuation
-from elastrata.inference.language_model import load_language_model
+from elastrata.inference.language_model import Sampling, continuation, load_language_model
 from support.documented import ROOT
 from support.small_gpt import GPT, run_with_tokenizer
 from support.synthetic import MODERNBERT

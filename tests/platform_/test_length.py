@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastrata.cluster.cluster_share import with_workers
 from elastrata.core.schedule import ScheduleConfig, learning_rate
-from elastrata.launch.doubts import MOST_EPOCHS, repetition
+from elastrata.launch.launch import MOST_EPOCHS, find_repetition
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
@@ -113,7 +113,7 @@ def test_data_that_is_learned_by_heart_is_told(data: tuple[Path, Manifest]) -> N
     folder = data[0]
     for epochs, is_told in ((MOST_EPOCHS, False), (MOST_EPOCHS + 5, True)):
         recipe = in_steps(_recipe(folder, epochs=epochs, batch_size=SAMPLES))
-        line = repetition(recipe, training_data(recipe))
+        line = find_repetition(recipe, training_data(recipe))
         assert (line is not None) == is_told
     assert line is not None
     assert line.startswith("45 steps go 45 times through the 150 samples of")

@@ -14,9 +14,7 @@ from elastrata.core.events import Committed, Started, Warned
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
 from elastrata.terminal import progress as progress_module
-from elastrata.terminal import stage_progress as stage_module
-from elastrata.terminal.progress import Progress
-from elastrata.terminal.stage_progress import StageProgress, counted
+from elastrata.terminal.progress import Progress, StageProgress, counted
 from elastrata.terminal.sweep_progress import SweepProgress
 from support.histories import record
 
@@ -37,8 +35,7 @@ def _console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes, however long a step of the test takes."""
-    for module in (progress_module, stage_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
 def test_a_line_moves_on_a_terminal_and_is_gone_at_the_end() -> None:

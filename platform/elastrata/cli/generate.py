@@ -38,8 +38,12 @@ def generate(
     if prompt is None and file is None:
         raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
     text = _read(file)
-    from elastrata.inference.continuation import Sampling, continuation
-    from elastrata.inference.language_model import load_language_model, perplexity
+    from elastrata.inference.language_model import (
+        Sampling,
+        continuation,
+        load_language_model,
+        perplexity,
+    )
     from elastrata.run.claim import place_of_model
 
     console = open_console(as_json=json)

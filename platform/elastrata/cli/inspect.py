@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,16 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastrata.cli.inspect_report import (
-    SCHEMES,
-    model_result,
-    show_balance,
-    show_excerpts,
-    show_lengths,
-    show_manifest,
-    show_model,
-    show_sources,
-)
 from elastrata.cli.options import (
     Json,
     Overrides,
@@ -34,11 +26,14 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from elastrata.core.sparsity.plan import SparsityPlan
+    from elastrata.launch.model_inspection import ModelInspection
     from elastrata.recipe.recipe import Recipe
     from elastrata_pipelines.deal import WorkModel
     from elastrata_pipelines.excerpts import Excerpt
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Inspection
+    from elastrata_pipelines.source_accounts import SourceAccount
     from elastrata_pipelines.storage import Storage
 
 
@@ -301,5 +296,244 @@ def _result(
                 "schemes": [asdict(scheme) for scheme in inspection.schemes],
             }
             for inspection in inspections
+        ],
+    }
+
+
+_HISTOGRAM_LINES, _BAR_CHARACTERS = 16, 40
+SCHEMES = {
+    "deal": "dealt by work",
+    "random": "random",
+    "stratified": "stratified",
+    "exchanged_in_nodes": "sorted in a node",
+    "sorted_round_robin": "sorted, in turn",
+    "sorted_to_and_fro": "sorted, to and fro",
+    "first_fit": "first-fit packing",
+}
+"""The schemes of a comparison in words. Training does the first."""
+
+
+def show_manifest(console: Console, where: str, manifest: Manifest) -> None:
+    """Prints the parts of the data set at `where`."""
+    size = sum(entry.bytes for entry in manifest.files)
+    rows = {
+        "data": where,
+        "samples": f"{manifest.samples:,} of at most {manifest.seq_len} tokens",
+        "tokens": f"{manifest.tokens:,} ({manifest.token_dtype})",
+        "stripes": f"{manifest.stripes:,} of {manifest.stripe_size} samples, in "
+        f"{len(manifest.shards):,} shard{'s' * (len(manifest.shards) > 1)}, {size / 1e6:,.1f} MB",
+        "packing": manifest.packing + (", sentence pairs" if manifest.pairs else ""),
+        "vocabulary": f"{manifest.vocabulary.size:,} ids, {manifest.tokenizer_fingerprint[:12]}",
+        "fingerprint": manifest.fingerprint[:12],
+    }
+    for name, value in rows.items():
+        console.print(f"{name:<12} {value}", markup=False)
+
+
+def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
+    """Prints a row for each source, and below what was skipped of it and why."""
+    if not accounts:
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    from elastrata_pipelines.preparation.skipped import in_words
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("source")
+    for heading in ("weight", "documents", "held out", "samples", "tokens", "share", "unknown"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for account in accounts:
+        unknown = account.unknown_share
+        table.add_row(
+            escape(account.name),
+            f"{account.weight:g}",
+            f"{account.documents:,}",
+            f"{account.held_out:,}",
+            f"{account.samples:,}",
+            f"{account.tokens:,}",
+            f"{account.share:.1%}",
+            "-" if unknown is None else f"{unknown:.2%}",
+        )
+    console.print()
+    console.print(table)
+    for account in accounts:
+        if account.skipped:
+            console.print(
+                f"skipped of {account.name}: {in_words(account.skipped)}",
+                style="yellow",
+                markup=False,
+            )
+
+
+def show_excerpts(console: Console, excerpts: Sequence[Excerpt]) -> None:
+    """Samples as text, a line for each document, or half of a pair, in them."""
+    for excerpt in excerpts:
+        kind = {None: "", True: ", the second part follows", False: ", the second part is random"}
+        console.print(f"\nsample {excerpt.sample_id:016x}, {excerpt.tokens} tokens", end="")
+        console.print(kind[excerpt.is_next])
+        for part in excerpt.parts:
+            console.print(f"| {_printable(part)}", markup=False, highlight=False)
+        if excerpt.seen is not None:
+            seen = _printable(excerpt.seen)
+            console.print(f"seen: {seen}", style="cyan", markup=False, highlight=False)
+
+
+def _printable(text: str) -> str:
+    """A text in one line, without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def show_lengths(console: Console, histogram: tuple[int, ...]) -> None:
+    """A bar for every band of lengths; `histogram[s]` samples have s tokens."""
+    from rich.bar import Bar
+    from rich.table import Table
+
+    width = -(-(len(histogram) - 1) // _HISTOGRAM_LINES)
+    bands = [
+        (first, min(first + width, len(histogram)) - 1) for first in range(1, len(histogram), width)
+    ]
+    counts = [sum(histogram[first : last + 1]) for first, last in bands]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for (first, last), count in zip(bands, counts, strict=True):
+        bar = Bar(size=max(counts), begin=0, end=count, width=_BAR_CHARACTERS, color="cyan")
+        table.add_row(f"{first}-{last}" if last > first else str(first), f"{count:,}", bar)
+    console.print("\ntokens in a sample")
+    console.print(table)
+
+
+def show_balance(console: Console, inspection: Inspection) -> None:
+    """How equal the work of the workers is, scheme by scheme, and the advice."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("", no_wrap=True)
+    for heading in ("max/mean", "worst", "micro-batches", "padding if padded"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for scheme in inspection.schemes:
+        table.add_row(
+            SCHEMES[scheme.scheme],
+            f"{scheme.imbalance_max_over_mean:.4f}",
+            f"{scheme.imbalance_worst:.4f}",
+            f"{scheme.micro_batches:.3g}",
+            f"{scheme.padding_fraction:.1%}",
+            style="bold" if scheme.scheme == "deal" else None,
+        )
+    console.print(
+        f"\n{inspection.batch_size:,} samples a step over {inspection.workers:,} "
+        f"worker{'s' * (inspection.workers > 1)}, {inspection.balance.steps} steps: largest work "
+        "of a worker over the mean"
+    )
+    console.print(table)
+    if inspection.advice:
+        console.print(f"advice: {inspection.advice}", style="yellow", markup=False)
+
+
+def show_model(console: Console, name: str, recipe: Recipe, inspection: ModelInspection) -> None:
+    """Prints the parameter groups of a recipe's model."""
+    tokenizer = "" if inspection.prepared else ", as asked of `elastrata prepare`"
+    console.print(f"recipe       {name}", markup=False)
+    console.print(f"optimizer    {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}", markup=False)
+    for line in _left_open(recipe):
+        console.print(f"auto         {line}", markup=False)
+    console.print(f"vocabulary   {inspection.vocabulary:,} ids{tokenizer}\n", markup=False)
+    _show_groups(console, inspection)
+    for number, plan in enumerate(inspection.sparsity):
+        _show_plan(console, plan, f"phase {number}" if len(inspection.sparsity) > 1 else "sparsity")
+    console.print()
+
+
+def _left_open(recipe: Recipe) -> list[str]:
+    """The keys that are chosen where the recipe trains."""
+    lines = []
+    if any(part.micro_batch_tokens == "auto" for part in recipe.parts):
+        lines.append("micro_batch_tokens, counted here as if it were 8192 or one sample")
+    if recipe.activation_checkpointing == "auto":
+        lines.append("activation_checkpointing")
+    if recipe.parallel.gradient_sync == "auto":
+        lines.append("parallel.gradient_sync")
+    return [f"{line}: `elastrata plan` tells what it would be on a cluster" for line in lines]
+
+
+def _show_groups(console: Console, inspection: ModelInspection) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for heading in ("parameters", "updated by", "weight decay"):
+        table.add_column(heading)
+    for heading in ("tensors", "numbers"):
+        table.add_column(heading, justify="right")
+    for group in inspection.groups:
+        decay = f"{group.weight_decay:g}" if group.weight_decay else "none"
+        counts = (f"{len(group.parameters):,}", f"{group.num_parameters:,}")
+        table.add_row(group.name, group.rule, decay, *counts)
+    tensors = sum(len(group.parameters) for group in inspection.groups)
+    table.add_row("all", "", "", f"{tensors:,}", f"{_num_parameters(inspection):,}")
+    console.print(table)
+    for group in inspection.groups:
+        console.print(f"\n{group.name}", markup=False)
+        for pattern, count in group.patterns().items():
+            console.print(f"  {pattern}{f' x {count}' if count > 1 else ''}", markup=False)
+
+
+def _show_plan(console: Console, plan: SparsityPlan, heading: str) -> None:
+    """The layers of a phase by their share of zeros, and the FLOPs of a sample."""
+    console.print(
+        f"\n{heading}: {plan.method}, {plan.level:.1%} of the sparse layers' weights at zero; "
+        f"{plan.flops:.3g} of {plan.flops_dense:.3g} FLOPs for {plan.seq_len:,} tokens, "
+        f"{plan.times_fewer:.2f} times fewer",
+        markup=False,
+    )
+    for (pattern, shape, share), count in _alike(plan).items():
+        times = f" x {count}" if count > 1 else ""
+        console.print(f"  {pattern} {list(shape)}{times}: {share:.2%} zero", markup=False)
+
+
+def _alike(plan: SparsityPlan) -> Counter[tuple[str, tuple[int, int], float]]:
+    """The layers with `*` for the numbers in their names, shapes and shares of zeros, each with how
+    many it stands for."""
+    return Counter(
+        (re.sub(r"\.\d+(?=\.|$)", ".*", name), shape, plan.zeros[name] / (shape[0] * shape[1]))
+        for name, shape in plan.shapes.items()
+    )
+
+
+def _num_parameters(inspection: ModelInspection) -> int:
+    return sum(group.num_parameters for group in inspection.groups)
+
+
+def model_result(inspection: ModelInspection) -> dict[str, Any]:
+    """The inspection of a model as JSON values."""
+    return {
+        "parameters": _num_parameters(inspection),
+        "vocabulary": inspection.vocabulary,
+        "prepared": inspection.prepared,
+        "groups": [
+            {
+                "name": group.name,
+                "rule": group.rule,
+                "weight_decay": group.weight_decay,
+                "tensors": len(group.parameters),
+                "parameters": group.num_parameters,
+                "patterns": group.patterns(),
+            }
+            for group in inspection.groups
+        ],
+        "sparsity": [
+            {
+                "method": plan.method,
+                "level": plan.level,
+                "layers": {
+                    name: plan.zeros[name] / (rows * columns)
+                    for name, (rows, columns) in plan.shapes.items()
+                },
+                "seq_len": plan.seq_len,
+                "flops_dense": plan.flops_dense,
+                "flops": plan.flops,
+                "times_fewer": plan.times_fewer,
+            }
+            for plan in inspection.sparsity
         ],
     }

@@ -97,7 +97,7 @@ def _prepared(
     plans: dict[str, PrepareConfig], console: Console, address: str | None, *, overwrite: bool
 ) -> list[dict[str, Any]]:
     """Prepares data sets, one after the other; the JSON of each."""
-    from elastrata.terminal.stage_progress import StageProgress
+    from elastrata.terminal.progress import StageProgress
     from elastrata_pipelines.preparation import prepare as prepare_data
 
     results = []
@@ -260,7 +260,7 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
 
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
-    from elastrata.terminal.stage_progress import counted
+    from elastrata.terminal.progress import counted
     from elastrata_pipelines.preparation.skipped import in_words
 
     console.print(

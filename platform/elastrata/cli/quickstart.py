@@ -107,8 +107,7 @@ def _one_line(text: str) -> str:
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
     from elastrata.recipe.length import in_steps
-    from elastrata.terminal.progress import Progress
-    from elastrata.terminal.stage_progress import StageProgress
+    from elastrata.terminal.progress import Progress, StageProgress
 
     assert recipe.data.prepare is not None
     console.print("2/5  prepare: text to shards of presorted stripes")

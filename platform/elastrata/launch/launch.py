@@ -24,7 +24,6 @@ from elastrata.core.events import Committed, Event, Launched, Warned
 from elastrata.core.record import StepRecord
 from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.target import TargetConfig
-from elastrata.launch.doubts import doubts
 from elastrata.launch.model_inspection import num_parameters
 from elastrata.launch.result import TrainResult
 from elastrata.recipe.file import to_yaml
@@ -59,6 +58,7 @@ from elastrata.trainer.preflight import (
     training_data,
 )
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.phase import positions_after
 from elastrata_pipelines.storage import Storage
 
 
@@ -97,7 +97,7 @@ def train(
     root = Storage(recipe.storage)
     run = root.sub(name)
     data = training_data(recipe, _fork_origin(run))
-    for line in doubts(recipe, data):
+    for line in list_warnings(recipe, data):
         show(Warned(text=line))
     check_storage(root)
     interrupt = interrupt or Interrupt()
@@ -330,4 +330,36 @@ def _result(
         world_sizes=history.world_sizes(entries),
         status=status,
         target=time_to_target(entries, target) if target else None,
+    )
+
+
+MOST_EPOCHS = 40
+"""A data set that is gone through more often than that is learned by heart."""
+
+
+def list_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
+    """Return a line for each setting that works but is probably a mistake."""
+    manifests = dict(data.trained_on)
+    lines = [
+        f"data.path: {url}: {line}"
+        for url, manifest in manifests.items()
+        for line in recipe.workload.advice(manifest)
+    ]
+    repeated = find_repetition(recipe, data)
+    return [*lines, repeated] if repeated else lines
+
+
+def find_repetition(recipe: Recipe, data: TrainingData) -> str | None:
+    """Return a line about the data set that is repeated most often, if that is too often."""
+    sizes = {url: manifest.samples for url, manifest in data.trained_on}
+    phases = [phase.size for phase in data.phases]
+    urls = [[url for url, _ in phase.batches.data_sets] for phase in data.phases]
+    samples = positions_after(recipe.steps_in_all, phases, urls)
+    url = max(samples, key=lambda url: samples[url] / sizes[url])
+    epochs = samples[url] / sizes[url]
+    if epochs <= MOST_EPOCHS:
+        return None
+    return (
+        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
+        f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
     )

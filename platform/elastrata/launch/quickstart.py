@@ -116,8 +116,7 @@ def folder_of(name: str, model: Model) -> str:
 
 def write_on(model: Path) -> list[Written]:
     """The words that the exported GPT writes after the beginnings of some lines of Python."""
-    from elastrata.inference.continuation import Sampling, continuation
-    from elastrata.inference.language_model import load_language_model
+    from elastrata.inference.language_model import Sampling, continuation, load_language_model
 
     loaded, sampling = load_language_model(str(model)), Sampling(temperature=0)
     return [

@@ -10,7 +10,7 @@ from rich.table import Table
 from elastrata.sweeps.journal import Standings
 from elastrata.sweeps.plots import headings, html_table, ordered, rows
 from elastrata.sweeps.space import Domain
-from elastrata.terminal.live_view import ShownLive
+from elastrata.terminal.console import ShownLive
 
 _ROWS_OF_OTHERS = 8
 """Lines of a terminal that are not the table's."""
