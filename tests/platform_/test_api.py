@@ -11,8 +11,6 @@ import pytest
 
 import elastrata
 from elastrata import Recipe, TrainResult
-from elastrata.run import history
-from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe, write_data_set
 
 
@@ -33,14 +31,6 @@ def trained(recipe: Recipe, ray_local: None) -> tuple[TrainResult, str]:
         patch.setattr(sys, "stdout", out := io.StringIO())
         result = elastrata.train(recipe)
     return result, out.getvalue()
-
-
-def test_it_shows_how_it_goes(trained: tuple[TrainResult, str]) -> None:
-    _, shown = trained
-    assert "training on 1 worker (attempt 1)" in shown
-    assert "step 1/6" in shown
-    assert "evaluation after step 2: loss" in shown
-    assert "step 6/6" in shown
 
 
 def test_the_history_is_a_table(trained: tuple[TrainResult, str]) -> None:
@@ -105,12 +95,3 @@ def test_a_fork_shows_what_changes_and_trains(trained: tuple[TrainResult, str]) 
     with pytest.raises(elastrata.UserError, match="no checkpoint of step 60; the nearest is 6"):
         elastrata.fork(f"{parent}@60", "third")
     assert not parent.with_name("third").exists()
-
-
-def test_the_record_says_how_many_steps_the_epochs_were(trained: tuple[TrainResult, str]) -> None:
-    run = Storage(trained[0].run_dir)
-    written = run.read("recipe.yaml").decode()
-    assert "steps: 6\n" in written
-    assert "epochs: null\n" in written
-    assert "  max: 1\n" in written
-    assert history.read(run.sub("history"))[-1]["status"] == "FINISHED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -39,13 +38,6 @@ def keep_signal_handler() -> Any:
 def _json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["bench", "--help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"Usage: (\x1b\[[\d;]*m)*elastrata", shown)  # in colour with FORCE_COLOR
 
 
 @pytest.mark.parametrize(
@@ -95,17 +87,6 @@ def test_bad_input_is_told_in_one_line_and_as_json(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_without_text_cannot_be_prepared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "r.yaml").write_text(
-        "{workload: {name: bert}, data: {path: d}, steps: 9, batch_size: 8, optimizer: {lr: 1}}",
-        encoding="utf-8",
-    )
-    assert run(["prepare", str(tmp_path / "r.yaml")]) == 2
-    assert "r.yaml: data.prepare: missing" in capsys.readouterr().err
-
-
 def test_inspect(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(data), "--workers", "4", "--batch", "64", "--verify"]) == 0
     shown = capsys.readouterr().out
@@ -118,13 +99,6 @@ def test_inspect(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 <= result["padding_fraction"] < result["padding_to_seq_len"] < 1
     assert 1 <= result["imbalance_max_over_mean"] < result["balance"]["imbalance_random"]
     assert result["verified"] is False
-
-
-def test_inspect_takes_the_cost_of_a_recipes_model(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["inspect", str(data), "--recipe", "bert/tiny", "--json"]) == 0
-    assert _json(capsys)["samples"] == 400
 
 
 def test_inspect_compares_schemes_at_several_sizes(
@@ -178,13 +152,6 @@ def test_inspect_refuses_nonsense(
     assert shown.out == ""
 
 
-def test_inspect_takes_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", "bert/tiny", "--recipe", "bert/base"]) == 2
-    assert (
-        "--recipe: bert/base: unexpected: bert/tiny is a recipe itself" in capsys.readouterr().err
-    )
-
-
 def test_inspect_shows_the_parameter_groups_of_a_recipe(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,14 +186,6 @@ def test_inspect_tells_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{shard}: altered" in capsys.readouterr().err
     assert run(["inspect", str(tmp_path), "--batch", "101"]) == 2
     assert "a batch of 101 is larger than the data set" in capsys.readouterr().err
-
-
-def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["schema"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert run(["schema", "--out", str(tmp_path / "s.json"), "--json"]) == 0
-    assert _json(capsys) == {"path": str(tmp_path / "s.json")}
-    assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8")) == shown
 
 
 @pytest.mark.parametrize(("kind", "key"), [("sweep", "space"), ("cluster", "devices")])

@@ -14,27 +14,16 @@ from elastrata.cluster.observer import Observer
 from elastrata.core.device import DeviceCapabilities, capabilities
 from elastrata.core.events import Event, Started, Substituted
 from elastrata.core.fallbacks import substitutions
-from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.run.folder import RunIdentity, check_same_run, write_identity
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
 from support.empty_store import put_empty_store
-from support.synthetic import tiny_recipe
 
 ALL = DeviceCapabilities(device="a GPU", capability=(9, 0), has_bf16=True, missing_compiler=None)
 POOR = DeviceCapabilities(
     device="this CPU", capability=None, has_bf16=False, missing_compiler="g++"
 )
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def test_a_machine_that_has_all_says_nothing() -> None:
-    assert substitutions(ALL, dtype=BF16, compile=True) == []
-
-
-def test_what_is_not_asked_for_is_not_missed() -> None:
-    assert substitutions(POOR, dtype=FP32, compile=False) == []
 
 
 def test_a_line_for_each_thing_that_is_missing() -> None:
@@ -96,13 +85,3 @@ def test_every_group_says_it_the_user_hears_it_once(tmp_path: Path) -> None:
     lines = [event.text for event in shown if isinstance(event, Substituted)]
     assert lines == ["one", "other", "on another device"]
     assert told() == [(1, "one"), (1, "other"), (4, "on another device")]
-
-
-def test_a_run_goes_on_with_another_kernel(tmp_path: Path) -> None:
-    def recipe(**keys: object) -> Recipe:
-        values = tiny_recipe(tmp_path, tmp_path)
-        return Recipe.model_validate({**values, "workload": {**values["workload"], **keys}})
-
-    run, identity = Storage(str(tmp_path)), RunIdentity(name="run", data=())
-    write_identity(run, identity, recipe(attention="varlen"))
-    check_same_run(run, identity, recipe(attention="dense"), ())

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from elastrata.cli.main import run as run_here
 from elastrata.inference.language_model import (
@@ -29,7 +28,6 @@ from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.gpt import Gpt
-from support.command import run, run_json
 from support.documented import documented_keys
 
 SENTENCE = "Some say the world will end in fire, some say in ice. "
@@ -89,12 +87,6 @@ def folder(
 @pytest.fixture
 def model(folder: Path) -> LanguageModel:
     return load_language_model(str(folder))
-
-
-def test_a_model_that_knows_a_sentence_says_it(model: LanguageModel) -> None:
-    said = continuation(model, "Some say the", tokens=20, sampling=GREEDY)
-    assert (SENTENCE * 2).startswith("Some say the" + said.text)
-    assert (said.tokens, said.ended) == (20, False)
 
 
 def test_cached_logits_are_those_of_a_full_forward_pass(model: LanguageModel) -> None:
@@ -234,45 +226,3 @@ def test_a_bert_continues_nothing(tmp_path: Path) -> None:
     bert.export(state, vocabulary, 64, None, tmp_path)
     with pytest.raises(UserError, match="a BertForMaskedLM: expected a model that predicts"):
         load_language_model(str(tmp_path))
-
-
-@pytest.mark.matrix
-def test_a_run_from_text_to_text(tmp_path: Path) -> None:
-    """Packed documents, prepared and trained on; its newest checkpoint and its export agree."""
-    lines = [f"Number {n} comes after {n - 1} and before {n + 1}.\n" for n in range(3000)]
-    (tmp_path / "text.txt").write_text("".join(lines), encoding="utf-8")
-    recipe = {
-        "extends": "gpt/tiny",
-        "workload": {"hidden_size": 32},
-        "data": {
-            "path": str(tmp_path / "data"),
-            "prepare": {
-                "sources": [{"paths": str(tmp_path / "text.txt"), "documents": "line"}],
-                "tokenizer": {"vocab_size": 400},
-                "held_out": 0.1,
-            },
-        },
-        "steps": 20,
-        "batch_size": 8,
-        "schedule": {"warmup_steps": 2},
-        "optimizer": {"lr": 1e-2},
-        "evaluation": {"every": 10, "samples": 16},
-        "checkpoint": {"every": 10},
-        "workers": {"cpus": 0.4, "threads": 1, "spares": False},
-        "storage": str(tmp_path / "runs"),
-    }
-    (tmp_path / "numbers.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    run_json("prepare", tmp_path / "numbers.yaml")
-    trained = run_json("train", tmp_path / "numbers.yaml")
-    assert trained["final_loss"] < 4.5  # log 400 is 6.0
-    place = trained["run_dir"]
-    run_json("export", place, "--out", tmp_path / "model")
-    asked = ["--prompt", "Number 7", "--tokens", 12, "--top-k", 5, "--file", tmp_path / "text.txt"]
-    newest = run_json("generate", place, *asked)
-    exported = run_json("generate", tmp_path / "model", *asked)
-    earlier = run_json("generate", place, *asked, "--checkpoint", 10)
-    assert {**exported, "model": place} == newest
-    assert newest["perplexity"]["loss"] < earlier["perplexity"]["loss"] < 6.0
-    refused = run("generate", place, *asked, "--checkpoint", 11)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "--checkpoint: 11: expected newest, best or one of the steps 10, 20" in refused.stderr

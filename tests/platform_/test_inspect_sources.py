@@ -81,20 +81,6 @@ def test_sources_and_samples_of_a_data_set(
     assert "| [CLS] Line" in printed
 
 
-@pytest.mark.usefixtures("ray_local")
-def test_pairs_are_shown_as_the_model_sees_them(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "pairs"
-    make(corpus, out, pairs=True)
-    shown = inspected(capsys, str(out), "--show", "8", "--recipe", "bert/tiny")["excerpts"]
-    assert {excerpt["is_next"] for excerpt in shown} == {True, False}
-    assert all(len(excerpt["parts"]) == 2 for excerpt in shown)
-    assert any("[MASK]" in excerpt["seen"] for excerpt in shown)
-    again = inspected(capsys, str(out), "--show", "8", "--recipe", "bert/tiny")["excerpts"]
-    assert again == shown
-
-
 def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
     manifest = write_data_set(tmp_path, samples=100)
     entry = {
@@ -107,14 +93,6 @@ def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
     (account,) = source_accounts(Storage(str(tmp_path)), written)
     assert account.skipped == {"reason not kept": 3}
     assert (account.share, account.unknown_share, account.held_out) == (1.0, None, 0)
-
-
-def test_a_data_set_whose_tokenizer_is_gone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_data_set(tmp_path, samples=100)
-    assert run(["inspect", str(tmp_path), "--show", "2"]) == 2
-    assert "tokenizer.json: missing; prepare the data set again" in capsys.readouterr().err
 
 
 def test_text_and_names_cannot_steer_the_terminal(

@@ -56,31 +56,6 @@ def test_options_and_a_recipe_make_the_same_data_set(
     assert "--overwrite" in capsys.readouterr().err
 
 
-@pytest.mark.matrix  # a Ray of its own
-def test_the_data_sets_of_a_recipe_are_prepared_in_one_session_of_ray(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_SESSION], capture_output=True, encoding="utf-8", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-
-
-ONE_SESSION = """
-import ray
-from elastrata.cli.prepare import _one_session
-
-def job():
-    return ray.get_runtime_context().get_job_id(), ray.get_runtime_context().gcs_address
-
-with _one_session(None) as session:
-    assert not ray.is_initialized()
-    with session():
-        first = job()
-    with session():
-        assert job() == first
-assert not ray.is_initialized()
-"""
-
-
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

@@ -53,17 +53,6 @@ def test_a_line_moves_on_a_terminal_and_is_gone_at_the_end() -> None:
     assert "warning: something" in out.getvalue()
 
 
-def test_a_checkpoint_is_shown_as_soon_as_it_is_there_also_after_a_loss_of_workers() -> None:
-    console, out = _console(terminal=True)
-    with Progress(100, console) as progress:
-        progress(STARTED)
-        progress(replace(RECORD, step=41))
-        progress(Committed(step=41, uri="there", evaluation_loss=None))
-        progress(STARTED)
-        progress(Committed(step=41, uri="there", evaluation_loss=None))
-    assert "checkpoint 41" in out.getvalue()
-
-
 @pytest.mark.usefixtures("stopped_clock")
 def test_elsewhere_there_are_few_lines_and_the_first_and_last_step() -> None:
     console, out = _console(terminal=False)
@@ -129,11 +118,3 @@ def test_a_sweep_is_a_table_on_a_terminal_and_a_line_for_each_trial_elsewhere(
     line = "trial 0000 finished: eval/loss 5.5000 after 100 tokens, the best so far"
     assert (line in shown, shown.count("something")) == (not terminal, 1)
     assert ("optimizer.lr=0.01" in shown) != terminal
-
-
-def test_stages_are_bars_on_a_terminal() -> None:
-    console, out = _console(terminal=True)
-    with StageProgress(console) as stages:
-        stages("read", 5, 10, "files")
-        stages("read", 10, 10, "files")
-    assert "10/10 files" in out.getvalue()

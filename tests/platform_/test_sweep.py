@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,9 +17,9 @@ from elastrata.checkpoints.commit import commits
 from elastrata.run import history
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.plots import PICTURES
-from elastrata.sweeps.result import JOURNAL, PLOTS, REPORT_FILE, SweepResult, read_result
+from elastrata.sweeps.result import PLOTS, REPORT_FILE, SweepResult, read_result
 from elastrata_pipelines.storage import Storage
-from support.command import start, wait_until
+from support.command import start
 from support.documented import documented_keys
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -149,22 +148,6 @@ def test_a_sweep_from_python(folder: Path) -> None:
     again = read_result(result.folder)
     assert again.trials.equals(result.trials)
     assert list(result.summary()) == documented_keys("sweep")
-
-
-@pytest.mark.matrix
-def test_interrupted_it_has_the_best_so_far(folder: Path) -> None:
-    config = _written(_config(folder, "interrupted", trials=200), folder)
-    driver = start("sweep", config, "--json", log=folder / "interrupted.log")
-    journal = Storage(str(folder / "runs" / "interrupted" / JOURNAL))
-    wait_until(
-        lambda: sum(e["kind"] == "concluded" for e in history.read(journal)) >= 2, SECONDS, "trials"
-    )
-    driver.send_signal(signal.SIGINT)
-    assert driver.wait(SECONDS) == 130
-    last = json.loads((folder / "interrupted.log").read_text(encoding="utf-8").splitlines()[-1])
-    assert last["status"] == "KILLED"
-    assert last["best"]["eval/loss"] > 0
-    assert (folder / "runs" / "interrupted" / REPORT_FILE).is_file()
 
 
 @pytest.mark.matrix

@@ -114,17 +114,6 @@ def test_the_schema_takes_what_the_loader_takes(
         load_sweep(_written(tmp_path, **changes))
 
 
-def test_the_schema_knows_sweeps_that_extend_others(tmp_path: Path) -> None:
-    validator = jsonschema.Draft202012Validator(sweep_schema())
-    _written(tmp_path)
-    shorter = {"extends": "sweep.yaml", "trials": 3}
-    assert validator.is_valid(shorter)
-    assert not validator.is_valid({"trials": 3})
-    assert not validator.is_valid({**shorter, "trails": 3})
-    (tmp_path / "shorter.yaml").write_text(yaml.safe_dump(shorter), encoding="utf-8")
-    assert load_sweep(str(tmp_path / "shorter.yaml")).trials == 3
-
-
 def test_values_that_the_recipe_does_not_take(tmp_path: Path) -> None:
     told = _problems(
         tmp_path,
@@ -159,14 +148,6 @@ def test_population_based_training_changes_only_what_a_run_can_go_on_with(tmp_pa
         "searcher.name",
         "space.workload.mask_probability",
     ]
-
-
-def test_schedulers_need_something_to_look_at(tmp_path: Path) -> None:
-    told = _problems(tmp_path, scheduler={"name": "asha"})
-    assert [line.split(":")[0] for line in told] == ["changes.evaluation.every"]
-    space = {"optimizer.lr": {"loguniform": [1e-4, 1e-2]}}
-    told = _problems(tmp_path, trials=1, scheduler={"name": "pbt"}, space=space)
-    assert [line.split(":")[0] for line in told] == ["changes.evaluation.every", "trials"]
 
 
 def test_the_command_ends_with_2_and_starts_nothing(

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.checkpoints.commit import commits
-from elastrata.core.ends import TrainingError
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
-from elastrata.sweeps.journal import Report, failure
+from elastrata.sweeps.journal import Report
 from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -105,26 +103,6 @@ def test_a_copy_has_the_loss_of_the_original_and_its_place_in_the_data(
     original.close()
     assert next_of_copy.tokens == next_of_original.tokens
     assert next_of_copy.metrics != next_of_original.metrics
-
-
-def test_a_checkpoint_that_is_gone_gives_way_to_the_newest(data: Path, tmp_path: Path) -> None:
-    run = Storage(str(tmp_path / "original"))
-    _all(LoneTrial(_recipe(data, tmp_path), run))
-    newest = commits(run.sub("checkpoints"))[0]
-    copy = LoneTrial(
-        _recipe(data, tmp_path), Storage(str(tmp_path / "copy")), (run, "000000004-0001-ffffff")
-    )
-    assert copy.start.step == newest.step
-    copy.close()
-
-
-def test_a_trial_that_diverges_has_failed_in_one_line(data: Path, tmp_path: Path) -> None:
-    trial = LoneTrial(_recipe(data, tmp_path, lr=1e30), Storage(str(tmp_path / "run")))
-    with pytest.raises(TrainingError) as raised:
-        _all(trial)
-    state, text = failure(raised.value)
-    assert state == "diverged"
-    assert "not finite" in text
 
 
 def test_without_held_out_data_there_is_nothing_to_compare(data: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from elastrata.sweeps.space import (
     Int,
     LogUniform,
     Uniform,
-    condition_problems,
     draw,
     grid_points,
 )
@@ -67,15 +66,6 @@ def test_a_grid_has_every_combination_that_can_be_once() -> None:
     rates = sorted({float(str(point["optimizer.lr"])) for point in points})
     assert rates == pytest.approx([1e-4, 1e-3, 1e-2])
     assert all(("optimizer.trust_max" in p) == (p["optimizer.name"] == "lamb") for p in points)
-
-
-def test_conditions_that_cannot_hold_are_told() -> None:
-    space: dict[str, Domain] = {
-        "a": Choice(choice=(1, 2), when={"b": 3}),
-        "b": Choice(choice=(1, 2), when={"a": 1}),
-        "c": Uniform(uniform=(0, 1), when={"d": 1}),
-    }
-    assert [key for key, _ in condition_problems(space)] == ["a", "c", "a"]
 
 
 def test_a_domain_is_of_one_kind() -> None:

@@ -69,15 +69,3 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     )
     command = installed / "bin" / "elastrata"
     _check(Path(sys.executable), command, installed, elsewhere, installed)
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(1800)
-def test_the_wheel_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    _run(sys.executable, "-m", "venv", environment, cwd=elsewhere)
-    python = environment / "bin" / "python"
-    constraints = ROOT / "constraints.txt"
-    _run(python, "-m", "pip", "install", "-q", "-c", constraints, wheel, cwd=elsewhere)
-    _check(python, environment / "bin" / "elastrata", environment, elsewhere, None)

@@ -1,4 +1,4 @@
-"""A trained language model with its tokenizer: the texts it continues, and the perplexity of a text."""
+"""A language model with its tokenizer: texts that it continues, and the perplexity of a text."""
 
 from __future__ import annotations
 
