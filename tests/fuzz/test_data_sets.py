@@ -27,7 +27,7 @@ from elastrata_pipelines.format import HELD_OUT, MANIFEST, Manifest, read_stripe
 from elastrata_pipelines.inspection import inspect, verify
 from elastrata_pipelines.payload import decode
 from elastrata_pipelines.storage import Storage
-from support.mutations import Mutation, mutated, mutated_json, mutations, seeds
+from support.mutations import Mutation, mutated, mutated_json, mutations, quick, seeds
 from support.synthetic import Sizes, fields_of, tiny_recipe, write_data_set
 from support.verdict import read_or_refused
 
@@ -113,7 +113,7 @@ def test_a_damaged_data_set_is_refused_or_read_as_it_was(
 ) -> None:
     whole = read(data)
     refused = 0
-    for mutation in islice(mutations(data, random.Random(seed)), 150):
+    for mutation in islice(mutations(data, random.Random(seed)), quick(150)):
         case = f"seed {seed}: {mutation.name}"
         with mutated(data, mutation) as copy:
             found = read_or_refused(partial(read, copy), case, str(copy))
@@ -121,7 +121,7 @@ def test_a_damaged_data_set_is_refused_or_read_as_it_was(
         if found is not None:
             for what, value in whole.items():
                 assert found[what] == value, f"{case}: other {what}"
-    assert refused > 60
+    assert refused > quick(60)
 
 
 @pytest.mark.parametrize("seed", seeds())
@@ -132,14 +132,14 @@ def test_any_manifest_with_its_checksum_is_refused_or_used(
     """Whoever alters a manifest and its checksum gets no raw exception either."""
     manifest = (data / HELD_OUT / MANIFEST if held_out else data / MANIFEST).read_bytes()
     rng, refused = random.Random(seed), 0
-    for _ in range(100):
+    for _ in range(quick(100)):
         altered = mutated_json(manifest, rng)
         assert altered is not None
         name, text = altered
         place = Mutation(name, partial(_put_manifest, held_out=held_out, text=text))
         with mutated(data, place) as copy:
             refused += _used(copy, f"seed {seed}: {name}") is None
-    assert refused > 50
+    assert refused > quick(50)
 
 
 @pytest.mark.parametrize("seed", seeds())
@@ -150,9 +150,9 @@ def test_a_damaged_data_set_of_version_1_is_refused_or_used(
     assert trained_on(old).keys() == trained_on(data).keys()
     found = [
         _read_both(old, mutation, seed)
-        for mutation in islice(mutations(old, random.Random(seed)), 100)
+        for mutation in islice(mutations(old, random.Random(seed)), quick(100))
     ]
-    assert found.count(None) > 40
+    assert found.count(None) > quick(40)
 
 
 def as_version_1(data: Path, folder: Path) -> Path:
@@ -208,7 +208,7 @@ def sealed(text: bytes) -> bytes:
 def test_a_damaged_file_of_masks_is_refused_or_read_as_it_was(masks: Path, seed: int) -> None:
     whole = read_masks(str(masks / MASKS_FILE), SHAPES)
     rng = random.Random(seed)
-    drawn = chain(islice(mutations(masks, rng), 60), islice(_headers(masks, rng), 60))
+    drawn = chain(islice(mutations(masks, rng), quick(60)), islice(_headers(masks, rng), quick(60)))
     refused = 0
     for mutation in drawn:
         case = f"seed {seed}: {mutation.name}"
@@ -219,7 +219,7 @@ def test_a_damaged_file_of_masks_is_refused_or_read_as_it_was(masks: Path, seed:
         if found is not None:
             assert found.keys() == whole.keys(), case
             assert all(torch.equal(found[name], mask) for name, mask in whole.items()), case
-    assert refused > 60
+    assert refused > quick(60)
 
 
 def _headers(folder: Path, rng: random.Random) -> Iterator[Mutation]:

@@ -17,10 +17,10 @@ from elastrata.planner.cluster import read_cluster
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.simulation.simulate import read_recovery
 from elastrata.simulation.trace import Event, read_trace, write_trace
-from support.mutations import Mutation, mutated, mutated_json, mutations, seeds
+from support.mutations import Mutation, mutated, mutated_json, mutations, quick, seeds
 from support.verdict import read_or_refused
 
-CASES = 60
+CASES = quick(60)
 CLUSTER = {
     "device": "A100-80GB",
     "devices": 64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,17 +21,16 @@ from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
 from support.hostile_recipes import (
     RECIPE,
-    ROUNDS_VARIABLE,
     Hostile,
     bomb,
     hostile_recipes,
     write_neighbours,
 )
+from support.mutations import quick, seeds
 from support.verdict import hangs_are_errors
 
 CASES = 50
-CHUNKS = 20 * int(os.environ.get(ROUNDS_VARIABLE, "1"))
-QUICK = CHUNKS if ROUNDS_VARIABLE in os.environ else CHUNKS // 2
+CHUNKS = quick(16) * len(seeds())
 MOST_CHARACTERS = 4_000
 MOST_LINES = 200
 MOST_BLOCKS = 100
@@ -48,10 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [pytest.param(n, marks=() if n < QUICK else pytest.mark.matrix) for n in range(CHUNKS)],
-)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_hostile_recipe_is_refused_in_lines_or_sound(folder: Path, chunk: int) -> None:
     outcomes = [_outcome(folder, case) for case in hostile_recipes(chunk, CASES)]
     assert 0 < sum(outcomes) < CASES, "all are sound, or none: nothing is tried"

@@ -14,9 +14,9 @@ from elastrata.recipe.problems import shown_value
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.url_secrets import hide_secrets, refuse_secrets, without_secrets
-from support.mutations import seeds
+from support.mutations import quick, seeds
 
-CASES = 40
+CASES = quick(40)
 WEB = ("http", "https", "ftp", "webdav", "nobody-knows-it")
 OBJECTS = ("s3", "gs", "gcs", "hf", "az", "oss")
 LOGIN = ("sftp", "ssh", "smb", "hdfs", "postgresql", "mysql+pymysql", "mssql+pyodbc")

@@ -31,11 +31,11 @@ from elastrata.sweeps.trial import Past
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import record
-from support.mutations import Mutation, mutated, mutations, seeds
+from support.mutations import Mutation, mutated, mutations, quick, seeds
 from support.synthetic import tiny_recipe
 from support.verdict import read_or_refused
 
-MUTATIONS, STEPS = 220, 3
+MUTATIONS, STEPS = quick(220), 3
 CONFIG = SweepConfig.model_validate(
     {"name": "s", "recipe": "r.yaml", "space": {"optimizer.lr": {"uniform": [0.1, 0.5]}}}
 )

@@ -17,10 +17,10 @@ import pytest
 
 from elastrata_pipelines.errors import UserError
 from support.archives import NO_TEXTS, parquet, read, tar, zstd
-from support.mutations import mutated_bytes, seeds
+from support.mutations import mutated_bytes, quick, seeds
 from support.verdict import read_or_refused
 
-CASES = 50
+CASES = quick(50)
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,

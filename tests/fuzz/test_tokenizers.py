@@ -15,7 +15,7 @@ import pytest
 from elastrata_pipelines.preparation.encoders import make_encoder
 from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.preparation.tokenizer import load_tokenizer
-from support.mutations import seeds
+from support.mutations import quick, seeds
 from support.random_tokenizers import (
     DISQUALIFYING,
     HARMLESS,
@@ -27,7 +27,7 @@ from support.random_tokenizers import (
 )
 from support.verdict import read_or_refused
 
-CASES = 50
+CASES = quick(50)
 KINDS = ("bytes", "bytes", "bert", "dna", "unigram", "metaspace")
 TEXTS = 3
 

@@ -16,7 +16,6 @@ from elastrata.recipe.json_schema import recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
 
-ROUNDS_VARIABLE = "ELASTRATA_FUZZ_ROUNDS"
 RECIPE = "hostile.yaml"
 _KEYS_OF_A_PATH = 12
 _ODD = "\u202e\u2028\u00e9\U0001f600\u0130\ufeff\u00b2\u0663"

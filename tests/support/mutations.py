@@ -66,6 +66,11 @@ def seeds() -> range:
     return range(int(os.environ.get(ROUNDS_VARIABLE, "1")))
 
 
+def quick(cases: int) -> int:
+    """All of these cases with `make fuzz`, a quarter of them in the quick suite."""
+    return cases if ROUNDS_VARIABLE in os.environ else max(1, cases // 4)
+
+
 def mutations(folder: Path, rng: random.Random) -> Iterator[Mutation]:
     """Endlessly many mutations of a folder, drawn at random, none twice: of its tree, of bytes, and
     of JSON where a file has any. The folder stays as it is."""
