@@ -84,6 +84,7 @@ def test_the_commands_are_functions(trained: tuple[TrainResult, str]) -> None:
         elastrata.generate(result.run_dir, "A text")
 
 
+@pytest.mark.matrix  # a second run; tests/e2e/test_fork.py forks by the command
 def test_a_fork_shows_what_changes_and_trains(trained: tuple[TrainResult, str]) -> None:
     parent = Path(trained[0].run_dir)
     with pytest.MonkeyPatch.context() as patch:

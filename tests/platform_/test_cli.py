@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
-import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -17,7 +15,6 @@ from rich.table import Table
 
 from elastrata.cli.main import outcome, run
 from elastrata.terminal.console import escape_foreign_letters, open_console, print_json_line
-from support.command import ELASTRATA
 from support.synthetic import write_data_set
 
 
@@ -118,17 +115,6 @@ def test_inspect_compares_schemes_at_several_sizes(
     assert plot.is_file()
 
 
-def test_inspect_takes_data_order_and_batch_of_a_recipe(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [f"data.path={data}", "batch_size=40"]
-    assert run(["inspect", "bert/tiny", *settings, "--workers", "2,4", "--json"]) == 0
-    result = _json(capsys)
-    assert [one["batch_size"] for one in result["comparison"]] == [40, 40]
-    assert run(["inspect", "bert/tiny", *settings, "seed=1", "--workers", "2,4", "--json"]) == 0
-    assert _json(capsys)["balance"] != result["balance"]
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -221,16 +207,6 @@ def test_a_termination_is_an_interrupt() -> None:
 
     assert run(["--help"]) == 0
     assert outcome(terminate, as_json=False, with_traceback=False) == 130
-
-
-def test_output_may_be_cut_short() -> None:
-    cut = subprocess.run(
-        f"{shlex.quote(ELASTRATA)} schema | head -c 10",
-        shell=True,
-        capture_output=True,
-        encoding="utf-8",
-    )
-    assert cut.stderr == ""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "gbk", "utf-8"])

@@ -140,20 +140,6 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_likeliest() -> None:
     assert not two[2:].any()
 
 
-def test_the_end_of_a_text_ends_it(model: LanguageModel) -> None:
-    end = model.frame.end[0]
-    with torch.no_grad():  # tied: the end is now the likeliest after everything
-        model.network.get_output_embeddings().weight[end] *= 0
-        model.network.get_output_embeddings().weight[end] += 100 * _last_hidden(model)
-    said = continuation(model, "Some", tokens=5, sampling=GREEDY)
-    assert (said.text, said.tokens, said.ended) == ("", 0, True)
-
-
-def _last_hidden(model: LanguageModel) -> torch.Tensor:
-    ids = torch.tensor([model.tokenizer.encode("Some")])
-    return model.network(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
-
-
 def test_perplexity_is_that_of_the_workloads_loss(model: LanguageModel, folder: Path) -> None:
     """On a text of two and a half samples, the end of the text included."""
     from elastrata_workloads.gpt import from_transformers

@@ -28,6 +28,7 @@ data:
 """
 
 
+@pytest.mark.matrix  # two preparations
 @pytest.mark.usefixtures("ray_local")
 def test_options_and_a_recipe_make_the_same_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -81,19 +82,6 @@ def test_options_change_what_a_recipe_says(recipe: Path) -> None:
     assert (config.tokenizer.train, config.seq_len) == ("wordpiece", 32)
     (config,) = _planned("mine.yaml", tokenizer="some/folder").values()
     assert (config.tokenizer.load, config.tokenizer.train) == ("some/folder", None)
-
-
-def test_options_change_every_phase(recipe: Path) -> None:
-    (recipe / "two.yaml").write_text(
-        "extends: mine.yaml\nphases: [{}, {data: {path: b, prepare: {seq_len: 16}}}]\n",
-        encoding="utf-8",
-    )
-    plans = _planned("two.yaml", seq_len=64, packing="concat")
-    assert {path: (config.seq_len, config.packing) for path, config in plans.items()} == {
-        "from-recipe": (64, "concat"),
-        "b": (64, "concat"),
-    }
-    assert plans["b"].tokenizer.load is not None
 
 
 @pytest.mark.parametrize(

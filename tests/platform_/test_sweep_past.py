@@ -27,8 +27,6 @@ from elastrata.sweeps.search import (
 )
 from elastrata.sweeps.space import Domain, LogUniform, Uniform
 from elastrata.sweeps.suggestions import Suggestions
-from elastrata.sweeps.trial import Past
-from support.histories import record
 
 SPACE: dict[str, Domain] = {
     "optimizer.lr": LogUniform(loguniform=(1e-4, 1e-2)),
@@ -146,10 +144,3 @@ def test_the_best_is_that_of_the_newest_values_among_those_that_count() -> None:
     assert best is not None
     assert best.id == "0001"
     assert Standings(METRIC, "max").best() is None
-
-
-def test_an_evaluation_that_stands_twice_in_a_history_is_reported_once() -> None:
-    steps = [{"kind": "step", "attempt": 1, "time": 0.0, **record(n).to_dict()} for n in (1, 2, 3)]
-    evaluation = {"kind": "evaluated", "step": 2, "eval/loss": 1.5}
-    past = Past(steps, [evaluation, evaluation])
-    assert [(report.step, len(report.steps)) for report in past.reports()] == [(2, 2)]

@@ -110,9 +110,3 @@ def test_without_optuna_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("picture", PICTURES)
 def test_nothing_is_said_where_nothing_is_hidden(picture: str) -> None:
     assert _note(draw(picture, _standings([6.4, 6.5, 6.6]), _space())) == ""
-
-
-def test_many_are_counted() -> None:
-    losses = [6.4 + number / 100 for number in range(30)] + [50.0] * 12
-    figure = draw("curves", _standings(losses), _space())
-    assert _note(figure).endswith("0036, 0037 and 4 more.")
