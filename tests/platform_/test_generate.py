@@ -89,19 +89,6 @@ def model(folder: Path) -> LanguageModel:
     return load_language_model(str(folder))
 
 
-def test_cached_logits_are_those_of_a_full_forward_pass(model: LanguageModel) -> None:
-    ids = torch.tensor([model.tokenizer.encode(SENTENCE)])
-    with torch.inference_mode():
-        whole = model.network(input_ids=ids).logits[0]
-        cache, parts = None, []
-        for part in (ids[:, :7], *ids[:, 7:].split(1, dim=1)):
-            output = model.network(input_ids=part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits[0])
-    # fp32 sums in another order, of logits of size about 10.
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
-
-
 def test_greedy_tokens_are_those_of_a_full_forward_pass_each(model: LanguageModel) -> None:
     ids = model.tokenizer.encode("world")
     start = len(ids)

@@ -13,7 +13,6 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.sweeps.journal import Report
 from elastrata.sweeps.trial import LoneTrial
-from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe, write_data_set
 
@@ -103,9 +102,3 @@ def test_a_copy_has_the_loss_of_the_original_and_its_place_in_the_data(
     original.close()
     assert next_of_copy.tokens == next_of_original.tokens
     assert next_of_copy.metrics != next_of_original.metrics
-
-
-def test_without_held_out_data_there_is_nothing_to_compare(data: Path, tmp_path: Path) -> None:
-    write_data_set(tmp_path / "bare", samples=60)
-    with pytest.raises(UserError, match="no held-out data"):
-        LoneTrial(_recipe(tmp_path / "bare", tmp_path), Storage(str(tmp_path / "run")))
