@@ -98,7 +98,7 @@ def one(asked: Path, told: Path) -> None:
 @contextlib.contextmanager
 def _rehearsed() -> Iterator[None]:
     """A GPU that is not there: its tensors have shapes and no numbers."""
-    shim = importlib.import_module("elastrata.rehearsal.shim")
+    shim = importlib.import_module("elastrata.rehearsal.process")
     shim.load_shim()
     session = importlib.import_module("elastrata.rehearsal.session")
     with session.rehearsal(world_size=None):

@@ -21,7 +21,7 @@ LAYOUTS = {
 }
 _AT_1024_RANKS = """
 import json, sys
-from elastrata.rehearsal.shim import load_shim
+from elastrata.rehearsal.process import load_shim
 load_shim()
 import torch
 from elastrata.bench.samples import bench_samples

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.rehearsal import shim
+from elastrata.rehearsal import process
 from elastrata_pipelines.errors import UserError
 from support import rehearsed
 from support.fake_cuda import on_fake_cuda
@@ -57,12 +57,12 @@ def test_without_a_compiler_one_line_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError, match=r"needs g\+\+ or clang\+\+"):
-        shim.shim(shim._torch_folder())
+        process.shim(process._torch_folder())
 
 
 def test_the_shim_is_refused_once_torch_is_there() -> None:
     with pytest.raises(RuntimeError, match="before torch"):
-        shim.load_shim()
+        process.load_shim()
 
 
 def test_own_time_is_that_of_the_step_before_and_waits_for_nothing() -> None:

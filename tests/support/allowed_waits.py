@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastrata.rehearsal.figures import WaitFigures
+from elastrata.rehearsal.ledger import WaitFigures
 
 IN_EVERY_STEP = {
     ("core/readback.py", "wait"),  # the step's numbers, at its end

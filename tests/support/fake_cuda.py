@@ -77,7 +77,7 @@ def _server() -> Connection:
 
 def _serve(tests: Connection) -> None:
     """Forks for every request."""
-    from elastrata.rehearsal.shim import load_shim
+    from elastrata.rehearsal.process import load_shim
 
     load_shim()
     for module in _MODULES:

@@ -1,11 +1,20 @@
-"""Layouts of all models that are rehearsed: small, so that each takes seconds, at 8 ranks, and at
-1,024 where that makes another mesh."""
+"""Layouts of all models that are rehearsed, and the golden ledgers of their messages.
+
+The models are small, so that each takes seconds, at 8 ranks, and at 1,024 where that makes another
+mesh. A ledger is a file for each layout, so that a change of what ranks send each other is seen in
+a diff. They are written anew by
+
+    PYTHONPATH=tests python -m support.rehearsed_layouts [MODEL|LAYOUT]...
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from elastrata.rehearsal.figures import RankFigures
+from elastrata.rehearsal.ledger import RankFigures
 from elastrata.rehearsal.process import Request
 from support.fake_cuda import apart
 
@@ -22,26 +31,14 @@ MODELS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
 _SMALL = ("workload.num_layers=4", "compile=false", "precision=bf16", "micro_batch_tokens=8192")
 _TENSOR = ("parallel.tensor=2",)
 _PIPELINE = ("parallel.pipeline=2",)
-_FOUR_STAGES = ("parallel.pipeline=4", "workload.num_layers=10")
-_STABLE = ("workload.qk_norm=true", "workload.z_loss=1e-4")
 
 LAYOUTS: Mapping[str, Sequence[str]] = {
     "fsdp": (),
-    "hsdp": ("parallel.replicate=2",),
-    "copies": ("parallel.replicate=all",),
-    "keep": ("parallel.reshard_after_forward=false",),
-    "prefetch": ("parallel.prefetch=2",),
     "selective": ("activation_checkpointing=selective",),
-    "full": ("activation_checkpointing=full",),
-    "bf16": ("parallel.reduce_dtype=bf16",),
     "bf16-hsdp": ("parallel.reduce_dtype=bf16", "parallel.replicate=2"),
     "bucketwise": ("clip.method=bucketwise",),
-    "bucketwise-local": ("clip.method=bucketwise", "clip.scope=local"),
-    "tensor": _TENSOR,
     "sequence": (*_TENSOR, "parallel.sequence=true"),
-    "tensor-full": (*_TENSOR, "activation_checkpointing=full"),
     "gpipe": (*_PIPELINE, "parallel.schedule=gpipe"),
-    "1f1b": _PIPELINE,
     "interleaved": (
         *_PIPELINE,
         "parallel.schedule=interleaved_1f1b",
@@ -53,25 +50,21 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
         "parallel.reshard_after_forward=false",
     ),
     "uneven": (*_PIPELINE, "data.prepare.tokenizer.vocab_size=50_368"),
-    "four-stages": _FOUR_STAGES,
-    "four-stages-full": (*_FOUR_STAGES, "workload.num_layers=20", "activation_checkpointing=full"),
+    "four-stages": ("parallel.pipeline=4", "workload.num_layers=10"),
     "all-axes": (*_TENSOR, *_PIPELINE, "parallel.replicate=2", "parallel.sequence=true"),
     "virtual": ("parallel.virtual_ranks=WORLD", "optimizer.fused=false", "workers.threads=1"),
     "muon": ("optimizer.name=muon",),
     "lamb": ("optimizer.name=lamb",),
     "sparse": ("sparsity={method: rigl, level: 0.8}",),
-    "averaged": ("average={decay: 0.999}",),
-    "stable": _STABLE,
-    "stable-all-axes": (*_STABLE, *_TENSOR, *_PIPELINE, "parallel.sequence=true"),
 }
 """By name, what a recipe says. WORLD stands for the number of ranks. In `uneven` the head costs as
 much as two or three blocks, so that the last stage has fewer. In `four-stages` those between the
-first and the last have three blocks, those two; in the other one all have five."""
-OF_EVERY_MODEL = ("fsdp", "bf16-hsdp", "selective", "sequence", "interleaved", "sparse", "all-axes")
+first and the last have three blocks, those two."""
+OF_EVERY_MODEL = ("fsdp", "bf16-hsdp", "sequence", "interleaved", "all-axes")
 """GPT is rehearsed in all layouts; the others in those in which their own blocks, norms, heads and
 stages count. Optimizers, clipping, copies and schedules know no model: GPT stands for all."""
 
-WIDE = ("fsdp", "hsdp", "bf16-hsdp", "bucketwise", "all-axes", "virtual")
+WIDE = ("fsdp", "bf16-hsdp", "all-axes", "virtual")
 """Of GPT's, those at 1,024 ranks."""
 
 
@@ -118,3 +111,49 @@ def _rehearse(asked: Request, rank: int) -> RankFigures:
     from elastrata.rehearsal.rehearse import task
 
     return rehearse_rank(task(asked), rank)
+
+
+FOLDER = Path(__file__).parents[1] / "ledgers"
+
+
+def ledger(figures: Iterable[RankFigures]) -> list[str]:
+    """A line for each kind of message: who talks, what is sent, how often, bytes in all."""
+    return [
+        f"rank {rank.rank}: {one.axis} of {one.ranks}: {one.kind} {one.dtype} {one.device}: "
+        f"{one.count} times, {one.bytes:,} bytes"
+        for rank in figures
+        for one in rank.messages
+    ]
+
+
+def golden(model: str, layout: str, world_size: int) -> list[str]:
+    """The ledger that is kept."""
+    kept: dict[str, list[str]] = json.loads(_path(model, layout).read_text(encoding="utf-8"))
+    return kept[str(world_size)]
+
+
+def is_kept(model: str, layout: str) -> bool:
+    """Whether there is a ledger of a layout."""
+    return _path(model, layout).exists()
+
+
+def _path(model: str, layout: str) -> Path:
+    return FOLDER / f"{model}-{layout}.json"
+
+
+def _write(names: Sequence[str]) -> None:
+    """Of all that are named; where no model is, or no layout, of all of these."""
+    models = [name for name in names if name in MODELS] or MODELS
+    named = [name for name in names if name in LAYOUTS] or LAYOUTS
+    for model in models:
+        for layout in (layout for layout in layouts(model) if layout in named):
+            kept = {
+                str(size): ledger(rehearse_layout(model, layout, size))
+                for size in worlds(model, layout)
+            }
+            _path(model, layout).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            print(_path(model, layout), flush=True)
+
+
+if __name__ == "__main__":
+    _write(sys.argv[1:])

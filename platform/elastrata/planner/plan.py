@@ -317,7 +317,7 @@ def machine_of(recipe: Recipe, cluster: Cluster) -> Machine:
     stack = elastrata(
         recipe.precision, recipe.parallel.reduce_dtype, averages=recipe.average is not None
     )
-    stack = replace(stack, has_second_moments=recipe.optimizer.name != "muon")
+    stack = replace(stack, has_second_moments=recipe.optimizer.has_second_moments)
     return Machine(cluster.device, CPU if is_cpu else GPU, stack)
 
 

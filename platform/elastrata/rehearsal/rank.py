@@ -1,16 +1,25 @@
-"""One rank of a recipe's run, rehearsed: the engine's own model, step and copy of the state."""
+"""One rank of many, rehearsed: its samples, its step, the peak of its memory, and its graphs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed._tools import mod_tracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from elastrata.checkpoints.staging import Stager
 from elastrata.checkpoints.training_state import training_state
@@ -27,8 +36,10 @@ from elastrata.planner.plan import machine_of
 from elastrata.recipe.data_spec import DataSpec
 from elastrata.recipe.recipe import Recipe
 from elastrata.rehearsal.cuda import FakeDevice
-from elastrata.rehearsal.figures import (
+from elastrata.rehearsal.ledger import (
     BuildFigures,
+    GraphFigures,
+    Ledger,
     RankFigures,
     SavingFigures,
     copies,
@@ -36,10 +47,8 @@ from elastrata.rehearsal.figures import (
     messages,
     waits,
 )
-from elastrata.rehearsal.ledger import Ledger
-from elastrata.rehearsal.memory import track
-from elastrata.rehearsal.samples import full, rank_steps, shortened
 from elastrata.rehearsal.session import rehearsal
+from elastrata.trainer import engine
 from elastrata.trainer.engine import (
     DividedModel,
     divided_model,
@@ -48,7 +57,137 @@ from elastrata.trainer.engine import (
     weight_average,
 )
 from elastrata_pipelines.batches import Start
+from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.virtual_ranks import deal_to_virtual
+
+_LARGEST_UINT16 = 2**16
+
+
+def rank_steps(
+    recipe: Recipe, tokens: int, spec: DataSpec, rank: DataRank, lengths: Sequence[Ints]
+) -> Iterator[RankStep]:
+    """A rank's part of steps, as the deal has it.
+
+    Args:
+        recipe: whose batches these are, without phases.
+        tokens: of a micro-batch, at most.
+        spec: the form of samples.
+        rank: among the data ranks.
+        lengths: of the samples of every step's global batch, each of shape [batch_size].
+    """
+    rng = np.random.default_rng(recipe.seed)
+    parallel = recipe.parallel
+    virtual = parallel.virtual_ranks
+    for number, batch in enumerate(lengths):
+        common: dict[str, Any] = {
+            "num_ranks": rank.dp_size,
+            "work": recipe.workload.work(spec.vocabulary),
+            "tokens_per_micro_batch": tokens,
+            "multiple": parallel.micro_batch_multiple,
+        }
+        dealt = (
+            deal_to_virtual(batch, virtual_ranks=virtual, **common)
+            if virtual
+            else deal(batch, **common)
+        )
+        hand = dealt.hands[rank.rank]
+        yield RankStep(
+            step=number + 1,
+            rows=_rows(batch[hand.rows], hand.rows, spec, rng),
+            cuts=hand.cuts,
+            imbalance=dealt.imbalance,
+            rounds=dealt.rounds,
+        )
+
+
+def shortened(step: RankStep, micro_batches: int) -> RankStep:
+    """The step with its first micro-batches alone; as it is where there are several rounds."""
+    if step.rounds > 1 or micro_batches >= len(step.micro_batches):
+        return step
+    cuts = step.cuts[: micro_batches + 1]
+    rows, _ = step.rows.split(np.array([0, cuts[-1], len(step.rows)]))
+    return replace(step, rows=rows, cuts=cuts)
+
+
+def full(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
+    """Lengths of batches whose samples all have the full length."""
+    return [np.full(recipe.batch_size, spec.seq_len, dtype=np.int64)] * steps
+
+
+def varying(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
+    """Lengths of batches that differ from sample to sample, from an eighth of the full one on."""
+    rng = np.random.default_rng(recipe.seed)
+    least = max(4, spec.seq_len // 8)
+    return [
+        rng.integers(least, spec.seq_len + 1, size=recipe.batch_size, dtype=np.int64)
+        for _ in range(steps)
+    ]
+
+
+def _rows(lengths: Ints, ids: Ints, spec: DataSpec, rng: np.random.Generator) -> Rows:
+    dtype = np.uint16 if spec.vocabulary.size <= _LARGEST_UINT16 else np.uint32
+    return Rows(
+        sample_ids=ids.astype(np.uint64),
+        epochs=np.zeros(len(lengths), dtype=np.int64),
+        lengths=lengths,
+        tokens=rng.integers(spec.vocabulary.size, size=int(lengths.sum()), dtype=dtype),
+        second_starts=lengths // 2 if spec.pairs else None,
+        is_next=rng.random(len(lengths)) < 0.5 if spec.pairs else None,
+    )
+
+
+_TOTAL = "Total"
+
+
+class PeakMemory(MemTracker):  # type: ignore[no-untyped-call]
+    """The peak of a rank's memory on its device.
+
+    torch's own keeps the peak of every module, too, looks at each of them after every operator,
+    and refuses a module's second forward pass outside of another one.
+    """
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak: parameters, gradients, activations, temporaries of the backward pass,
+        optimizer states... as MemTracker calls them."""
+        return {kind: size for kind, size in self._at_peak().items() if size and kind != _TOTAL}
+
+    @property
+    def bytes(self) -> int:
+        """In all."""
+        return self._at_peak().get(_TOTAL, 0)
+
+    def _at_peak(self) -> dict[str, int]:
+        peaks: Mapping[Any, Mapping[Any, int]] = self.get_tracker_snapshot("peak")
+        sizes = next((sizes for device, sizes in peaks.items() if device.type == "cuda"), {})
+        return {str(getattr(kind, "value", kind)): int(size) for kind, size in sizes.items()}
+
+    @override
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        for device, sizes in self._curr_mem_snap.items():
+            if self._peak_mem.get(device, 0) < sizes[_TOTAL]:
+                self._peak_mem[device] = sizes[_TOTAL]
+                self._peak_mem_snap[device] = dict(sizes)
+
+    @override
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        if module in self.memory_tracking and not self._mod_tracker.is_bw:
+            del self.memory_tracking[module]
+        super()._pre_fw_hook(module, inputs)
+
+
+@contextmanager
+def track(*trained: nn.Module) -> Iterator[PeakMemory]:
+    """While it lasts, memory is tracked, beginning with these modules' parameters and buffers."""
+    peak = PeakMemory()
+    peak.track_external(*trained)
+    # It would follow modules through the backward pass, too, with hooks that refuse the divided one
+    # of zero bubble.
+    with patch.object(mod_tracker, "register_multi_grad_hook", lambda *_, **__: None), peak:
+        yield peak
+
 
 _TERMS = ("parameters", "gathered", "gradients", "activations", "working")
 """Terms of the plan for what tensors have in a step."""
@@ -205,3 +344,80 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
     )
     terms = {name: getattr(need, name) for name in _TERMS}
     return {"planned_bytes": sum(terms.values()), "planned": terms}
+
+
+_STEPS = 3
+
+
+class Counting:
+    """A backend of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """One more."""
+        self.graphs += 1
+        return graph.forward
+
+
+def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
+    """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the first
+    one in another group of workers of the same processes, as after a fault."""
+    place, lengths = task.data_rank(rank), varying(task.recipe, task.spec, _STEPS)
+    # A graph is one of a block, however many micro-batches go through it.
+    fewest = max(2, task.recipe.parallel.micro_batch_multiple)
+    steps = [
+        shortened(step, fewest)
+        for step in rank_steps(task.recipe, task.tokens, task.spec, place, lengths)
+    ]
+    with _counted() as backend, rehearsal(task.device, world_size=task.world_size, rank=rank):
+        after = [backend.graphs for _ in _of_new_group(task, place.is_primary, steps)]
+        breaks = dict(counters["graph_break"])
+        for _ in _of_new_group(task, place.is_primary, steps[:1]):
+            pass
+    return GraphFigures(
+        steps=len(after),
+        graphs=after[-1],
+        breaks=sum(breaks.values()),
+        reasons=[reason.splitlines()[0] for reason in breaks],
+        recompilations=after[-1] - after[0],
+        next_group=backend.graphs - after[-1],
+    )
+
+
+def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
+    """These steps of a rank, as it takes them in a group of workers of its own."""
+    recipe, spec = task.recipe, task.spec
+    divided = engine.divided_model(
+        recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
+    )
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    masks = engine.phase_masks(recipe, divided)
+    loop = engine.training_loop(
+        recipe,
+        divided.clip,
+        spec.vocabulary,
+        DEVICE,
+        task.world_size,
+        is_primary=is_primary,
+        masks=masks,
+    )
+    return loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
+
+
+@contextmanager
+def _counted() -> Iterator[Counting]:
+    """Whatever is compiled goes to a counting backend, wherever it is compiled."""
+    backend, compiled = Counting(), torch.compile
+
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **{**kwargs, "backend": backend})
+
+    counters.clear()
+    with (
+        patch.object(torch, "compile", compile),
+        torch._dynamo.config.patch(specialize_float=True),
+    ):
+        yield backend

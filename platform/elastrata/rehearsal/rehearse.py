@@ -21,10 +21,9 @@ from elastrata.recipe.length import full_part, in_steps
 from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.rehearsal.cuda import FakeDevice
-from elastrata.rehearsal.figures import GraphFigures, RankFigures
-from elastrata.rehearsal.graphs import rehearse_graphs
+from elastrata.rehearsal.ledger import GraphFigures, RankFigures
 from elastrata.rehearsal.process import Request
-from elastrata.rehearsal.rank import Task, rehearse_rank
+from elastrata.rehearsal.rank import Task, rehearse_graphs, rehearse_rank
 from elastrata_pipelines.errors import UserError
 
 

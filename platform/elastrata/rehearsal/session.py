@@ -1,24 +1,180 @@
-"""The session of a rehearsal: one rank of any number, on a GPU that is not there."""
+"""A rehearsal's session: fake tensors, fake CUDA, and the process groups of all ranks."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch._dynamo  # noqa: F401  before functions of torch are replaced: it makes a table of them
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _sharding_prop
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastrata.core import loop, parallelize
 from elastrata.core.background import AtOnce
 from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
-from elastrata.rehearsal.ranks import fake_ranks
 from elastrata.rehearsal.recorder import Recorder
+
+_MESH_METHODS = (
+    "__init__",
+    "__getitem__",
+    "_flatten",
+    "_unflatten",
+    "_compute_coordinate_on_dim",
+    "get_all_groups",
+    "get_coordinate",
+    "get_group",
+    "get_local_rank",
+)
+"""Compute with numbers of ranks, which are no fake tensors. Some are missing in some versions."""
+_ALONE = "alone"
+WORLD = "world"
+
+
+class Axes:
+    """The names of process groups: those of the meshes that were made."""
+
+    def __init__(self) -> None:
+        self._names: dict[frozenset[int], str] = {}
+
+    def add(self, mesh: DeviceMesh) -> None:
+        """The groups of every choice of its axes, as this rank has them."""
+        names, place, ranks = mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh
+        if names is None or place is None:
+            return
+        for size in range(1, len(names) + 1):
+            for axes in combinations(range(len(names)), size):
+                index = [slice(None) if n in axes else place[n] for n in range(len(names))]
+                members = frozenset(ranks[tuple(index)].flatten().tolist())
+                is_whole = size > 1 and len(members) == dist.get_world_size()
+                name = WORLD if is_whole else "+".join(names[n] for n in axes)
+                self._names.setdefault(members, name)
+
+    def __call__(self, group: dist.ProcessGroup) -> tuple[str, int]:
+        """The axis of a group, and its number of ranks."""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return _ALONE, 1
+        name = self._names.get(frozenset(ranks))
+        return name or (WORLD if len(ranks) == dist.get_world_size() else "other"), len(ranks)
+
+
+@contextmanager
+def fake_ranks(ledger: Ledger, world_size: int | None, rank: int) -> Iterator[Axes]:
+    """While it lasts, process groups have all their ranks, of which one is there.
+
+    Collectives end at once and leave in tensors what is in them; objects come from every other rank
+    as they are on this one.
+
+    Args:
+        ledger: notes the groups that are made.
+        world_size: ranks of the default group; None: it is not made.
+        rank: this one.
+    """
+    axes = Axes()
+    with ExitStack() as patches:
+        for original, replacement in _replacements(ledger).items():
+            _everywhere(patches, original, replacement)
+        for name, method in _mesh_methods(axes).items():
+            patches.enter_context(patch.object(DeviceMesh, name, method))
+        # It tries operators out on tensors of the whole shape: in the mode that is there, these
+        # would count as memory.
+        patches.enter_context(patch.object(_sharding_prop, "detect_fake_mode", lambda: None))
+        if world_size is not None:
+            dist.init_process_group(
+                "fake",
+                store=FakeStore(),
+                rank=rank,
+                world_size=world_size,
+            )
+        try:
+            yield axes
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _replacements(ledger: Ledger) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def fake_init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        init("fake", *args, **kwargs)
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        ranks = args[0] if args else kwargs.get("ranks")
+        backend = kwargs.pop("backend", None)
+        ledger.groups[backend or "default", len(ranks) if ranks else dist.get_world_size()] += 1
+        return new_group(*args, **kwargs)
+
+    def all_gather_object(into: list[Any], value: Any, group: Any = None) -> None:
+        into[:] = [value] * len(into)
+
+    def gather_object(value: Any, into: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if into is not None:
+            into[:] = [value] * len(into)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return {
+        dist.init_process_group: fake_init,
+        dist.new_group: fake_group,
+        dist.all_gather_object: all_gather_object,
+        dist.gather_object: gather_object,
+        dist.broadcast_object_list: nothing,
+        dist.monitored_barrier: nothing,
+        device_mesh.init_device_mesh: _outside(device_mesh.init_device_mesh),
+    }
+
+
+def _mesh_methods(axes: Axes) -> Mapping[str, Any]:
+    methods: dict[str, Any] = {}
+    for name, method in vars(DeviceMesh).items():
+        if isinstance(method, staticmethod):
+            methods[name] = staticmethod(_outside(method.__func__))
+        elif name in _MESH_METHODS:
+            methods[name] = _outside(method)
+    make = methods["__init__"]
+
+    @wraps(make)
+    def make_and_name(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        make(mesh, *args, **kwargs)
+        with unset_fake_temporarily():
+            axes.add(mesh)
+
+    return {**methods, "__init__": make_and_name}
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with real tensors."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _everywhere(
+    patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]
+) -> None:
+    """Replaces a function in every module that has it under its name."""
+    name = original.__name__
+    for module in [m for m in sys.modules.values() if vars(m).get(name) is original]:
+        patches.enter_context(patch.object(module, name, replacement))
+
 
 DEVICE = FakeDevice()
 
