@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import parser_of, write_result
-from texts import ARTICLE
+from harness import ARTICLE, parser_of, write_result
 
 from elastrata.bench.samples import read_histogram
 from elastrata.cluster.ray_session import ray_session

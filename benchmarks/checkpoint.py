@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import medians, parser_of, write_result
-from processes import on_ranks
+from harness import medians, on_ranks, parser_of, write_result
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as synchronous_save

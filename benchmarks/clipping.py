@@ -31,9 +31,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import RESULTS, medians, parser_of, picture, write_result
-from processes import on_ranks
-from texts import prepare_natural_lengths
+from harness import (
+    RESULTS,
+    medians,
+    on_ranks,
+    parser_of,
+    picture,
+    prepare_natural_lengths,
+    write_result,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 

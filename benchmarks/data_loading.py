@@ -26,9 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import medians, parser_of, scratch_folder, write_result
-from processes import last_line, versions_in
-from texts import write_json_lines
+from harness import (
+    last_line,
+    medians,
+    parser_of,
+    scratch_folder,
+    versions_in,
+    write_json_lines,
+    write_result,
+)
 
 from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.format import Manifest, read_stripes
@@ -51,7 +57,7 @@ RIVAL_PACKAGES = (
     *("torch", "numpy", "pyarrow"),
 )
 Loader = tuple[str, str]
-"""A file of data_loaders/ and one of its variants."""
+"""A loader of data_loaders.py and one of its variants."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,10 @@ class Bench:
                 self.run("write", (name, ""))
 
     def run(self, action: str, loader: Loader) -> dict[str, Any]:
-        """Runs measure_loader.py in a new process and returns what it prints."""
+        """Runs data_loaders.py in a new process and returns what it prints."""
         name, variant = loader
         python = sys.executable if name in ("elastrata", "memmap") else str(self.rivals)
-        script = Path(__file__).with_name("measure_loader.py")
+        script = Path(__file__).with_name("data_loaders.py")
         found: dict[str, Any] | None = last_line(
             [python, script, action, name, variant, self.scratch / "memmap", self.scratch / name],
             HF_HUB_OFFLINE="1",

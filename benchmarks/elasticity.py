@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import RESULTS, parser_of, picture, write_result
-from texts import wikitext_source
+from harness import RESULTS, parser_of, picture, wikitext_source, write_result
 
 from elastrata.run.audit import compare, relative_difference
 from support.chaos import KINDS, Chaos

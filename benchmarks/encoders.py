@@ -20,9 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alone import trained_alone
-from harness import RESULTS, parser_of, picture, write_result
-from texts import VOCABULARY, natural_length_sources, prepare
+from harness import (
+    RESULTS,
+    VOCABULARY,
+    natural_length_sources,
+    parser_of,
+    picture,
+    prepare,
+    trained_alone,
+    write_result,
+)
 
 from elastrata.core.workload import matmul_parameters
 from elastrata.recipe.file import load_recipe

@@ -20,8 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from harness import parser_of, write_result
-from processes import last_line, trained_steps
+from harness import last_line, parser_of, trained_steps, write_result
 
 from elastrata.core.control_signal import Action
 from elastrata.core.mesh import lone_group

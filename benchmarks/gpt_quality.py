@@ -24,9 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import RESULTS, parser_of, picture, write_result
-from processes import elastrata, last_line, versions_in
-from texts import VOCABULARY, prepare, wikitext_source
+from harness import (
+    RESULTS,
+    VOCABULARY,
+    elastrata,
+    last_line,
+    parser_of,
+    picture,
+    prepare,
+    versions_in,
+    wikitext_source,
+    write_result,
+)
 
 from elastrata.core.evaluate import held_out_step
 from elastrata.launch.quickstart import collect_corpus

@@ -1,22 +1,141 @@
-"""The harness of all benchmarks: arguments, medians over rounds, pictures, and the result."""
+"""What benchmarks share: processes of their own, results with versions and machine, and texts."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+if TYPE_CHECKING:
+    from elastrata.recipe.recipe import Recipe
+
+
+def trained_alone(recipe: Recipe, folder: Path) -> Path:
+    """Trains a run to its end, unless that is done; returns its folder.
+
+    Args:
+        recipe: of the run, with held-out data.
+        folder: of the run; beside it lies a mark of the end.
+    """
+    import torch
+
+    from elastrata.core.mesh import lone_group
+    from elastrata.sweeps.trial import LoneTrial
+    from elastrata_pipelines.storage import Storage
+
+    done = folder.with_name(f"{folder.name}.done")
+    if done.exists():
+        return folder
+    with lone_group(torch.device("cpu")):
+        trial = LoneTrial(recipe, Storage(str(folder)))
+        while (report := trial.report()).state == "running":
+            print(f"{folder.name}: step {report.step}: {report.metrics}", flush=True)
+        trial.close()
+    done.touch()
+    return folder
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function in a new process, whose memory and compiled code are its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()
+
+
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """The results of `function(rank, *args)` on each of some new ranks of one process group, of one
+    thread each; with NCCL each has its GPU."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        group = (ranks, backend, Path(folder))
+        torch.multiprocessing.spawn(_on_rank, (*group, function, args), nprocs=ranks)
+        return [torch.load(Path(folder, f"{n}"), weights_only=False) for n in range(ranks)]
+
+
+def _on_rank(
+    rank: int,
+    ranks: int,
+    backend: str,
+    folder: Path,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    where = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks)
+    torch.save(function(rank, *args), folder / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def last_line(command: Sequence[str | Path], **environment: str) -> Any:
+    """The JSON value that a command prints as its last line.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it wrote to stderr.
+    """
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, encoding="utf-8"
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}")
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else None
+
+
+def elastrata(*arguments: str) -> dict[str, Any]:
+    """The result of a command of `elastrata`; what it shows people goes to stderr."""
+    done = subprocess.run(
+        ["elastrata", *arguments, "--json"], check=True, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def trained_steps(recipe: str, *overrides: str) -> list[Any]:
+    """The steps of a run by `elastrata train`, whose folder goes away again."""
+    from elastrata.run import history
+    from elastrata_pipelines.storage import Storage
+
+    with tempfile.TemporaryDirectory() as storage:
+        elastrata("train", recipe, f"storage={storage}", *overrides, "--name", "run")
+        return list(history.effective_steps(history.read(Storage(storage).sub("run", "history"))))
+
+
+def versions_in(python: Path, packages: Sequence[str]) -> Mapping[str, str]:
+    """The versions of packages in another environment, by the path of its Python."""
+    code = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    )
+    versions: Mapping[str, str] = last_line([python, "-c", code, *packages])
+    return versions
+
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -133,3 +252,134 @@ def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str])
         json.dumps({**about, **figures}, indent=1) + "\n", encoding="utf-8"
     )
     print(json.dumps(figures, indent=1))
+
+
+Documents = Literal["whole", "paragraph"]
+"""Articles and files as they are, or their paragraphs."""
+VOCABULARY, NATURAL_LENGTH = 8192, 512
+ARTICLE = r"^ = [^=].* = $"
+
+
+def wikitext_source(wikitext: Path, part: str, documents: Documents = "whole") -> dict[str, str]:
+    """One file of WikiText, for a recipe: `train` or `validation`."""
+    article = {"document_start": ARTICLE} if documents == "whole" else {"documents": "paragraph"}
+    return {"name": part, "paths": str((wikitext / f"{part}.txt").resolve()), **article}
+
+
+def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str, str]]:
+    """WikiText's two files and the library, for a recipe.
+
+    Args:
+        wikitext: the folder with train.txt and validation.txt.
+        folder: gets a copy of the library's sources.
+        documents: into which the texts are taken apart.
+    """
+    file = "file" if documents == "whole" else "paragraph"
+    from elastrata.launch.quickstart import collect_corpus
+
+    library = collect_corpus(folder).folder
+    return [
+        *(wikitext_source(wikitext, part, documents) for part in ("train", "validation")),
+        {"name": "python", "paths": str(library), "documents": file},
+    ]
+
+
+def three_sources(wikitext: Path, folder: Path) -> dict[str, str]:
+    """The text of the recipe `gpt/mixture`: the paths of its sources, by their names.
+
+    Args:
+        wikitext: the folder with train.txt.
+        folder: gets copies of the modules of this Python's library, its packages apart, and of the
+            pages of documentation, Markdown and reStructuredText, that lie in installed packages.
+    """
+    library, packages = (Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib"))
+    pages = (page for page in packages.rglob("*") if page.suffix in (".md", ".rst"))
+    _copy(library.glob("*.py"), library, folder / "python")
+    _copy((page for page in pages if _is_documentation(page)), packages, folder / "docs")
+    return {
+        "wikitext": str((wikitext / "train.txt").resolve()),
+        "python": str(folder / "python"),
+        "docs": str(folder / "docs"),
+    }
+
+
+def _is_documentation(page: Path) -> bool:
+    return not any(name in part.lower() for part in page.parts for name in ("licens", "test"))
+
+
+def _copy(files: Iterable[Path], root: Path, folder: Path) -> None:
+    """Those that are UTF-8; one that is there already stays, so that its data set stays valid."""
+    for file in sorted(files):
+        target = folder / file.relative_to(root)
+        if target.exists():
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+
+def prepare(recipe: Path, values: dict[str, Any]) -> None:
+    """Writes a recipe, and its data set unless it is there."""
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    if not Path(values["data"]["path"], "manifest.json").exists():
+        elastrata("prepare", str(recipe))
+
+
+def natural_length_sources(wikitext: Path) -> list[dict[str, str]]:
+    """What people and programmers write in one piece, for a recipe: paragraphs of WikiText,
+    functions and classes of the library."""
+    library = Path(sysconfig.get_path("stdlib")) / "*.py"
+    definition = {"document_start": r"\s*(async def|def|class) "}
+    return [
+        {**wikitext_source(wikitext, "train", "paragraph"), "name": "wikitext"},
+        {"name": "python", "paths": str(library), **definition},
+    ]
+
+
+def prepare_natural_lengths(wikitext: Path, out: Path) -> str:
+    """Makes a data set of `natural_length_sources`, cut at 512 tokens. Returns its folder."""
+    overrides = [
+        f"data.prepare.sources={json.dumps(natural_length_sources(wikitext))}",
+        "data.prepare.held_out=null",
+        f"data.prepare.tokenizer={{train: wordpiece, vocab_size: {VOCABULARY}}}",
+        f"data.prepare.seq_len={NATURAL_LENGTH}",
+        "data.prepare.stripe_size=512",
+        f"data.path={out}",
+    ]
+    elastrata("prepare", "bert/mini", *overrides)
+    return str(out)
+
+
+def write_json_lines(data: Path, target: Path, most_bytes: int) -> int:
+    """Writes WikiText and the .py files of the library and of the installed packages, a document a
+    file, until they are so long; returns the bytes of text.
+
+    Args:
+        data: the folder that holds wikitext/.
+        target: a JSON Lines file.
+        most_bytes: the document that reaches them is the last.
+    """
+    size = 0
+    with target.open("w", encoding="utf-8") as stream:
+        for text in _documents(data / "wikitext"):
+            stream.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size >= most_bytes:
+                break
+    return size
+
+
+def _documents(wikitext: Path) -> Iterator[str]:
+    yield (wikitext / "train.txt").read_text(encoding="utf-8")
+    yield (wikitext / "validation.txt").read_text(encoding="utf-8")
+    for kind in ("stdlib", "purelib"):
+        for path in sorted(Path(sysconfig.get_paths()[kind]).rglob("*.py")):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text.strip():
+                yield text

@@ -35,8 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import RESULTS, known_result, parser_of, picture, write_result
-from processes import on_ranks
+from harness import RESULTS, known_result, on_ranks, parser_of, picture, write_result
 
 from elastrata.bench.samples import read_histogram
 from elastrata.core.control_signal import Action

@@ -20,11 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alone import trained_alone
-from harness import parser_of, write_result
+from harness import elastrata, parser_of, three_sources, trained_alone, write_result
 from mixture_text import RECIPE, prepared_sources
-from processes import elastrata
-from texts import three_sources
 
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history

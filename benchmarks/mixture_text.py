@@ -17,11 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from alone import trained_alone
-from harness import RESULTS, parser_of, write_result
+from harness import RESULTS, elastrata, parser_of, three_sources, trained_alone, write_result
 from PIL import Image
-from processes import elastrata
-from texts import three_sources
 
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history

@@ -21,8 +21,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import parser_of, scratch_folder, write_result
-from texts import VOCABULARY, natural_length_sources
+from harness import VOCABULARY, natural_length_sources, parser_of, scratch_folder, write_result
 from trainers import (
     BATCH_SIZE,
     DEFAULT,

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import parser_of, write_result
-from texts import write_json_lines
+from harness import parser_of, write_json_lines, write_result
 
 from elastrata.cluster.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare

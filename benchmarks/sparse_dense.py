@@ -29,9 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import RESULTS, parser_of, picture, scratch_folder, write_result
-from processes import elastrata
-from texts import prepare, sources
+from harness import (
+    RESULTS,
+    elastrata,
+    parser_of,
+    picture,
+    prepare,
+    scratch_folder,
+    sources,
+    write_result,
+)
 
 from elastrata.run import history
 from elastrata.run.facts import flops_by_phase

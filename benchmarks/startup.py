@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import medians, parser_of, write_result
-from processes import last_line
+from harness import last_line, medians, parser_of, write_result
 
 PHASES = {
     "imports": "Python, torch and the recipe, in the driver",

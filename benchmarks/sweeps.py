@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from harness import parser_of, scratch_folder, write_result
-from texts import wikitext_source
+from harness import parser_of, scratch_folder, wikitext_source, write_result
 
 import elastrata
 from elastrata.cluster.ray_session import ray_session

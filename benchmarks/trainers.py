@@ -42,9 +42,18 @@ from typing import Any
 import torch
 from data_loading import write_arrays
 from engine import NICENESS
-from harness import parser_of, scratch_folder, write_result
-from processes import last_line, trained_steps, versions_in
-from texts import VOCABULARY, Documents, prepare, sources
+from harness import (
+    VOCABULARY,
+    Documents,
+    last_line,
+    parser_of,
+    prepare,
+    scratch_folder,
+    sources,
+    trained_steps,
+    versions_in,
+    write_result,
+)
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
@@ -60,7 +69,7 @@ RIVALS = {
     "Accelerate, a loop by hand": ("accelerate_loop", "by hand"),
     "Composer": ("composer_trainer", "default"),
 }
-"""By name: a file of rival_trainers/ and one of its variants."""
+"""By name: a trainer of rival_trainers.py and one of its variants."""
 RESULT = {"whole": "trainers", "paragraph": "trainers-paragraphs"}
 """By what a document is."""
 OURS = {
@@ -117,7 +126,7 @@ class Bench:
     def rival_steps(self, rival: tuple[str, str], seed: int) -> list[Step]:
         recipe = self.recipe(seed)
         python = self.composer if rival == RIVALS["Composer"] else self.rivals
-        script = Path(__file__).with_name("measure_trainer.py")
+        script = Path(__file__).with_name("rival_trainers.py")
         found = last_line(
             ["nice", "-n", NICENESS, python, script, *rival, self.scratch, settings(recipe)]
         )

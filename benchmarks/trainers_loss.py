@@ -26,8 +26,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from harness import RESULTS, known_result, parser_of, picture, scratch_folder, write_result
-from texts import VOCABULARY, prepare, sources
+from harness import (
+    RESULTS,
+    VOCABULARY,
+    known_result,
+    parser_of,
+    picture,
+    prepare,
+    scratch_folder,
+    sources,
+    write_result,
+)
 
 from elastrata.core.clip import build_clip
 from elastrata.core.evaluate import evaluate, held_out_step

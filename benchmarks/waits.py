@@ -32,9 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from harness import parser_of, write_result
-from processes import on_ranks
-from texts import NATURAL_LENGTH, prepare_natural_lengths
+from harness import NATURAL_LENGTH, on_ranks, parser_of, prepare_natural_lengths, write_result
 
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.workload import Workload

@@ -16,9 +16,7 @@ import time
 from typing import Any
 
 import numpy as np
-from harness import RESULTS, parser_of, write_result
-from processes import elastrata
-from texts import wikitext_source
+from harness import RESULTS, elastrata, parser_of, wikitext_source, write_result
 
 from elastrata.core.evaluate import EVALUATION_SEED, held_out_step
 from elastrata.recipe.file import load_recipe

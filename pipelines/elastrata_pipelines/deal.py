@@ -18,7 +18,7 @@ from elastrata_pipelines.uneven_shares import shares_by_speed
 Ints = npt.NDArray[np.int64]
 FIXED_TOKENS = 50
 """A micro-batch costs about as much beside its rows as so many tokens in it: 37 and 67 with two
-models on a CPU (benchmarks/cost_model.py). Gathers over a network cost more."""
+models on a CPU. Gathers over a network cost more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def run(gpu: ModuleType, tmp_path: Path) -> Run:
 
 def case_of(function: str, **fields: Any) -> Any:
     defaults = {"name": function, "seconds": 600.0}
-    return sys.modules["gpu_table"].Case(function=f"their_cases:{function}", **(defaults | fields))
+    return sys.modules["gpu"].Case(function=f"their_cases:{function}", **(defaults | fields))
 
 
 def test_every_case_is_a_row_whatever_becomes_of_it(run: Run, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_no_case_is_begun_without_time(
     fine, late = (case_of("fine", name=name, values=mark) for name in ("fine", "late"))
     assert len(run(fine)) == 1
     assert len(run(late, minutes=0.0)) == 1
-    monkeypatch.setattr("gpu_rows._LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("gpu._LEAST_SECONDS", 0.5)
     assert len(run(case_of("hangs"), late, minutes=0.02)) == 1
 
 

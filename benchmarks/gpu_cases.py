@@ -1,0 +1,457 @@
+"""The cases of `gpu.py`: whether a GPU computes what it should, how fast, and in how much memory.
+
+A case is a function, run in a process of its own, whose result is a row. Beside its own arguments
+it takes what `gpu.py` passes to every case (`Told`). `is_right` in a result says whether what was
+computed is what it should be.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import Row
+from gpu_kernels import (
+    PaddedBert,
+    attention_by,
+    check,
+    failures,
+    padded_attention,
+    padded_recipe,
+    products,
+    profiled_clip,
+    relative,
+)
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from elastrata.bench.samples import Samples, bench_samples
+from elastrata.bench.step import MFU_CONVENTION, measure_steps
+from elastrata.checkpoints.checkpoint import DurableSaver
+from elastrata.checkpoints.commit import commits
+from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.core.control_signal import Action
+from elastrata.core.device import current_device, device_name, peak_flops
+from elastrata.core.loop import Loop
+from elastrata.core.mesh import lone_group
+from elastrata.core.optimizer import build_optimizer
+from elastrata.core.record import StepRecord
+from elastrata.core.workload import model_spec
+from elastrata.planner.choice import group_cluster, group_layout, phase_choices
+from elastrata.recipe.file import load_recipe
+from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.engine import DividedModel, divided_model, training_loop
+from elastrata_pipelines.batches import Start
+from elastrata_pipelines.storage import Storage
+from elastrata_workloads.unpadded.attention import attention
+from elastrata_workloads.unpadded.batch import Segments
+
+NATURAL = "natural"
+_TINY = ("workload.hidden_size=64", "workload.num_layers=2", "workers.threads=1")
+TINY = {
+    "gpt": (
+        *_TINY,
+        *("workload.num_heads=2", "workload.max_positions=128", "data.prepare.seq_len=128"),
+        *("data.prepare.tokenizer.vocab_size=1000", "workload.embedding_multiple=1"),
+        *("workload.attention=dense", "batch_size=2", "micro_batch_tokens=128"),
+    ),
+    "bert": (
+        *_TINY,
+        *("workload.num_heads=2", "data.prepare.tokenizer.vocab_size=1000"),
+        *("workload.embedding_multiple=1", "batch_size=4", "micro_batch_tokens=1024"),
+    ),
+}
+"""Overrides that make a model tiny."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What `gpu.py` tells every case.
+
+    Raises:
+        RuntimeError: the device is not there.
+    """
+
+    device: str
+    is_tiny: bool
+    histogram: str
+    folder: str
+
+    def __post_init__(self) -> None:
+        found = current_device().type
+        if found != ("cpu" if self.device == "cpu" else "cuda"):
+            raise RuntimeError(f"wanted {self.device}, found {found}")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether figures count."""
+        return not self.is_tiny and self.device != "fake"
+
+    def recipe(self, model: str, overrides: Sequence[str] = ()) -> Recipe:
+        """A recipe, of a tiny model where that is wanted; nothing is compiled on a CPU, where it
+        takes minutes and is not what is tried."""
+        last = () if self.device == "cuda" else ("compile=false",)
+        tiny = TINY[model.partition("/")[0]] if self.is_tiny else ()
+        usual = "precision=fp32" if self.device == "cpu" else "precision=bf16"
+        kept = [one for one in overrides if not (self.is_tiny and _is_of_size(one))]
+        return load_recipe(model, [usual, *tiny, *kept, *last])
+
+    def lengths(self, wanted: str) -> str:
+        """As `bench_samples` takes them."""
+        return self.histogram if wanted == NATURAL else wanted
+
+
+def _is_of_size(override: str) -> bool:
+    return override.partition("=")[0] in ("batch_size", "micro_batch_tokens", "workload.num_layers")
+
+
+@contextmanager
+def _threads(recipe: Recipe) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(recipe.workers.threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def records(recipe: Recipe, samples: Samples, device: torch.device) -> list[StepRecord]:
+    """The engine's own steps on a device."""
+    with lone_group(device), _threads(recipe):
+        return list(steps_after(*engine(recipe, samples, device), samples, 0))
+
+
+def engine(
+    recipe: Recipe, samples: Samples, device: torch.device
+) -> tuple[DividedModel, torch.optim.Optimizer, Loop]:
+    endless = recipe.model_copy(update={"steps": 1000, "epochs": None, "tokens": None})
+    divided = divided_model(endless, samples.vocabulary, samples.seq_len, device, 1)
+    blocks = recipe.workload.blocks(divided.model)
+    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
+    return divided, optimizer, training_loop(endless, divided.clip, samples.vocabulary, device, 1)
+
+
+def steps_after(
+    divided: DividedModel,
+    optimizer: torch.optim.Optimizer,
+    loop: Loop,
+    samples: Samples,
+    done: int,
+) -> Iterator[StepRecord]:
+    """The steps after the first `done` ones."""
+    run = loop.run(
+        divided.forward_backward, optimizer, samples.steps[done:], Start(), lambda: Action.GO_ON
+    )
+    return (record for record, _ in run)
+
+
+def tensors(divided: DividedModel, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor of a training state, this rank's part."""
+    state = training_state(divided.model, optimizer)
+    for part in sorted(state):
+        for name in sorted(state[part]):
+            if isinstance(value := state[part][name], Tensor):
+                yield getattr(value, "_local_tensor", value).detach()
+
+
+CPU = torch.device("cpu")
+SMALL = ("workload.num_layers=4", "batch_size=8", "micro_batch_tokens=8192")
+"""Overrides of `gpt/125m` for checks."""
+EXACT = ("precision=fp32", "compile=false", "workload.attention=dense", "optimizer.fused=false")
+HEADS = {"bert": (16, 16, False), "gpt": (12, 12, True), "llama": (16, 4, True)}
+"""Heads of the query, of key and value, and whether attention is causal."""
+LENGTHS = (512, 511, 300, 300, 128, 65, 64, 63, 7, 1)
+ATTENTION_BF16, LOSS_BF16 = 1e-2, 2e-3
+"""Allowed relative differences, as in `bert_check.py`."""
+LOSS_FP32 = 1e-3
+"""Over several steps: an optimizer that divides by a root enlarges what rounding does."""
+RESTORED = 1e-5
+"""Of the loss after a restart; sums on a GPU may be taken in another order each time."""
+
+
+def attention_beside_dense(**told: Any) -> Row:
+    """Unpadded attention in bf16 beside dense attention in fp32: results and gradients."""
+    Told(**told)
+    differences = {name: _attention_differs(*shape) for name, shape in HEADS.items()}
+    return _checked(differences, ATTENTION_BF16)
+
+
+def _attention_differs(heads: int, kv_heads: int, causal: bool) -> float:
+    device = current_device()
+    torch.manual_seed(0)
+    tokens, size = sum(LENGTHS), 64
+    shapes = [(tokens, number, size) for number in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, gradient = (torch.randn(shape, device=device) for shape in shapes)
+    ends = torch.tensor((0, *LENGTHS)).cumsum(0).to(device, torch.int32)
+    segments = Segments(ends, LENGTHS, max(LENGTHS))
+
+    def results(dtype: torch.dtype, kernel: Any) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = attention(*leaves, segments, kernel, causal=causal)
+        gradients = torch.autograd.grad(out, leaves, gradient.to(dtype))
+        return [x.float() for x in (out, *gradients)]
+
+    pairs = zip(results(torch.bfloat16, "auto"), results(torch.float32, "dense"), strict=True)
+    return max(relative([ours], [exact]) for ours, exact in pairs)
+
+
+def steps_beside_cpu(**told: Any) -> Row:
+    """Losses and gradient norms of some steps on this device beside those on the CPU, in fp32, for
+    each way of clipping."""
+    Told(**told)
+    differences: dict[str, float] = {}
+    for model in ("gpt/125m", "bert/base"):
+        for clip in ("none", "global_norm", "bucketwise"):
+            tiny = TINY[model.partition("/")[0]]
+            recipe = load_recipe(model, [*tiny, f"clip.method={clip}", *EXACT])
+            samples = bench_samples(recipe, "full", steps=4)
+            here, there = (records(recipe, samples, on) for on in (current_device(), CPU))
+            for what in ("loss", "gradient_norm"):
+                differences[f"{model}, {clip}, {what}"] = max(
+                    abs(getattr(one, what) / getattr(other, what) - 1)
+                    for one, other in zip(here, there, strict=True)
+                )
+    return _checked(differences, LOSS_FP32)
+
+
+def ways_agree(**told: Any) -> Row:
+    """The loss after some steps in bf16: compiled or not, with each way of checkpointing, beside
+    that of fp32 with dense attention."""
+    wanted = Told(**told)
+    sizes = () if wanted.is_tiny else SMALL
+    exact = wanted.recipe("gpt/125m", [*sizes, *EXACT])
+    samples = bench_samples(exact, "full", steps=3)
+    expected = records(exact, samples, current_device())[-1].loss
+    differences = {}
+    for compiled in ("true", "false"):
+        for way in ("none", "selective", "full"):
+            overrides = [*sizes, f"compile={compiled}", f"activation_checkpointing={way}"]
+            recipe = wanted.recipe("gpt/125m", overrides)
+            loss = records(recipe, samples, current_device())[-1].loss
+            differences[f"compile {compiled}, {way}"] = abs(loss / expected - 1)
+    return _checked(differences, LOSS_BF16)
+
+
+def saved_and_loaded(**told: Any) -> Row:
+    """A run that is saved after two steps, and one that goes on from there: the state bit by bit,
+    and the losses of the steps after it."""
+    wanted = Told(**told)
+    recipe = wanted.recipe("gpt/125m", [*(() if wanted.is_tiny else SMALL), *EXACT])
+    samples = bench_samples(recipe, "full", steps=4)
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, lone_group(current_device()):
+        storage = Storage(folder)
+        divided, optimizer, loop = engine(recipe, samples, current_device())
+        run = steps_after(divided, optimizer, loop, samples, 0)
+        _, second = next(run), next(run)
+        saver = DurableSaver(storage, keep_last=1, keep_best=False, warn=problems.append)
+        saver.save(
+            training_state(divided.model, optimizer),
+            step=2,
+            samples=second.samples,
+            tokens=second.tokens,
+        )
+        kept = [tensor.clone() for tensor in tensors(divided, optimizer)]
+        saver.wait()
+        saver.close()
+        through = [record.loss for record in run]
+        divided, optimizer, loop = engine(recipe, samples, current_device())
+        restore(storage, commits(storage)[0], divided.model, optimizer)
+        pairs = zip(tensors(divided, optimizer), kept, strict=True)
+        is_equal = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        again = [record.loss for record in steps_after(divided, optimizer, loop, samples, 2)]
+    differences = {
+        f"loss of step {step}": abs(one / other - 1)
+        for step, one, other in zip((3, 4), again, through, strict=True)
+    }
+    row = _checked(differences, RESTORED)
+    return {**row, "state_is_equal": is_equal, "problems": problems} | {
+        "is_right": row["is_right"] and is_equal and not problems
+    }
+
+
+def streams(**told: Any) -> Row:
+    """Some steps under PyTorch's sanitizer of CUDA streams, which raises where a kernel may read
+    what another stream still writes."""
+    wanted = Told(**told)
+    overrides = ["workload.num_layers=4", "batch_size=4", "micro_batch_tokens=4096"]
+    recipe = wanted.recipe("gpt/125m", [*overrides, "compile=false"])
+    samples = bench_samples(recipe, "full", steps=3)
+    return {"loss": records(recipe, samples, current_device())[-1].loss}
+
+
+def bert_agrees(*, model: str, lengths: str, **told: Any) -> Row:
+    """BERT's losses and gradients, unpadded beside dense, compiled beside eager."""
+    wanted = Told(**told)
+    sizes = TINY["bert"] if wanted.is_tiny else ("batch_size=16",)
+    overrides = [*sizes, *(("compile=false",) if wanted.device == "cpu" else ())]
+    checks = check(model, overrides, wanted.lengths(lengths))
+    return {"checks": checks, "is_right": not list(failures(model, checks))}
+
+
+def _checked(differences: dict[str, float], tolerance: float) -> Row:
+    """NaN is not right."""
+    is_right = all(difference <= tolerance for difference in differences.values())
+    return {"differences": differences, "tolerance": tolerance, "is_right": is_right}
+
+
+TOKENS = 131_072
+"""Of a step: several micro-batches, so that the update counts as little as in training."""
+WARM_UP, STEPS = 3, 8
+TRACED_AFTER = 3
+
+
+def machine(**told: Any) -> Row:
+    """The machine and its software."""
+    Told(**told)
+    device = current_device()
+    about: Row = {
+        "device": device_name(device),
+        "peak_flops": peak_flops(device),
+        "mfu_convention": MFU_CONVENTION,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "cuda": torch.version.cuda,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about["memory_bytes"] = properties.total_memory
+        about["multiprocessors"] = properties.multi_processor_count
+    return about
+
+
+def steps(
+    *,
+    model: str,
+    overrides: Sequence[str],
+    lengths: str = "full",
+    padded: bool = False,
+    aim: float | None = None,
+    published: float | None = None,
+    **told: Any,
+) -> Row:
+    """`elastrata bench step`, with the memory that the plan has for it.
+
+    Args:
+        model: its recipe.
+        overrides: of it.
+        lengths: of the samples.
+        padded: whether they are padded, with dense attention, as most code trains.
+        aim: the MFU that is hoped for.
+        published: sequences per second to compare with.
+        told: see `Told`.
+    """
+    wanted = Told(**told)
+    recipe = wanted.recipe(model, [*_samples_of_a_step(wanted, model), *overrides])
+    histogram = wanted.lengths(lengths)
+    if padded:
+        recipe = padded_recipe(recipe, histogram)
+    counts = (WARM_UP, STEPS) if wanted.is_measured else (1, 2)
+    samples = bench_samples(recipe, histogram, steps=sum(counts))
+    plan, allocated = _plan_bytes(recipe, samples)
+    row: Row = {"layers": recipe.workload.num_layers, "precision": recipe.precision} | {
+        "compile": recipe.compile,
+        "micro_batch_tokens": recipe.micro_batch_tokens,
+        "plan_bytes": round(plan),
+        "plan_allocated_bytes": round(allocated),
+        "aim": aim,
+    }
+    _refuse_what_cannot_fit(plan)
+    is_padded = isinstance(recipe.workload, PaddedBert)
+    with attention_by(padded_attention) if is_padded else nullcontext():
+        figures = asdict(measure_steps(recipe, samples, warm_up=counts[0]))
+    del figures["mfu_convention"]
+    row |= {**figures, "allocated_bytes": figures.pop("peak_memory_bytes")}
+    if current_device().type == "cuda":
+        row["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    if published:
+        rate = figures["sequences_per_second"]["median"]
+        row["over_published"] = round(rate / published, 3)
+    return row
+
+
+def _samples_of_a_step(wanted: Told, model: str) -> list[str]:
+    if wanted.is_tiny or not model.startswith("gpt/"):
+        return []
+    recipe = load_recipe(model, [])
+    tokens = TOKENS if wanted.is_measured else 2 * recipe.micro_batch_tokens
+    return [f"batch_size={tokens // recipe.data.prepare.seq_len}"]
+
+
+def _plan_bytes(recipe: Recipe, samples: Samples) -> tuple[float, float]:
+    """The plan's memory of a step on one device; and without what it has for the driver and for
+    the allocator."""
+    device = current_device()
+    name = device_name(device) if device.type == "cuda" else "CPU"
+    spec = model_spec(recipe.workload, samples.vocabulary, samples.seq_len)
+    layout = group_layout(recipe.parallel, 1)
+    tokens = recipe.micro_batch_tokens
+    choices = phase_choices(recipe, recipe, spec, (tokens,), layout, group_cluster(name, 1, 1))
+    (choice,) = choices.all
+    planned = choices.bytes(choice)
+    wasted = 1 + choices.machine.stack.fragmentation
+    return planned, (planned - choices.cluster.device.reserved_bytes) / wasted
+
+
+def _refuse_what_cannot_fit(plan: float) -> None:
+    """Minutes of building and compiling are not spent on what is to run out of memory anyway."""
+    if current_device().type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        if plan > 1.1 * free:
+            raise torch.OutOfMemoryError(f"the plan has {plan:.4g} bytes, {free:.4g} are free")
+
+
+def trace(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
+    """A profile of one step of two micro-batches: its trace as a file, and the longest kernels."""
+    wanted = Told(**told)
+    recipe = wanted.recipe(model, overrides)
+    mean = recipe.data.prepare.seq_len if lengths == "full" else 256
+    size = max(2, 2 * recipe.micro_batch_tokens // mean)
+    recipe = recipe.model_copy(update={"batch_size": size} if not wanted.is_tiny else {})
+    samples = bench_samples(recipe, wanted.lengths(lengths), steps=TRACED_AFTER + 1)
+    file = Path(wanted.folder, f"trace-{model.replace('/', '-')}.json.gz")
+    with lone_group(current_device()):
+        run = steps_after(*engine(recipe, samples, current_device()), samples, 0)
+        for _ in range(TRACED_AFTER):
+            next(run)
+        with profile(activities=_activities()) as profiled:
+            record = next(run)
+            _wait()
+    profiled.export_chrome_trace(str(file))
+    by = "self_device_time_total" if current_device().type == "cuda" else "self_cpu_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:15]
+    longest = [
+        {"name": event.key[:120], "count": event.count, "ms": round(getattr(event, by) / 1e3, 3)}
+        for event in events
+    ]
+    return {"file": file.name, "seconds": record.seconds, "longest": longest}
+
+
+def _activities() -> list[ProfilerActivity]:
+    on_device = [ProfilerActivity.CUDA] if current_device().type == "cuda" else []
+    return [ProfilerActivity.CPU, *on_device]
+
+
+def two_four_products(*, model: str, **told: Any) -> Row:
+    """Every layer's products with 2:4 kernels beside dense ones."""
+    wanted = Told(**told)
+    repeats = 1 if wanted.is_tiny else 20
+    found = products(wanted.recipe(model), repeats, lambda function, *args: function(*args))
+    return {"products": list(found)}
+
+
+def clip_beside(*, model: str, overrides: Sequence[str], lengths: str, **told: Any) -> Row:
+    """The share of clipping that lies beside other work."""
+    wanted = Told(**told)
+    recipe = wanted.recipe(model, overrides)
+    return {"clip": profiled_clip(recipe, wanted.lengths(lengths))}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
