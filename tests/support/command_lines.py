@@ -160,6 +160,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "make check": "runs this test",
     "make e2e": "minutes of real runs: continuous integration runs it",
+    "make bench NAME=balance BENCH_OPTIONS=...": _MEASURES,
     "make gpu": "needs a GPU: test_gpu_table.py runs it on a CPU",
     "make gpu-wheels": _INSTALLS,
     "python benchmarks/gpu.py --list": "names the cases that test_gpu_table.py runs",
