@@ -14,7 +14,7 @@ from elastrata.checkpoints.commit import Commit, commits
 from elastrata.checkpoints.training_state import load_full_model_state
 from elastrata.cli.main import run as run_here
 from elastrata.core.average import AVERAGE, AverageConfig, WeightAverage
-from elastrata.inference.held_out import evaluate_run
+from elastrata.inference.evaluation import evaluate_run
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history

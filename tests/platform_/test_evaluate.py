@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from elastrata.cli.main import run as run_here
-from elastrata.inference import harness
+from elastrata.inference import evaluation as harness
 from elastrata.run.folder import read_identity, read_recipe, write_identity
 from elastrata.tracking.store import quiet_client, tracking_uri
 from elastrata.tracking.tracker import RUN_DIR, TrackingConfig, record_evaluation

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.named_losses import losses_by_set, losses_by_source
-from elastrata.inference.held_out import evaluate_run
+from elastrata.inference.evaluation import evaluate_run
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.pictures import evaluations

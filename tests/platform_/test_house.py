@@ -49,7 +49,7 @@ DOORS = {
     },
     "typer": {"elastrata.cli.main", "elastrata.cli"},
     "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.export"},
-    "lm_eval": {"elastrata.inference.harness"},
+    "lm_eval": {"elastrata.inference.evaluation"},
     "matplotlib": {
         "elastrata.launch.result",
         "elastrata.sweeps.plots",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elastrata.cli.main import run as run_here
-from elastrata.inference.held_out import evaluate_run
+from elastrata.inference.evaluation import evaluate_run
 from elastrata.launch.fork import plan_fork
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe

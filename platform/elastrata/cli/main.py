@@ -17,10 +17,9 @@ import typer
 from elastrata.cli.audit import audit
 from elastrata.cli.bench import bench
 from elastrata.cli.doctor import doctor
-from elastrata.cli.generate import generate
 from elastrata.cli.inspect import inspect
 from elastrata.cli.jobs import guard, stop, submit
-from elastrata.cli.models import evaluate, export
+from elastrata.cli.models import evaluate, export, generate
 from elastrata.cli.plan import plan
 from elastrata.cli.prepare import prepare
 from elastrata.cli.quickstart import quickstart

@@ -1,7 +1,8 @@
-"""`elastrata export` and `evaluate`: a run's model for transformers, and tasks given to it."""
+"""`elastrata export`, `evaluate` and `generate`: what a trained model is used for."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from elastrata.terminal.console import open_console, print_json_line
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
-    from elastrata.inference.harness import TaskResults
+    from elastrata.inference.evaluation import TaskResults
     from elastrata.run.export import ExportedModel
 
 
@@ -126,13 +127,13 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Give a run's or an exported model tasks of the Language Model Evaluation Harness."""
-    from elastrata.inference.harness import check_harness
+    from elastrata.inference.evaluation import check_harness
 
     check_harness()
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks: empty: expected names of tasks, such as hellaswag,arc_easy")
-    from elastrata.inference.harness import TaskOptions, Tasks
+    from elastrata.inference.evaluation import TaskOptions, Tasks
     from elastrata.inference.language_model import model_folder
     from elastrata.run.claim import place_of_model
 
@@ -176,3 +177,69 @@ def _record_evaluation(place: str, model: ExportedModel, name: str, results: Tas
         step=model.step,
         metrics={f"{name}/{metric}": value for metric, value in results.metrics.items()},
     )
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN|EXPORT", help="Folder or URL of a run; or a folder.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Text file to tell the model's perplexity of.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to the prompt.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Below 1: likelier tokens; 0: always the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Choose among so many of the likeliest tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: newest, best (smallest evaluation loss), or a step.")
+    ] = "newest",
+    json: Json = False,
+) -> None:
+    """Continue a text with a run's or an exported model, or tell its perplexity of a file."""
+    if prompt is None and file is None:
+        raise UserError("expected --prompt TEXT to continue, or --file PATH for the perplexity")
+    text = _read(file)
+    from elastrata.inference.language_model import (
+        Sampling,
+        continuation,
+        load_language_model,
+        perplexity,
+    )
+    from elastrata.run.claim import place_of_model
+
+    console = open_console(as_json=json)
+    loaded = load_language_model(place_of_model(model), checkpoint=checkpoint)
+    continued = measured = None
+    if prompt is not None:
+        sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
+        continued = continuation(loaded, prompt, tokens=tokens, sampling=sampling)
+        console.print(prompt + continued.text, markup=False)
+    if text is not None:
+        measured = perplexity(loaded, text)
+        console.print(
+            f"perplexity {measured.perplexity:.2f}, loss {measured.loss:.4f} over "
+            f"{measured.tokens:,} tokens of {file}",
+            markup=False,
+        )
+    if json:
+        print_json_line(
+            {
+                "model": model,
+                "prompt": prompt,
+                "continuation": asdict(continued) if continued else None,
+                "perplexity": asdict(measured) if measured else None,
+            }
+        )
+
+
+def _read(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"--file: {file}: cannot be read ({reason})") from None

@@ -103,7 +103,7 @@ class TrainResult:
         Raises:
             UserError: there is no such checkpoint, or nothing is held out.
         """
-        from elastrata.inference.held_out import evaluate_run
+        from elastrata.inference.evaluation import evaluate_run
 
         return evaluate_run(self.run_dir, checkpoint, weights)
 
