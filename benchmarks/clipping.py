@@ -45,7 +45,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip, build_clip
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.forward_backward import WholeModel
 from elastrata.core.loop import Loop
 from elastrata.core.mesh import rank_mesh

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from harness import last_line, parser_of, trained_steps, write_result
 
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe

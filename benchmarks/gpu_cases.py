@@ -36,8 +36,8 @@ from elastrata.bench.step import MFU_CONVENTION, measure_steps
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
 from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.control_signal import Action
 from elastrata.core.device import current_device, device_name, peak_flops
+from elastrata.core.events import Action
 from elastrata.core.loop import Loop
 from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer

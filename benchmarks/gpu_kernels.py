@@ -24,15 +24,15 @@ import elastrata_workloads.unpadded.attention as self_attention
 from elastrata.bench.samples import Samples, bench_samples, read_histogram
 from elastrata.core.bucket_clip import RANGE
 from elastrata.core.clip import Clip
-from elastrata.core.control_signal import Action
 from elastrata.core.device import current_device
+from elastrata.core.events import Action
 from elastrata.core.forward_backward import weighted
 from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.sparsity.config import TwoFourConfig
-from elastrata.core.sparsity.draw import drawn
 from elastrata.core.sparsity.kernels import SemiStructured, compressed
 from elastrata.core.sparsity.layers import layer_shapes
+from elastrata.core.sparsity.rigl import drawn
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import divided_model, training_loop

@@ -38,8 +38,7 @@ import torch
 from harness import RESULTS, known_result, on_ranks, parser_of, picture, write_result
 
 from elastrata.bench.samples import read_histogram
-from elastrata.core.control_signal import Action
-from elastrata.core.events import Event, Paced, Slowed
+from elastrata.core.events import Action, Event, Paced, Slowed
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step_message import Effort

@@ -30,8 +30,7 @@ from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard
 from elastrata_pipelines.format.manifest import LENGTHS
 from elastrata_pipelines.hashing import mix
-from elastrata_pipelines.mixed_order import MixedOrder
-from elastrata_pipelines.mixture import Leg, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, in_units
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import Phase, one_after_another
 from elastrata_pipelines.storage import Storage

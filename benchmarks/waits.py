@@ -39,7 +39,7 @@ from elastrata.core.workload import Workload
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
-from elastrata_pipelines import schemes
+from elastrata_pipelines import baselines
 from elastrata_pipelines.balance import ordered_batches
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import Hand, Ints, cut_hands, deal
@@ -115,8 +115,8 @@ def hands_of(batches: Batches, lengths: Ints, ranks: int) -> dict[str, Sequence[
 
     return {
         DEAL: dealt,
-        STRATIFIED: cut(schemes.stratified(lengths, ranks)),
-        RANDOM: cut(schemes.random(lengths, ranks)),
+        STRATIFIED: cut(baselines.stratified(lengths, ranks)),
+        RANDOM: cut(baselines.random(lengths, ranks)),
         CONTROL: [dealt[0]] * ranks,
     }
 

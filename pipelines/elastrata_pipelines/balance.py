@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from elastrata_pipelines.deal import Hand, Ints, WorkModel, deal
 from elastrata_pipelines.hashing import combine, key, uniform
-from elastrata_pipelines.mixed_order import MixedOrder
+from elastrata_pipelines.mixture import MixedOrder
 from elastrata_pipelines.order import Order
 
 

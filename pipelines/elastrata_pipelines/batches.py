@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.deal import Deal, WorkModel, deal, num_micro_batches
 from elastrata_pipelines.format import Manifest
-from elastrata_pipelines.groups import Group, Groups
-from elastrata_pipelines.mixed_order import MixedOrder, MixedPlaces
-from elastrata_pipelines.mixture import Mixture
+from elastrata_pipelines.groups import BatchSizeWarmup, Group, Groups
+from elastrata_pipelines.mixture import MixedOrder, MixedPlaces, Mixture
 from elastrata_pipelines.order import Ints, Order
 from elastrata_pipelines.payload import Counts, StepLayout, encode
-from elastrata_pipelines.rank_kinds import RankKind, RankKinds, different
-from elastrata_pipelines.speeds import Speeds
+from elastrata_pipelines.speeds import RankKind, RankKinds, Speeds, different
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stripes import MixedStripes, Reader, Stripes
 from elastrata_pipelines.virtual_ranks import deal_to_virtual

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from pydantic import BaseModel, ConfigDict, field_validator
+
 from elastrata_pipelines.url_secrets import refuse_secrets, without_secrets
 
 __all__ = ["MOST_CHARACTERS", "refuse_secrets", "refuse_unprintable", "without_secrets"]
@@ -36,3 +38,23 @@ def refuse_unprintable(value: object) -> None:
             raise ValueError(
                 f"expected a text without control characters, such as {found.group()!r}"
             )
+
+
+class ConfigPart(BaseModel):
+    """Frozen; unknown keys are errors, and so are secrets in URLs and control characters."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # pydantic would print a URL with all that is in it
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_written_down(cls, value: object) -> object:
+        refuse_secrets(value)
+        refuse_unprintable(value)
+        return value

@@ -24,6 +24,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from elastrata_pipelines.order import Order, Places
+
 Ints = npt.NDArray[np.int64]
 
 UNITS = 2**32
@@ -390,3 +392,76 @@ def _tree(mixture: Mixture) -> _Tree:
         heapq.heappush(heap, (small + large, mixture.num_sources + len(children)))
         children.append((left, right))
     return _Tree(mixture.num_sources, tuple(children))
+
+
+def within_limits(
+    mixture: Mixture, most: Sequence[int | None], *, since: int, samples: int
+) -> Mixture:
+    """The mixture with the shares of exhausted sources given to the others.
+
+    Args:
+        mixture: as it would be without limits.
+        most: samples of each source that it may have; None: any number.
+        since: nothing before this position changes.
+        samples: that are taken of it.
+
+    Raises:
+        ValueError: all sources that are left are exhausted.
+    """
+    exhausted = set[int]()
+    while True:
+        ends = [
+            (max(since, mixture.position_of(source, limit + 1, samples) - 1), source)
+            for source, (limit, count) in enumerate(zip(most, mixture.counts(samples), strict=True))
+            if limit is not None and count > limit and source not in exhausted
+        ]
+        if not ends:
+            return mixture
+        position, source = min(ends)
+        exhausted.add(source)
+        mixture = mixture.without(source, position)
+
+
+def evenly(total: int, most: Sequence[int]) -> list[int]:
+    """Shares out so many samples as evenly as the sources have them, the first ones' rounded up.
+
+    Args:
+        total: samples; more than all have are none.
+        most: that each has.
+    """
+    counts, left = [0] * len(most), min(total, sum(most))
+    for rank, source in enumerate(sorted(range(len(most)), key=lambda n: (most[n], n))):
+        counts[source] = min(most[source], left // (len(most) - rank))
+        left -= counts[source]
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPlaces(Places):
+    """Where samples of several sources are stored, one entry per position asked for."""
+
+    sources: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedOrder:
+    """The orders of several sources under a mixture. Every source has its own epochs."""
+
+    mixture: Mixture
+    orders: tuple[Order, ...]
+    """That of each source."""
+    firsts: tuple[int, ...]
+    """The position in each source's order of the mixture's first sample of it; below 0 where the
+    mixture is gone into behind its first position only."""
+
+    def places(self, first: int, count: int) -> MixedPlaces:
+        """The samples at positions first .. first + count - 1 of the mixture."""
+        drawn = self.mixture.draw(first, count)
+        columns = np.empty((3, count), dtype=np.int64)
+        for source, (order, before) in enumerate(zip(self.orders, self.firsts, strict=True)):
+            inside = np.flatnonzero(drawn.sources == source)
+            if len(inside):  # numbers of one source follow on one another
+                places = order.places(before + int(drawn.numbers[inside[0]]), len(inside))
+                columns[:, inside] = places.epochs, places.stripes, places.rows
+        epochs, stripes, rows = columns
+        return MixedPlaces(epochs=epochs, stripes=stripes, rows=rows, sources=drawn.sources)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from elastrata_pipelines.deal import cut
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format.binary_column import values_of
+from elastrata_pipelines.format.shard import values_of
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.speeds import Speeds
 

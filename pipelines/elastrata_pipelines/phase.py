@@ -7,11 +7,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in
 from elastrata_pipelines.batches import Batches, Start
-from elastrata_pipelines.groups import Groups
-from elastrata_pipelines.limits import within_limits
-from elastrata_pipelines.mixture import Mixture
+from elastrata_pipelines.groups import BatchSizeWarmup, Groups, samples_in
+from elastrata_pipelines.mixture import Mixture, within_limits
 
 Key = TypeVar("Key", bound=Hashable)
 

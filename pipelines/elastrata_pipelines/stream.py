@@ -24,8 +24,7 @@ from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
 from elastrata_pipelines.groups import Group, Groups
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rank_kinds import RankKinds, one_kind
-from elastrata_pipelines.speeds import EQUAL, SpeedSource, equal_speeds
+from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource, equal_speeds, one_kind
 
 READER_CPUS = 0
 """Logical CPUs of a reading task. None, so that workers that claim all CPUs never wait for readers

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastrata_pipelines.format import Manifest, read_stripes
-from elastrata_pipelines.mixed_order import MixedPlaces
+from elastrata_pipelines.mixture import MixedPlaces
 from elastrata_pipelines.order import Ints, Places
 from elastrata_pipelines.retry import with_retries
 from elastrata_pipelines.storage import Storage

@@ -17,8 +17,8 @@ from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.trainer.preflight import mask_problems, training_data
-from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.groups import samples_in
 from support.hostile_recipes import (
     RECIPE,
     Hostile,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastrata_pipelines.balance import drawn_batches, measure_balance
-from elastrata_pipelines.comparison import compare
+from elastrata_pipelines.baselines import compare
 from elastrata_pipelines.deal import WorkModel, deal
 from support.wikipedia import histogram
 

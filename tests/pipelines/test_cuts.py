@@ -12,9 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elastrata_pipelines.preparation import TokenizerConfig, cuts
-from elastrata_pipelines.preparation.cuts import parts
-from elastrata_pipelines.preparation.encoders import CheckedEncoder, ExactEncoder, make_encoder
+from elastrata_pipelines.preparation import TokenizerConfig, encoders
+from elastrata_pipelines.preparation.encoders import (
+    CheckedEncoder,
+    ExactEncoder,
+    make_encoder,
+    parts,
+)
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import _pieces
 from support.texts import plain_text
@@ -87,8 +91,8 @@ def exact(kind: str) -> ExactEncoder:
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Lets parts have 400 characters, so that cuts are many."""
-    monkeypatch.setattr(cuts, "MAX_CHARACTERS", 400)
-    monkeypatch.setattr(cuts, "_SEARCHED_CHARACTERS", 390)
+    monkeypatch.setattr(encoders, "MAX_CHARACTERS", 400)
+    monkeypatch.setattr(encoders, "_SEARCHED_CHARACTERS", 390)
     return 400
 
 
@@ -147,7 +151,7 @@ def test_shorter_texts_are_not_touched() -> None:
     def never(whole: str, left: str, right: str) -> bool:
         raise AssertionError
 
-    text = "a b" * (cuts.MAX_CHARACTERS // 3)
+    text = "a b" * (encoders.MAX_CHARACTERS // 3)
     ((part, sure),) = parts(text, never)
     assert part is text
     assert sure

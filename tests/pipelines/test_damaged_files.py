@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastrata_pipelines.preparation import PrepareConfig
-from elastrata_pipelines.preparation.portions import group_files, portion_bytes
-from elastrata_pipelines.preparation.reading import Group, ReadWork
-from elastrata_pipelines.preparation.skipped import UNREADABLE
+from elastrata_pipelines.preparation.portions import Group, ReadWork, group_files, portion_bytes
+from elastrata_pipelines.preparation.provenance import UNREADABLE
 from elastrata_pipelines.preparation.sources import find_files
 from elastrata_pipelines.preparation.work import ChooseTrainingText, TrainingText
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at, samples_in
-from elastrata_pipelines.groups import Groups
+from elastrata_pipelines.groups import BatchSizeWarmup, Groups, batch_size_at, samples_in
 
 WARMUPS = st.none() | st.builds(
     BatchSizeWarmup,

@@ -12,7 +12,7 @@ from huggingface_hub import HfFileSystem, close_session, constants
 
 from elastrata_pipelines.preparation import PrepareConfig, SourceConfig
 from elastrata_pipelines.preparation.documents import read_documents
-from elastrata_pipelines.preparation.reading import Group, ReadWork
+from elastrata_pipelines.preparation.portions import Group, ReadWork
 from elastrata_pipelines.preparation.sources import find_files
 from support.hub import Hub, local_hub
 

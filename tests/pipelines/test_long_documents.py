@@ -14,7 +14,7 @@ import pytest
 from elastrata_pipelines.preparation import PrepareConfig
 from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.pipeline import _row, _Stage, _values
-from elastrata_pipelines.preparation.reading import Group, ReadWork
+from elastrata_pipelines.preparation.portions import Group, ReadWork
 from elastrata_pipelines.preparation.sources import find_files
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import Tokenized, TokenizeWork

@@ -12,8 +12,7 @@ from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.hashing import combine, digest, key, uniform
-from elastrata_pipelines.mixed_order import MixedOrder
-from elastrata_pipelines.mixture import Leg, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, in_units
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Origin, Phase, one_after_another, positions_after

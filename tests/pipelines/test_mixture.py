@@ -10,9 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elastrata_pipelines.limits import within_limits
-from elastrata_pipelines.mixed_order import MixedOrder
-from elastrata_pipelines.mixture import UNITS, Leg, Mixture, in_units
+from elastrata_pipelines.mixture import UNITS, Leg, MixedOrder, Mixture, in_units, within_limits
 from elastrata_pipelines.order import Order
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastrata_pipelines import order_quality
 from elastrata_pipelines.hashing import key, mix
 from elastrata_pipelines.mixture import Leg, Mixture, in_units
 from elastrata_pipelines.order import Order
+from support import order_quality
 
 WORST = 4.0
 """Standard deviations: beyond are six of 100,000 ideal shuffles."""

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at, samples_in
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at, samples_in
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import Origin, Phase, one_after_another, positions_after
 from elastrata_pipelines.storage import Storage

@@ -16,7 +16,7 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.inspection import verify
 from elastrata_pipelines.preparation import PrepareConfig, prepare
-from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER, kept_tokenizer
+from elastrata_pipelines.preparation.target import KEPT_TOKENIZER, kept_tokenizer
 from elastrata_pipelines.storage import Storage
 from support.corpus import whole_config, write_corpus
 from support.texts import plain_text

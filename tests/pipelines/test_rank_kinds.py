@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata_pipelines.deal import WorkModel, deal
-from elastrata_pipelines.rank_kinds import RankKind, different, kinds_of_groups
-from elastrata_pipelines.speeds import quantized
+from elastrata_pipelines.speeds import RankKind, different, kinds_of_groups, quantized
 
 batches = st.lists(st.integers(1, 512), min_size=1, max_size=80).map(np.array)
 ranks = st.lists(st.tuples(st.floats(0.02, 1.0), st.integers(512, 5000)), min_size=1, max_size=12)

@@ -7,7 +7,7 @@ from pathlib import Path
 from elastrata_pipelines.preparation import SourceConfig
 from elastrata_pipelines.preparation.documents import read_documents
 from elastrata_pipelines.preparation.portions import read_portions
-from elastrata_pipelines.preparation.skipped import OTHER, count_reasons, in_words, total
+from elastrata_pipelines.preparation.provenance import OTHER, count_reasons, in_words, total
 from elastrata_pipelines.preparation.sources import find_files
 
 LINES = {

@@ -19,8 +19,7 @@ from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.payload import MisdealtError, RankStep, decode, in_turn
 from elastrata_pipelines.phase import Phase, one_after_another
-from elastrata_pipelines.rank_kinds import RankKind
-from elastrata_pipelines.speeds import FixedSpeeds
+from elastrata_pipelines.speeds import FixedSpeeds, RankKind
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream, dealt, descriptors
 from support.synthetic import write_data_set

@@ -65,7 +65,7 @@ DATA_SET = """
 import sys
 from elastrata_pipelines.preparation import PrepareConfig
 from elastrata_pipelines.preparation.corpus import Corpus
-from elastrata_pipelines.preparation.reading import Group, ReadWork
+from elastrata_pipelines.preparation.portions import Group, ReadWork
 from elastrata_pipelines.preparation.tokenizer import load_tokenizer
 from elastrata_pipelines.preparation.training import train_tokenizer
 from elastrata_pipelines.preparation.work import ChooseTrainingText

@@ -39,8 +39,8 @@ from elastrata.trainer.out_of_memory import what_fits
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
-from elastrata_pipelines.rank_kinds import RankKind
 from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.speeds import RankKind
 from support.bare_loop import (
     train_after_running_out,
     train_automatically,

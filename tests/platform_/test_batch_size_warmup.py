@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.audit import expectation
 from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.batches import Batches, Start
+from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_on_ranks
 from support.ranks import run_ranks

@@ -17,8 +17,16 @@ from elastrata.cluster.control_channel import Receiver, open_channel, raylet_of
 from elastrata.cluster.event_sender import Sender, tell
 from elastrata.cluster.processes import children, title
 from elastrata.cluster.watchdog import HelperWatchdog
-from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.events import Committed, Event, Halted, Heard, Refused, Warned
+from elastrata.core.events import (
+    Action,
+    Committed,
+    ControlSignal,
+    Event,
+    Halted,
+    Heard,
+    Refused,
+    Warned,
+)
 from support.command import wait_until
 from support.histories import record
 

@@ -10,7 +10,7 @@ import yaml
 from matplotlib.image import imread
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.named_losses import losses_by_set, losses_by_source
+from elastrata.core.record import losses_by_set, losses_by_source
 from elastrata.inference.evaluation import evaluate_run
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from elastrata.core.exchange import node_sizes
+from elastrata.core.reduction import node_sizes
 from support.exchange_ranks import PART, exchanged
 from support.ranks import run_ranks
 

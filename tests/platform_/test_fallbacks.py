@@ -11,9 +11,8 @@ import torch
 
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.observer import Observer
-from elastrata.core.device import DeviceCapabilities, capabilities
+from elastrata.core.device import DeviceCapabilities, capabilities, substitutions
 from elastrata.core.events import Event, Started, Substituted
-from elastrata.core.fallbacks import substitutions
 from elastrata.run import history
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage

@@ -11,11 +11,10 @@ import pytest
 from elastrata.cli.inspect import show_excerpts, show_sources
 from elastrata.cli.main import run
 from elastrata.terminal.console import open_console
-from elastrata_pipelines.excerpts import Excerpt
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.format.manifest import SourceEntry
+from elastrata_pipelines.inspection import Excerpt, SourceAccount, source_accounts
 from elastrata_pipelines.preparation import PrepareConfig, prepare
-from elastrata_pipelines.source_accounts import SourceAccount, source_accounts
 from elastrata_pipelines.storage import Storage
 from support.synthetic import write_data_set
 

@@ -16,9 +16,9 @@ from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, samples_in, steps_for
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import BatchSizeWarmup, samples_in, steps_for
 from support.synthetic import tiny_recipe, write_data_set
 
 SAMPLES = 150

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
-from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.copy_interval import CopyInterval
-from elastrata.core.events import Warned
+from elastrata.core.events import Action, ControlSignal, Warned
 from elastrata.core.record import StepRecord
 from elastrata.replicas.store import most_per_node
 from elastrata.trainer.checkpoint_manager import CheckpointManager

@@ -12,12 +12,11 @@ from typing_extensions import override
 
 from elastrata.cluster.node_kinds import NodeKinds, kinds_by_node
 from elastrata.cluster.node_speeds import FixedFactors, names_of, unknown_names
-from elastrata.core.deal_check import check_same_deal, deal_marks
+from elastrata.core.loop import check_same_deal, deal_marks
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.status import slow_ranks, time_balance
-from elastrata_pipelines.rank_kinds import RankKind, one_kind
-from elastrata_pipelines.speeds import FixedSpeeds, Speeds, SpeedSource
+from elastrata_pipelines.speeds import FixedSpeeds, RankKind, Speeds, SpeedSource, one_kind
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import train_by_speeds, train_on_ranks
 from support.command import run, run_json

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastrata.bench.samples import Samples, bench_samples
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.recomputation import Recomputation, recompute

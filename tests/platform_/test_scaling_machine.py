@@ -32,7 +32,7 @@ from elastrata.cluster.scaling_machine import (
     StartGroup,
     Withdraw,
 )
-from elastrata.core.control_signal import Action, ControlSignal
+from elastrata.core.events import Action, ControlSignal
 
 GRACE, RETRY = 60.0, 60.0
 TO_GO = ControlSignal(action=Action.HALT, reason="drain", text="1 node to go")

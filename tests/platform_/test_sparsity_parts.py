@@ -16,13 +16,11 @@ from pydantic import TypeAdapter
 from safetensors.torch import save
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.sparsity import shards
+from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.config import AnySparsity, RiglConfig, SparsityConfig
-from elastrata.core.sparsity.draw import drawn, element_hashes
-from elastrata.core.sparsity.layers import erdos_renyi, layer_levels
+from elastrata.core.sparsity.layers import erdos_renyi, layer_levels, sparsity_plan
 from elastrata.core.sparsity.mask_file import packed_masks, read_masks
-from elastrata.core.sparsity.plan import sparsity_plan
-from elastrata.core.sparsity.rigl import adapted, drop_fraction
+from elastrata.core.sparsity.rigl import adapted, drawn, drop_fraction, element_hashes
 from elastrata.launch.model_inspection import inspect_model
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
@@ -112,9 +110,9 @@ def test_the_smallest_keys_are_the_same_where_none_are_dropped(
     generator = torch.Generator().manual_seed(0)
     shapes, counts = [(3, 5), (40, 30), (1, 1), (0, 4), (16, 16)], [4, 600, 1, 0, 0]
     keys = [torch.randint(-(2**63), 2**63 - 1, shape, generator=generator) for shape in shapes]
-    dropped = shards.smallest(keys, keys, counts)
-    monkeypatch.setattr(shards.Remaining, "of", lambda keys: shards.MarkedRemaining(keys.flatten()))
-    marked = shards.smallest(keys, keys, counts)
+    dropped = rigl.smallest(keys, keys, counts)
+    monkeypatch.setattr(rigl.Remaining, "of", lambda keys: rigl.MarkedRemaining(keys.flatten()))
+    marked = rigl.smallest(keys, keys, counts)
     assert [int(chosen.sum()) for chosen in marked] == counts
     for first, second in zip(dropped, marked, strict=True):
         assert torch.equal(first, second)

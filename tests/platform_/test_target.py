@@ -22,8 +22,8 @@ from elastrata.run.goodput import TimeToTarget, time_to_target
 from elastrata.run.ownership import Driver
 from elastrata.run.status import Status, summary
 from elastrata.trainer.preflight import training_data
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup, batch_size_at
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at
 from support.histories import BATCH, Entry, said, started, stepped, write_run
 from support.synthetic import tiny_recipe, write_data_set
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 
 from elastrata.core import loop, step
-from elastrata.core.background import BackgroundThread
 from elastrata.core.events import Chosen
+from elastrata.core.prefetch import BackgroundThread
 from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.batches import Start

@@ -12,8 +12,8 @@ import torch
 
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.core.control_signal import Action
 from elastrata.core.evaluate import OWN
+from elastrata.core.events import Action
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.held_out import HeldOut

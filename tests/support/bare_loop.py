@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastrata.core.control_signal import Action
 from elastrata.core.evaluate import evaluate, held_out_step
-from elastrata.core.events import Chosen, RanOut
+from elastrata.core.events import Action, Chosen, RanOut
 from elastrata.core.mesh import data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
@@ -24,8 +23,7 @@ from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode
-from elastrata_pipelines.rank_kinds import RankKinds
-from elastrata_pipelines.speeds import EQUAL, SpeedSource
+from elastrata_pipelines.speeds import EQUAL, RankKinds, SpeedSource
 
 
 def train_on_ranks(rank: int, world_size: int, recipe: dict[str, Any]) -> list[StepRecord]:

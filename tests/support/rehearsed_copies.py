@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from elastrata.bench.samples import bench_samples
 from elastrata.checkpoints.staging import Stager, state_bytes
 from elastrata.checkpoints.training_state import training_state
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.cuda import FakeStream

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import measure_steps
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.step import skips_on_device
 from elastrata.recipe.file import load_recipe

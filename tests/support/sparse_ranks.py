@@ -23,7 +23,7 @@ from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.kernels import use_kernels
 from elastrata.core.sparsity.layers import sparse_matrices
-from elastrata.core.sparsity.shards import smallest
+from elastrata.core.sparsity.rigl import smallest
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage

@@ -1,14 +1,15 @@
 """The shard format: manifest, shards of stripes, lengths, vocabulary. README.md shows the bytes."""
 
 from elastrata_pipelines.format.files import file_problem, file_problems, write_file
-from elastrata_pipelines.format.held_out import HELD_OUT, read_held_out
 from elastrata_pipelines.format.manifest import (
     FORMAT_VERSION,
+    HELD_OUT,
     MANIFEST,
     FileEntry,
     Manifest,
     SourceEntry,
     Vocabulary,
+    read_held_out,
 )
 from elastrata_pipelines.format.shard import (
     open_shard,

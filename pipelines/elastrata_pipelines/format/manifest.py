@@ -15,15 +15,8 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field, ValidationError
 from typing_extensions import override
 
-from elastrata_pipelines.checked_json import (
-    Record,
-    parse_json,
-    parse_record,
-    read_bytes,
-    reason,
-)
+from elastrata_pipelines.checked_json import Record, parse_json, parse_record, read_bytes, reason
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format.contradictions import contradictions
 from elastrata_pipelines.format.lengths import check_int32, histogram_of, read_int32
 from elastrata_pipelines.storage import Storage
 
@@ -311,3 +304,113 @@ def _looked_through(data: bytes, where: str) -> tuple[Manifest, Any]:
     if version == 1 and _HELD_OUT in raw:
         raise UserError(f"{where}: {_HELD_OUT}: unknown key in version 1; {AGAIN}")
     return parse_record(Manifest, json.dumps(raw), where, AGAIN), told
+
+
+_UINT16_IDS = 2**16
+
+
+def contradictions(manifest: Manifest, index: str) -> Iterator[str]:
+    """The fields that do not go with others.
+
+    Args:
+        manifest: whose fields have the right type and range, each by itself.
+        index: the path of the lengths, which must be among the files.
+    """
+    yield from _histogram_problems(manifest)
+    yield from _file_problems(manifest, index)
+    yield from _shard_problems(manifest)
+    yield from _vocabulary_problems(manifest.vocabulary)
+    if manifest.token_dtype == "uint16" and manifest.vocabulary.size > _UINT16_IDS:
+        yield f"token_dtype: uint16: too small for the vocabulary's {manifest.vocabulary.size} ids"
+    if manifest.pairs and manifest.packing != "none":
+        yield f"packing: {manifest.packing}: expected none, for samples are pairs"
+
+
+def _histogram_problems(manifest: Manifest) -> Iterator[str]:
+    histogram = manifest.length_histogram
+    samples = sum(histogram)
+    tokens = sum(length * count for length, count in enumerate(histogram))
+    if len(histogram) != manifest.seq_len + 1:
+        yield f"length_histogram: {len(histogram)} numbers, expected {manifest.seq_len + 1}"
+    if histogram[:1] != (0,):
+        yield "length_histogram.0: expected 0: no sample is empty"
+    if not samples:
+        yield "length_histogram: expected at least one sample"
+    if samples != manifest.samples:
+        yield f"samples: {manifest.samples}: the length histogram counts {samples}"
+    if tokens != manifest.tokens:
+        yield f"tokens: {manifest.tokens}: the length histogram counts {tokens}"
+
+
+def _file_problems(manifest: Manifest, index: str) -> Iterator[str]:
+    seen = set[str]()
+    for entry in manifest.files:
+        if entry.path in seen:
+            yield f"files: {entry.path}: listed twice"
+        if bool(entry.samples) != bool(entry.stripes):
+            yield f"files: {entry.path}: {entry.samples} samples in {entry.stripes} stripes"
+        seen.add(entry.path)
+    if index not in seen:
+        yield f"files: {index}: missing"
+
+
+def _shard_problems(manifest: Manifest) -> Iterator[str]:
+    """All stripes but the last one of all are full, in every shard."""
+    held, stripes = 0, sum(shard.stripes for shard in manifest.shards)
+    for shard in manifest.shards:
+        expected = min(shard.stripes * manifest.stripe_size, manifest.samples - held)
+        if shard.samples != expected:
+            yield f"files: {shard.path}: {shard.samples} samples, expected {expected}"
+        held += shard.samples
+    if held != manifest.samples:
+        yield f"samples: {manifest.samples}, but the shards hold {held}"
+    if stripes != manifest.stripes:
+        yield f"stripes: {manifest.stripes}, but the shards hold {stripes}"
+    if manifest.stripes != (expected := -(-manifest.samples // manifest.stripe_size)):
+        yield f"stripes: {manifest.stripes}, expected {expected} of {manifest.stripe_size} samples"
+
+
+def _vocabulary_problems(vocabulary: Vocabulary) -> Iterator[str]:
+    masks = () if vocabulary.mask_id is None else (vocabulary.mask_id,)
+    for field, ids in (
+        ("pad_id", (vocabulary.pad_id,)),
+        ("mask_id", masks),
+        ("special_ids", vocabulary.special_ids),
+        ("continuation_ids", vocabulary.continuation_ids),
+    ):
+        if ids and (largest := max(ids)) >= vocabulary.size:
+            yield f"vocabulary.{field}: {largest}: expected ids below {vocabulary.size}, its size"
+
+
+HELD_OUT = "held_out"
+"""Where `prepare` puts it."""
+
+
+def read_held_out(storage: Storage, manifest: Manifest) -> Manifest | None:
+    """The manifest of what was held out of a data set; None where nothing was.
+
+    Args:
+        storage: the data set.
+        manifest: its own. One of version 1 does not say what was held out: it is what is there.
+
+    Raises:
+        UserError: it is not what the manifest says: missing, another one, damaged, or not told of.
+    """
+    folder = storage.sub(HELD_OUT)
+    where, beside = folder.uri(MANIFEST), storage.uri(MANIFEST)
+    found = Manifest.find(folder)
+    told = manifest.held_out
+    if manifest.version == 1 or (found and found.fingerprint == told):
+        return found
+    if found and told:
+        problem = f"{where}: not the data that was held out: its checksum is not that in {beside}"
+    elif told:
+        problem = f"{where}: missing, but {beside} says that data was held out"
+    elif found:
+        raise UserError(
+            f"{where}: {beside} does not say that data was held out; delete this folder, or move "
+            "it elsewhere and name it in evaluation.path"
+        )
+    else:
+        return None
+    raise UserError(f"{problem}; bring it back, or {AGAIN}")

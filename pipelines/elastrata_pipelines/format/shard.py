@@ -15,11 +15,29 @@ import pyarrow.parquet as pq
 
 from elastrata_pipelines.checked_json import file_size, reason
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.format.binary_column import offsets_of, values_of
 from elastrata_pipelines.format.files import CheckedStream
 from elastrata_pipelines.format.manifest import AGAIN, FileEntry, Manifest
 from elastrata_pipelines.retry import may_pass
 from elastrata_pipelines.storage import Storage
+
+
+def offsets_of(column: pa.LargeBinaryArray) -> npt.NDArray[np.int64]:
+    """Where each row's bytes begin, and where those of the last one end, shape [rows + 1]."""
+    if len(column) == 0:
+        return np.zeros(1, np.int64)
+    offsets = np.frombuffer(column.buffers()[1], np.int64)
+    return offsets[column.offset : column.offset + len(column) + 1]
+
+
+def values_of(column: pa.LargeBinaryArray, dtype: str) -> npt.NDArray[Any]:
+    """The bytes of all rows as little-endian integers of NumPy's type `dtype`."""
+    ends = offsets_of(column)
+    values = column.buffers()[2]
+    used = (
+        np.frombuffer(values, np.uint8)[ends[0] : ends[-1]] if ends[-1] else np.empty(0, np.uint8)
+    )
+    return used.view(np.dtype(dtype).newbyteorder("<"))
+
 
 _REMOTE_SHARDS_AT_ONCE = 16
 """A request to an object store takes tens of milliseconds, most of it waiting."""

@@ -18,7 +18,6 @@ from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import in_one_line
 from elastrata_pipelines.preparation.config import SourceConfig
 from elastrata_pipelines.preparation.not_text import HEAD_BYTES, refuse_no_text, refuse_not_packed
-from elastrata_pipelines.preparation.parquet import parquet_pieces
 from elastrata_pipelines.preparation.pieces import (
     DocumentTooLongError,
     Piece,
@@ -28,6 +27,7 @@ from elastrata_pipelines.preparation.pieces import (
     uncompressed,
 )
 from elastrata_pipelines.preparation.sources import COMPRESSIONS, SourceFile, is_hidden, kind_of
+from elastrata_pipelines.preparation.tables import parquet_pieces
 
 _ENDINGS = (".tar", *(ending for ending in COMPRESSIONS if ending.startswith(".t")))
 _DEEPEST = 4

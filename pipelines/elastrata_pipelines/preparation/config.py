@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from elastrata_pipelines.configured_text import ConfigPart
 from elastrata_pipelines.errors import nearest
-from elastrata_pipelines.preparation.config_part import ConfigPart
 from elastrata_pipelines.preparation.deduplication import DeduplicationConfig
 from elastrata_pipelines.preparation.filters import FilterConfig
 

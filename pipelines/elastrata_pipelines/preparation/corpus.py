@@ -16,11 +16,22 @@ from elastrata_pipelines.format.manifest import TokenType
 from elastrata_pipelines.preparation.config import PrepareConfig
 from elastrata_pipelines.preparation.deduplication import algorithm
 from elastrata_pipelines.preparation.pipeline import split_in_parallel
-from elastrata_pipelines.preparation.portions import group_files, portion_bytes
-from elastrata_pipelines.preparation.provenance import FilesOfSource, Provenance
-from elastrata_pipelines.preparation.reading import Group, NumberedPortion, Place, ReadWork, Repeats
+from elastrata_pipelines.preparation.portions import (
+    Group,
+    NumberedPortion,
+    Place,
+    ReadWork,
+    Repeats,
+    group_files,
+    portion_bytes,
+)
+from elastrata_pipelines.preparation.provenance import (
+    NOT_A_FILE,
+    FilesOfSource,
+    Provenance,
+    barren_sources,
+)
 from elastrata_pipelines.preparation.screening import Printed, PrintWork, repeats
-from elastrata_pipelines.preparation.skipped import NOT_A_FILE, barren_sources
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
 from elastrata_pipelines.preparation.training import train_tokenizer

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from elastrata_pipelines.configured_text import ConfigPart
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.hashing import U64, combine, text_hash
-from elastrata_pipelines.preparation.config_part import ConfigPart
 
 Signatures = npt.NDArray[np.uint32]
 Flags = npt.NDArray[np.bool_]

@@ -10,10 +10,10 @@ from itertools import pairwise
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.hashing import combine_one, mix_one, text_hash, uniform_one, utf8_size
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.json_lines import encodes, text_of_line
 from elastrata_pipelines.preparation.not_text import is_binary
 from elastrata_pipelines.preparation.pieces import Piece, too_long
 from elastrata_pipelines.preparation.portions import Portion
+from elastrata_pipelines.preparation.tables import encodes, text_of_line
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t\r]*\n)+")

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from elastrata_pipelines.configured_text import ConfigPart
 from elastrata_pipelines.errors import UserError, in_one_line, nearest
-from elastrata_pipelines.preparation.config_part import ConfigPart
 
 ENTRY_POINTS = "elastrata.filters"
 """Group of the entry points of functions from a text to whether it stays."""

@@ -29,8 +29,8 @@ from elastrata_pipelines.preparation.deduplication import (
 )
 from elastrata_pipelines.preparation.documents import Document, held_out_draw, read_documents
 from elastrata_pipelines.preparation.filters import FilterConfig, Filters
-from elastrata_pipelines.preparation.reading import NumberedPortion, Place, Repeats
-from elastrata_pipelines.preparation.skipped import UNREADABLE, count_reasons, total
+from elastrata_pipelines.preparation.portions import NumberedPortion, Place, Repeats
+from elastrata_pipelines.preparation.provenance import UNREADABLE, count_reasons, total
 
 TRAINING, HELD_OUT = 0, 1
 _REASONS = ("", DUPLICATE, NEAR_DUPLICATE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastrata_pipelines.preparation.config import TokenizerConfig
-from elastrata_pipelines.preparation.cuts import parts
+from elastrata_pipelines.preparation.encoders import parts
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, as_files, wrap
 
 _WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -10,12 +10,11 @@ import numpy as np
 
 from elastrata_pipelines.hashing import combine, combine_one, text_hash, uniform_one
 from elastrata_pipelines.preparation.config import PrepareConfig
-from elastrata_pipelines.preparation.cuts import parts
 from elastrata_pipelines.preparation.documents import (
     Document,
     copies,
 )
-from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder
+from elastrata_pipelines.preparation.encoders import CheckedEncoder, make_encoder, parts
 from elastrata_pipelines.preparation.packing import (
     Frame,
     Texts,
@@ -24,10 +23,10 @@ from elastrata_pipelines.preparation.packing import (
     pack_concat,
 )
 from elastrata_pipelines.preparation.pairs import PairFrame, make_pairs, split_sentences
-from elastrata_pipelines.preparation.reading import NumberedPortion
-from elastrata_pipelines.preparation.runs import Run, write_run
+from elastrata_pipelines.preparation.portions import NumberedPortion
 from elastrata_pipelines.preparation.samples import Samples, concatenate
 from elastrata_pipelines.preparation.screening import HELD_OUT, TRAINING, split
+from elastrata_pipelines.preparation.shards import Run, write_run
 from elastrata_pipelines.storage import Storage
 
 _TEXT_SALT = text_hash("tokenizer training")

@@ -13,13 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from elastrata.bench.samples import Samples
-from elastrata.core.control_signal import Action
 from elastrata.core.device import (
     current_device,
     device_name,
     peak_flops,
     peak_memory_bytes,
 )
+from elastrata.core.events import Action
 from elastrata.core.mesh import lone_group
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord

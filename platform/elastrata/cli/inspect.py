@@ -26,14 +26,12 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.core.sparsity.plan import SparsityPlan
+    from elastrata.core.sparsity.layers import SparsityPlan
     from elastrata.launch.model_inspection import ModelInspection
     from elastrata.recipe.recipe import Recipe
     from elastrata_pipelines.deal import WorkModel
-    from elastrata_pipelines.excerpts import Excerpt
     from elastrata_pipelines.format import Manifest
-    from elastrata_pipelines.inspection import Inspection
-    from elastrata_pipelines.source_accounts import SourceAccount
+    from elastrata_pipelines.inspection import Excerpt, Inspection, SourceAccount
     from elastrata_pipelines.storage import Storage
 
 
@@ -95,7 +93,7 @@ def inspect(
     """Show a data set, and the padding and imbalance that any number of workers would see. Of a
     recipe, show its model's parameters too, by optimizer and weight decay."""
     from elastrata_pipelines.format import Manifest
-    from elastrata_pipelines.source_accounts import source_accounts
+    from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 
     numbers = numbers_of_workers(workers)
@@ -238,7 +236,7 @@ def _excerpts(
     storage: Storage, manifest: Manifest, model: Recipe | None, count: int
 ) -> list[Excerpt]:
     """Some samples as text, with what the recipe's model sees of them."""
-    from elastrata_pipelines.excerpts import excerpts, some_rows
+    from elastrata_pipelines.inspection import excerpts, some_rows
 
     rows = some_rows(storage, manifest, count)
     if model is None:
@@ -337,7 +335,7 @@ def show_sources(console: Console, accounts: Sequence[SourceAccount]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from elastrata_pipelines.preparation.skipped import in_words
+    from elastrata_pipelines.preparation.provenance import in_words
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("source")

@@ -30,7 +30,7 @@ from elastrata.cli.simulate import simulate
 from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
 from elastrata.cluster.interrupt import SIGNALS, is_ending
-from elastrata.core.allocator import expand_segments
+from elastrata.core.environment import expand_segments
 from elastrata.terminal.console import escape_foreign_letters, print_error, print_json_line
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets

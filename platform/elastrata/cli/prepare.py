@@ -132,7 +132,7 @@ def _one_session(address: str | None) -> Iterator[Callable[[], AbstractContextMa
 @contextmanager
 def _told_what_is_kept(console: Console, target: str) -> Iterator[None]:
     """Says of an interrupted preparation what the next one need not do again."""
-    from elastrata_pipelines.preparation.kept_tokenizer import KEPT_TOKENIZER
+    from elastrata_pipelines.preparation.target import KEPT_TOKENIZER
     from elastrata_pipelines.storage import Storage
 
     try:
@@ -242,7 +242,7 @@ def _overrides(given: dict[str, Any], phases: int) -> list[str]:
 
 def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
     """The JSON of the command."""
-    from elastrata_pipelines.source_accounts import source_accounts
+    from elastrata_pipelines.inspection import source_accounts
     from elastrata_pipelines.storage import Storage
 
     is_local = "://" not in target
@@ -261,7 +261,7 @@ def _result(manifest: Manifest, target: str, seconds: float) -> dict[str, Any]:
 
 def _summarize(console: Console, result: dict[str, Any]) -> None:
     from elastrata.terminal.progress import counted
-    from elastrata_pipelines.preparation.skipped import in_words
+    from elastrata_pipelines.preparation.provenance import in_words
 
     console.print(
         f"done in {result['seconds']:.1f} s: {result['samples']:,} samples, "

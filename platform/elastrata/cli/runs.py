@@ -141,7 +141,7 @@ def _account(goodput: Goodput) -> str:
 
 def _evaluation(newest: Evaluation) -> str:
     """Its loss, and those of sources and of further sets."""
-    from elastrata.core.named_losses import losses_by_set, losses_by_source
+    from elastrata.core.record import losses_by_set, losses_by_source
 
     others = {**losses_by_source(newest.metrics), **losses_by_set(newest.metrics)}
     told = "".join(f", {name} {loss:.4f}" for name, loss in others.items())

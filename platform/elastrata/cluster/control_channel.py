@@ -27,8 +27,7 @@ from elastrata.cluster.event_delivery import (
     unhandled,
 )
 from elastrata.cluster.speed_book import GroupKey, SpeedBook
-from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.events import Event, Halted, Heard, Started
+from elastrata.core.events import Action, ControlSignal, Event, Halted, Heard, Started
 from elastrata_pipelines.speeds import Speeds
 
 _ANSWER_SECONDS, _PAUSE_SECONDS = 5.0, 0.2

@@ -20,9 +20,15 @@ from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
 from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.watchdog import HelperWatchdog, Watchdog
-from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.ends import ControllerLostError, TrainingError
-from elastrata.core.events import Event, Lost, Warned
+from elastrata.core.events import (
+    Action,
+    ControllerLostError,
+    ControlSignal,
+    Event,
+    Lost,
+    TrainingError,
+    Warned,
+)
 from elastrata.core.target import TargetConfig, is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.replicas.storage import Replicas, close_replicas, open_replicas

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastrata.core.control_signal import ControlSignal
-from elastrata.core.events import Event
+from elastrata.core.events import ControlSignal, Event
 from elastrata.core.record import StepRecord
 
 MOST_IN_A_BUFFER = 10_000

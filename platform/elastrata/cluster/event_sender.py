@@ -10,8 +10,7 @@ from typing import Any, cast
 import ray
 
 from elastrata.cluster.event_delivery import Acknowledgement, EventBatch, SendQueue
-from elastrata.core.control_signal import ControlSignal
-from elastrata.core.events import Event, RanOut, Refused, Warned
+from elastrata.core.events import ControlSignal, Event, RanOut, Refused, Warned
 from elastrata.core.record import StepRecord
 
 BATCH_SECONDS = 0.2

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from ray.util.metrics import Counter, Gauge
 
 from elastrata.core.events import Committed, Evaluated, Event, Lost, Started
-from elastrata.core.named_losses import losses_by_set, losses_by_source
-from elastrata.core.record import StepRecord
+from elastrata.core.record import StepRecord, losses_by_set, losses_by_source
 from elastrata.run.goodput import Goodput
 from elastrata_pipelines.errors import UserError
 

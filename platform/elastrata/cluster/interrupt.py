@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from elastrata.core.ends import TrainingError
+from elastrata.core.events import TrainingError
 
 _LOOK_SECONDS = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastrata.cluster.node_speeds import Node, devices_of, names_of
 from elastrata.cluster.nodes import nodes
 from elastrata.recipe.recipe import Recipe
-from elastrata_pipelines.rank_kinds import RankKind, RankKinds, kinds_of_groups, one_kind
+from elastrata_pipelines.speeds import RankKind, RankKinds, kinds_of_groups, one_kind
 
 
 def kinds_by_node(recipe: Recipe) -> Callable[[Sequence[str]], RankKinds]:

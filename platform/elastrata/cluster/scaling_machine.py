@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from elastrata.core.control_signal import Action, ControlSignal
+from elastrata.core.events import Action, ControlSignal
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """At the whole cluster: every node is asked for a connection."""

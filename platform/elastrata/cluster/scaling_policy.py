@@ -60,7 +60,7 @@ from elastrata.cluster.scaling_machine import (
     Withdraw,
 )
 from elastrata.cluster.slow_nodes import SlowNodes
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 
 _SECONDS_TO_ANSWER = 5.0
 _RETRY_SECONDS = (45.0, 90.0)

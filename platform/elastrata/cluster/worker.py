@@ -21,10 +21,18 @@ from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
 from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
-from elastrata.core.control_signal import Action, ControlSignal
-from elastrata.core.ends import RanOutError, Stopped
-from elastrata.core.events import RanOut, Refused, Started, Substituted, Warned
-from elastrata.core.stopwatch import Stopwatch
+from elastrata.core.events import (
+    Action,
+    ControlSignal,
+    RanOut,
+    RanOutError,
+    Refused,
+    Started,
+    Stopped,
+    Substituted,
+    Warned,
+)
+from elastrata.core.record import Stopwatch
 from elastrata.core.target import is_over
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
@@ -39,8 +47,8 @@ from elastrata.trainer.pacing import Pacing, idle_ranks
 from elastrata.trainer.saving import Saving
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.retry import patiently
+from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import RankStream
 

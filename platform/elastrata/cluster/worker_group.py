@@ -40,8 +40,7 @@ from elastrata.cluster.source import Source
 from elastrata.cluster.staying_controller import StayingController
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
 from elastrata.core.device import PEAKS
-from elastrata.core.ends import ControllerLostError, Stopped, TrainingError
-from elastrata.core.events import Lost
+from elastrata.core.events import ControllerLostError, Lost, Stopped, TrainingError
 from elastrata.core.mesh import backends
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.workload import Workload

@@ -17,8 +17,8 @@ from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.groups import Group
 from elastrata_pipelines.payload import RankStep, decode
-from elastrata_pipelines.rank_kinds import RankKinds
 from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.speeds import RankKinds
 
 EVALUATION_SEED = 0
 """Fixed, so that runs of different seeds are evaluated on the same predictions."""

@@ -1,13 +1,37 @@
-"""Events: small values that workers send the driver as they happen, beside step records."""
+"""What driver and workers tell each other: commands to workers, events of workers, and the
+exceptions that end a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
-from elastrata.core.control_signal import Action
 from elastrata.core.record import StepRecord
+
+
+class Action(IntEnum):
+    """An instruction to the workers for when their step is done. Of two the larger one counts."""
+
+    GO_ON = 0
+    SAVE = 1
+    """Take a durable checkpoint and go on: a node is about to go, and there is no other."""
+    HALT = 2
+    """Take a durable checkpoint and wait for the end: another group of workers takes over."""
+    STOP = 3
+    """Take a durable checkpoint and end the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSignal:
+    """One request. Rank 0 hears of it, and the step's own reduction tells all ranks at once."""
+
+    action: Action
+    reason: str
+    """`resize`, `drain` or `stop`."""
+    text: str
+    """For people, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,3 +242,27 @@ Event = (
     | Warned
     | Refused
 )
+
+
+class TrainingError(Exception):
+    """Training ended before its last step; says how, in one line. Trying again cannot help."""
+
+
+class ControllerLostError(TrainingError):
+    """The workers' controller is gone, and they with it. Another controller may go on."""
+
+
+class RanOutError(Exception):
+    """A step ran out of a device's memory, and the next group of workers has a choice that needs
+    less. `told` says which choice it was."""
+
+    def __init__(self, told: RanOut) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told.text
+
+
+class Stopped(Exception):  # noqa: N818  it is the end that was asked for, not an error
+    """The workers have saved their state and stopped, as they were asked to."""

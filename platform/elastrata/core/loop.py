@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -11,18 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from elastrata.core.background import Background, BackgroundThread
 from elastrata.core.batch import Batch
 from elastrata.core.clip import Clip
-from elastrata.core.control_signal import Action
-from elastrata.core.deal_check import check_same_deal, deal_marks
 from elastrata.core.device import forget_peak, peak_flops, peak_memory_bytes
-from elastrata.core.ends import TrainingError
+from elastrata.core.events import Action, TrainingError
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.optimizer import set_learning_rate
 from elastrata.core.own_time import OwnTime, own_time
-from elastrata.core.prefetch import Prefetch, ReadyStep
-from elastrata.core.record import StepRecord
+from elastrata.core.prefetch import Background, BackgroundThread, Prefetch, ReadyStep
+from elastrata.core.record import StepRecord, Stopwatch
 from elastrata.core.step import (
     StepHooks,
     StepResult,
@@ -32,13 +30,33 @@ from elastrata.core.step import (
     train_step,
 )
 from elastrata.core.step_message import Effort, StepMessage, written
-from elastrata.core.stopwatch import Stopwatch
 from elastrata.core.workload import Workload
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.speeds import Speeds
+
+
+def deal_marks(speeds: Speeds) -> dict[str, float]:
+    """The numbers of this rank that are added up over all primary ranks, by name."""
+    return {"hands": 1, "dealt_by": _mark(speeds)}
+
+
+def check_same_deal(sums: Mapping[str, float], speeds: Speeds) -> None:
+    """Looks whether the sums say that all ranks were dealt to by these speeds. Where deals differ,
+    at least one rank has speeds: ranks that have none need not look.
+
+    Raises:
+        RuntimeError: they were not; the group is to begin again.
+    """
+    if speeds and sums["dealt_by"] != sums["hands"] * _mark(speeds):
+        raise RuntimeError("the ranks have hands of different deals")
+
+
+def _mark(speeds: Speeds) -> int:
+    return zlib.crc32(repr(speeds).encode()) if speeds else 0
+
 
 _HALF = 2**32
 _WEIGHT, _SOURCE = "weight/", "source/"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastrata.core.optimizers.adamw import AdamWConfig
-from elastrata.core.optimizers.keys import OptimizerKeys
+from elastrata.core.optimizers.base import OptimizerKeys
 from elastrata.core.optimizers.lamb import LambConfig
 from elastrata.core.optimizers.muon import MuonConfig
 

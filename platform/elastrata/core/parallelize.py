@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastrata.config import Config
-from elastrata.core.exchange import Exchange, exchange_over, nodes_of_all
 from elastrata.core.mesh import data_axes
 from elastrata.core.recomputation import Recomputation, recompute
 from elastrata.core.reduction import (
     BackgroundAllGather,
     DeterministicReduceScatter,
     DuringBackward,
+    Exchange,
     Reduction,
     at_once,
+    exchange_over,
+    nodes_of_all,
 )
 
 Workers = Annotated[int, Field(gt=0, le=100_000)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -70,7 +71,7 @@ class StepRecord:
     """Loss or gradient were not finite, and the model stayed as it was."""
     bubble: float | None = None
     """With a pipeline, the share of a step's seconds in the model that a worker waits for others,
-    by the schedule and the counted cost of the stages; see `core/pipeline/bubble.py`."""
+    by the schedule and the counted cost of the stages; see `core/pipeline/schedule.py`."""
     memory_by_stage: tuple[int, ...] = ()
     """With a pipeline, as `memory_bytes`, of the workers that rank 0 hands its micro-batches on to:
     itself first."""
@@ -134,3 +135,33 @@ class StepRecord:
         if self.flops_of_zeros:
             tracked["sparsity/flops_of_zeros"] = self.flops_of_zeros / self.flops
         return tracked if self.mfu is None else {**tracked, "perf/mfu": self.mfu}
+
+
+def losses_by_source(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of the sources, by name.
+
+    Args:
+        metrics: of an evaluation, by metric name; others are passed over.
+    """
+    parts = [(name.split("/"), loss) for name, loss in metrics.items()]
+    return {name[2]: loss for name, loss in parts if len(name) == 3 and name[1] == "loss"}
+
+
+def losses_by_set(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those on further sets, by name; `metrics` as above."""
+    parts = [(name.split("/"), loss) for name, loss in metrics.items()]
+    return {name[1]: loss for name, loss in parts if len(name) == 3 and name[2] == "loss"}
+
+
+class Stopwatch:
+    """Seconds by name, since the birth of the object and one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def passed(self, name: str) -> None:
+        """The phase of that name ends now, and the next begins."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now

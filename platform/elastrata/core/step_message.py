@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.readback import to_device
 
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from elastrata.config import Config
 from elastrata.core.batch import Batch
 from elastrata.core.device import DeviceCapabilities
-from elastrata.core.installed import installed_workloads
+from elastrata.core.environment import installed_workloads
 from elastrata.core.model_spec import ModelSpec
 from elastrata.core.weight_files import AS_TRAINED, WeightForm
 from elastrata_pipelines.deal import WorkModel

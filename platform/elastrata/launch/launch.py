@@ -21,8 +21,7 @@ from elastrata.cluster.observer import catch_up
 from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
 from elastrata.core.events import Committed, Event, Launched, Warned
-from elastrata.core.record import StepRecord
-from elastrata.core.stopwatch import Stopwatch
+from elastrata.core.record import StepRecord, Stopwatch
 from elastrata.core.target import TargetConfig
 from elastrata.launch.model_inspection import num_parameters
 from elastrata.launch.result import TrainResult

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastrata.core.first_weights import meta_model
-from elastrata.core.optimizers.keys import ParameterGroup
-from elastrata.core.sparsity.layers import layer_shapes
-from elastrata.core.sparsity.plan import SparsityPlan, sparsity_plan
+from elastrata.core.optimizers.base import ParameterGroup
+from elastrata.core.sparsity.layers import SparsityPlan, layer_shapes, sparsity_plan
 from elastrata.core.workload import Workload
 from elastrata.recipe.data_spec import DataSpec, data_spec
 from elastrata.recipe.length import as_if_full

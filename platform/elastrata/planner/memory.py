@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from elastrata.core.model_spec import ModelSpec
-from elastrata.core.pipeline.spans import stage_spans
+from elastrata.core.pipeline.stages import stage_spans
 from elastrata.planner.activations import (
     block_activations,
     computed_again,

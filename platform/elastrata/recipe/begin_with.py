@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from elastrata.checkpoints.weights_folder import CONFIG, weights_folder
 from elastrata.config import Config
 from elastrata.core.counterpart import HasCounterpart
-from elastrata.core.installed import installed_workloads
+from elastrata.core.environment import installed_workloads
 from elastrata.core.workload import workload_class
 from elastrata.recipe.yaml_values import read_stored
 from elastrata_pipelines.checked_json import reason

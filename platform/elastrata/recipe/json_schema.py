@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastrata.core.installed import installed_workloads
+from elastrata.core.environment import installed_workloads
 from elastrata.core.workload import workload_class
 from elastrata.recipe.phase import LENGTHS
 from elastrata.recipe.recipe import Recipe

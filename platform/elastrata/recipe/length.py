@@ -10,9 +10,9 @@ from elastrata.recipe.phase import PhaseKeys
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.shares import mean_tokens
-from elastrata_pipelines.batch_size_warmup import steps_for
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import MANIFEST, Manifest
+from elastrata_pipelines.groups import steps_for
 from elastrata_pipelines.storage import Storage
 
 Part = TypeVar("Part", bound=PhaseKeys)

@@ -13,8 +13,8 @@ from elastrata.core.schedule import ScheduleConfig
 from elastrata.core.sparsity.config import SparsityConfig
 from elastrata.recipe.alternatives import merged
 from elastrata.recipe.data import DataConfig
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.groups import BatchSizeWarmup
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys that say how long a phase is: one of them."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from elastrata.core.evaluate import evaluation_metrics
 from elastrata.core.optimizers.adamw import AdamWConfig
 from elastrata.core.sparsity.config import TwoFourConfig
-from elastrata.core.sparsity.layers import layer_shapes
-from elastrata.core.sparsity.problems import sparsity_problems
+from elastrata.core.sparsity.layers import layer_shapes, sparsity_problems
 from elastrata.recipe.layout_rules import Problem, automatic_problems, layout_problems, over_group
 from elastrata.recipe.memory_rules import memory_problems
 from elastrata.recipe.mixture_rules import mixture_problems

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastrata.core.installed import installed_workloads
+from elastrata.core.environment import installed_workloads
 from elastrata.recipe.alternatives import replaced_keys, type_below
 from elastrata.recipe.value_types import Model
 from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from elastrata.checkpoints.staging import Stager
 from elastrata.checkpoints.training_state import training_state
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.sharding import local

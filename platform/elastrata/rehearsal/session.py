@@ -21,7 +21,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastrata.core import loop, parallelize
-from elastrata.core.background import AtOnce
+from elastrata.core.prefetch import AtOnce
 from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.recorder import Recorder

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from elastrata.core.target import TargetConfig
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
-from elastrata_pipelines.batch_size_warmup import BatchSizeWarmup
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.groups import BatchSizeWarmup
 from elastrata_pipelines.mixture import UNITS, Leg, Mixture
 from elastrata_pipelines.phase import Key, Origin, PhaseSize
 from elastrata_pipelines.storage import Storage

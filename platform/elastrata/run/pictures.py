@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from elastrata.core.named_losses import losses_by_set, losses_by_source
+from elastrata.core.record import losses_by_set, losses_by_source
 from elastrata.run import history
 from elastrata.run.entries import metrics_of
 from elastrata.tracking.plots import (

@@ -22,7 +22,7 @@ from elastrata_pipelines.balance import mixed_batches, ordered_batches
 from elastrata_pipelines.checked_json import parse_json
 from elastrata_pipelines.deal import Ints, least_loaded
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.mixed_order import MixedOrder
+from elastrata_pipelines.mixture import MixedOrder
 from elastrata_pipelines.storage import Storage
 
 _MOST_BYTES, _MOST_SECONDS = 2**26, 10**9

@@ -25,9 +25,9 @@ from elastrata.sweeps.search import GridConfig
 from elastrata.sweeps.space import grid_points
 from elastrata.sweeps.trial_recipe import TrialJob, at_home
 from elastrata.trainer.preflight import check_storage, training_data
-from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
+from elastrata_pipelines.groups import samples_in
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage
 

@@ -19,13 +19,11 @@ from ray.tune import Trainable
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.node_kinds import kinds_by_node
-from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.device import current_device
 from elastrata.core.evaluate import evaluated
-from elastrata.core.events import Committed, Evaluated, Event, Started
+from elastrata.core.events import Action, Committed, ControlSignal, Evaluated, Event, Started
 from elastrata.core.mesh import data_rank, lone_group
-from elastrata.core.record import StepRecord
-from elastrata.core.stopwatch import Stopwatch
+from elastrata.core.record import StepRecord, Stopwatch
 from elastrata.core.target import is_over
 from elastrata.launch.launch import train
 from elastrata.recipe.recipe import Recipe
@@ -53,7 +51,7 @@ from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep, decode
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rank_kinds import RankKinds
+from elastrata_pipelines.speeds import RankKinds
 from elastrata_pipelines.storage import Storage
 
 CURVES = ("train/loss", "train/lr", "train/gradient_norm", "progress/tokens")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastrata.core.control_signal import Action
+from elastrata.core.events import Action
 from elastrata.core.loop import unmeasured
 from elastrata.core.record import StepRecord
 from elastrata.core.step_message import Effort

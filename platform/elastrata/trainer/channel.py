@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elastrata.core.control_signal import ControlSignal
-from elastrata.core.events import Event
+from elastrata.core.events import ControlSignal, Event
 
 
 class Channel(Protocol):

@@ -15,11 +15,12 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
-from elastrata.core.control_signal import Action, ControlSignal
 from elastrata.core.evaluate import evaluated
 from elastrata.core.events import (
+    Action,
     Chosen,
     Committed,
+    ControlSignal,
     Evaluated,
     Halted,
     Heard,

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastrata.checkpoints.training_state import MODEL, training_state
 from elastrata.core.average import WeightAverage
 from elastrata.core.clip import Clip, build_clip
-from elastrata.core.device import DeviceCapabilities, capabilities, current_device
-from elastrata.core.fallbacks import substitutions
+from elastrata.core.device import DeviceCapabilities, capabilities, current_device, substitutions
 from elastrata.core.first_weights import Outline, allocate
 from elastrata.core.forward_backward import ForwardBackward, WholeModel
 from elastrata.core.loop import Loop

@@ -10,7 +10,7 @@ from elastrata.core.record import StepRecord
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rank_kinds import RankKinds
+from elastrata_pipelines.speeds import RankKinds
 
 
 class HeldOut:

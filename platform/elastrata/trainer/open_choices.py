@@ -18,7 +18,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.auto import Automatic, PhaseChoices
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rank_kinds import RankKind, RankKinds, different
+from elastrata_pipelines.speeds import RankKind, RankKinds, different
 
 
 def automatic(

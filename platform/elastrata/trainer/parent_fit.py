@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastrata.core.counterpart import Counterpart
-from elastrata.core.id_tables import id_tables, sizes
+from elastrata.core.first_weights import id_tables, sizes
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData

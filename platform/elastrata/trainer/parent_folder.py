@@ -12,7 +12,7 @@ from torch import Tensor
 from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder
 from elastrata.core.counterpart import Counterpart, HasCounterpart
-from elastrata.core.id_tables import sizes
+from elastrata.core.first_weights import sizes
 from elastrata.core.workload import Workload
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from elastrata.checkpoints.commit import MARKER, Commit, problems
 from elastrata.checkpoints.training_state import model_sizes
-from elastrata.core.id_tables import sizes
+from elastrata.core.first_weights import sizes
 from elastrata.recipe.begin_with import BeginConfig
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.evidence import chosen_commit

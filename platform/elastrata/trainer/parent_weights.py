@@ -10,7 +10,7 @@ from elastrata.checkpoints.commit import MARKER, Commit
 from elastrata.checkpoints.training_state import model_sizes, restore, restore_weights
 from elastrata.checkpoints.weights_folder import weights_folder
 from elastrata.core.counterpart import HasCounterpart
-from elastrata.core.id_tables import counted_rows, id_tables, sizes
+from elastrata.core.first_weights import counted_rows, id_tables, sizes
 from elastrata.core.sharding import local, own_box
 from elastrata.core.workload import Workload
 from elastrata.run.folder import Parent

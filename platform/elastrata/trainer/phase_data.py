@@ -18,9 +18,7 @@ from elastrata_pipelines.deal import FIXED_TOKENS
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, Manifest, file_problems, read_held_out
 from elastrata_pipelines.format.manifest import AGAIN
-from elastrata_pipelines.limits import evenly
-from elastrata_pipelines.mixed_order import MixedOrder
-from elastrata_pipelines.mixture import Leg, Mixture, in_units
+from elastrata_pipelines.mixture import Leg, MixedOrder, Mixture, evenly, in_units
 from elastrata_pipelines.order import Order
 from elastrata_pipelines.phase import PhaseSize
 from elastrata_pipelines.storage import Storage

@@ -17,10 +17,8 @@ import torch
 from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit, CommitStorage
 from elastrata.checkpoints.training_state import load, part_is_saved, restore, training_state
 from elastrata.core.average import AVERAGE, WeightAverage
-from elastrata.core.control_signal import Action
-from elastrata.core.ends import RanOutError
 from elastrata.core.evaluate import evaluate
-from elastrata.core.events import Chosen, RanOut
+from elastrata.core.events import Action, Chosen, RanOut, RanOutError
 from elastrata.core.loop import unmeasured
 from elastrata.core.mesh import ALONE, DataRank
 from elastrata.core.optimizer import build_optimizer
@@ -35,7 +33,7 @@ from elastrata.trainer.parent_weights import begin_with
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, in_turn
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.rank_kinds import RankKinds
+from elastrata_pipelines.speeds import RankKinds
 
 
 class Trainer:

@@ -10,8 +10,8 @@ import torch
 
 import elastrata_workloads.modernbert
 from elastrata.recipe.file import load_recipe
-from elastrata_pipelines.batch_size_warmup import samples_in
 from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.groups import samples_in
 
 RECIPES = sorted((Path(elastrata_workloads.modernbert.__file__).parent / "recipes").glob("*.yaml"))
 BILLION = 10**9

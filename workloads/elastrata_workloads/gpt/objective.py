@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastrata_pipelines.rows import Rows
-from elastrata_pipelines.sample_rng import SampleRng
+from elastrata_pipelines.rows import Rows, SampleRng
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler, unpadded
 
 _DROPOUT = 1

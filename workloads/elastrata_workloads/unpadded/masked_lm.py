@@ -13,8 +13,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from elastrata_pipelines.format import Manifest, Vocabulary
-from elastrata_pipelines.rows import Rows
-from elastrata_pipelines.sample_rng import SampleRng
+from elastrata_pipelines.rows import Rows, SampleRng
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, filler, unpadded
 from elastrata_workloads.unpadded.workload import UnpaddedTransformer
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elastrata.core.optimizers.keys import OptimizerKeys, ParameterGroup, decaying_or_not, trainable
+from elastrata.core.optimizers.base import OptimizerKeys, ParameterGroup, decaying_or_not, trainable
 
 
 class AdamWConfig(OptimizerKeys):

@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastrata.core.optimizers.adam_moments import adam_directions
-from elastrata.core.optimizers.keys import (
+from elastrata.core.optimizers.base import (
     NotNegative,
     OptimizerKeys,
     ParameterGroup,
+    adam_directions,
     decaying_or_not,
     trainable,
 )

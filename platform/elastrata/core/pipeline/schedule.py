@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,161 @@ from elastrata.core.device import peak_memory_bytes
 from elastrata.core.forward_backward import ForwardBackward
 from elastrata.core.parallelize import GradientSync, ParallelConfig
 from elastrata.core.parallelize import Schedule as Name
-from elastrata.core.pipeline.agreement import Agreement
-from elastrata.core.pipeline.bubble import Action, bubble, computations, one_stage_order
-from elastrata.core.pipeline.loss_names import LossNames
 from elastrata.core.pipeline.stages import Stages
 from elastrata.core.readback import Readback
 from elastrata.core.sharding import local
 from elastrata.core.workload import Loss, Metric, PipelineParallel
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward whole, or in two parts: gradients of the inputs, then of the weights."""
+Action = tuple[int, Kind, int]
+"""Stage, kind, micro-batch."""
+_PARTS: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+_CALLED: Mapping[Kind, Kind] = {"B": "I"}
+"""The stage before waits for the gradient of the inputs alone."""
+
+
+def bubble(
+    order: Mapping[int, Sequence[Action]], costs: Sequence[float], *, recomputed: float
+) -> float:
+    """1 - (seconds all ranks compute) / (ranks * seconds until the last one has finished).
+
+    A rank does one thing after the other, each as soon as what it needs is there. A forward pass
+    takes the cost of its stage, either part of a backward pass as much again, besides what is
+    recomputed in it. Messages take no time. Stages of equal costs c make it
+    (p - 1) / (m + p - 1) with GPipe and 1F1B on p ranks with m micro-batches, and
+    (p - 1) / (v m + p - 1) interleaved with v stages on a rank (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2, over the whole step).
+
+    Args:
+        order: what each rank does, in order.
+        costs: of a forward pass through each stage.
+        recomputed: the share of a forward pass that a backward pass computes again.
+
+    Raises:
+        ValueError: no rank can go on, as each waits for what never comes.
+    """
+    left = {rank: list(actions) for rank, actions in order.items()}
+    free = dict.fromkeys(order, 0.0)
+    ended: dict[Action, float] = {}
+    busy = 0.0
+    while any(left.values()):
+        waiting = [rank for rank, actions in left.items() if actions]
+        ready = [r for r in waiting if _needed(left[r][0], len(costs)) <= ended.keys()]
+        if not ready:
+            raise ValueError("a schedule in which every rank waits")
+        for rank in ready:
+            stage, kind, batch = action = left[rank].pop(0)
+            seconds = costs[stage] * (_PARTS[kind] + (recomputed if kind in "BI" else 0.0))
+            needed = (ended[other] for other in _needed(action, len(costs)))
+            free[rank] = max(free[rank], *needed, 0.0) + seconds
+            ended[stage, _CALLED.get(kind, kind), batch] = free[rank]
+            busy += seconds
+    return 1 - busy / (len(order) * max(free.values()))
+
+
+def one_stage_order(
+    num_ranks: int, num_micro_batches: int, *, interleaves: bool
+) -> dict[int, list[Action]]:
+    """The order of ranks with one stage each: GPipe, or 1F1B, in which rank r has at most
+    `num_ranks` - r micro-batches under way.
+
+    torch's own plan of 1F1B (`Schedule1F1B.pipeline_order` of torch 2.13) counts the micro-batches
+    of its last rank from 1.
+    """
+    order: dict[int, list[Action]] = {}
+    for rank in range(num_ranks):
+        most = num_ranks - rank if interleaves else num_micro_batches
+        order[rank] = []
+        for batch in range(num_micro_batches + most):
+            if batch >= most and batch - most < num_micro_batches:
+                order[rank].append((rank, "B", batch - most))
+            if batch < num_micro_batches:
+                order[rank].append((rank, "F", batch))
+    return order
+
+
+def computations(order: Mapping[int, Sequence[Any]]) -> dict[int, list[Action]]:
+    """What every rank computes in torch's plan (`pipeline_order`), without messages and waits."""
+    return {
+        rank: [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in actions
+            if action is not None and action.is_compute_op
+        ]
+        for rank, actions in order.items()
+    }
+
+
+def _needed(action: Action, num_stages: int) -> set[Action]:
+    """The actions that must have ended before."""
+    stage, kind, batch = action
+    if kind == "F":
+        return {(stage - 1, "F", batch)} if stage else set()
+    if kind == "W":
+        return {(stage, "I", batch)}
+    later: set[Action] = {(stage + 1, "I", batch)} if stage + 1 < num_stages else set()
+    return {(stage, "F", batch), *later}
+
+
+class Agreement:
+    """That all stages know the shapes they will receive, asked once for all schedules.
+
+    torch asks for every new one, that is for every new length of micro-batches, stage after stage,
+    and has the host wait twice for the device: to ask, and to read the answer. The first time is
+    not spared: it also connects neighbouring ranks.
+    """
+
+    def __init__(self) -> None:
+        self._mode: Any = None
+
+    def spares(self, schedule: Any) -> None:
+        """Has a new schedule take over what an earlier one has agreed on."""
+        if self._mode is not None:
+            schedule._warmup_p2p = self._taken_over
+
+    def holds(self, stages: Sequence[PipelineStage]) -> None:
+        """These stages have agreed; in versions of torch that ask for nothing, on nothing."""
+        self._mode = getattr(stages[0], "_inference_mode", None)
+
+    def _taken_over(self, stages: Sequence[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = self._mode
+
+
+@dataclass(frozen=True)
+class LossNames:
+    """The names in a loss, the same in every step."""
+
+    terms: tuple[str, ...]
+    metrics: tuple[tuple[str, str], ...]
+    """Each with the loss term by whose weight it is divided."""
+
+    @classmethod
+    def of(cls, loss: Loss) -> LossNames:
+        """Those of a loss."""
+        metrics = tuple((name, metric.per) for name, metric in loss.metrics.items())
+        return cls(tuple(loss.terms), metrics)
+
+    def __len__(self) -> int:
+        return len(self.terms) + len(self.metrics)
+
+    def numbers(self, loss: Loss) -> list[Tensor]:
+        """The sums in such a loss: terms, then metrics."""
+        metrics = [loss.metrics[name].total for name, _ in self.metrics]
+        return [*(loss.terms[term] for term in self.terms), *metrics]
+
+    def loss(self, numbers: Tensor) -> Loss:
+        """The loss with these sums, in that order; shape [n]."""
+        terms, metrics = numbers[: len(self.terms)], numbers[len(self.terms) :]
+        return Loss(
+            dict(zip(self.terms, terms, strict=True)),
+            {
+                name: Metric(total, per)
+                for (name, per), total in zip(self.metrics, metrics, strict=True)
+            },
+        )
+
 
 SCHEDULES: Mapping[Name, type[Any]] = {
     "gpipe": ScheduleGPipe,

@@ -1,20 +1,42 @@
-"""The layers of a workload that may be sparse, and how sparse each is to be."""
+"""The layers of a workload that may be sparse, and how sparse each is to be.
+
+A weight is multiplied once per token in the forward pass and twice in the backward pass, for the
+gradient of the input and for its own; a multiplication with its addition counts as two. With a
+weight at zero none of the three is needed: 6 FLOPs per zero and token. An update of RigL needs the
+gradients of all weights, so in its step only two of the three can be left out: 4 FLOPs. What is not
+the matrix of a sparse layer (embeddings, head, attention's own products) costs what it costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from elastrata.core.first_weights import meta_model
-from elastrata.core.optimizers.keys import block_matrices
-from elastrata.core.sparsity.config import AnySparsity, GivenConfig, TwoFourConfig
+from elastrata.core.optimizers.base import block_matrices
+from elastrata.core.sparsity.config import (
+    AnySparsity,
+    BlockConfig,
+    GivenConfig,
+    LevelKeys,
+    RiglConfig,
+    TwoFourConfig,
+)
+from elastrata.core.sparsity.kernels import MULTIPLE
+from elastrata.core.sparsity.mask_file import read_masks
+from elastrata.core.sparsity.rigl import drop_fraction
+from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Vocabulary
 
-if TYPE_CHECKING:  # it knows this package
+if TYPE_CHECKING:
     from elastrata.core.workload import Workload
+
 
 WEIGHT = ".weight"
 """The end of a layer's parameter's name."""
@@ -99,3 +121,185 @@ def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
         if not full:
             return {name: 1 - shares.get(name, 1.0) for name in shapes}
         dense |= full
+
+
+Problem = tuple[tuple[str, ...], str]
+"""The key to change, and the line about it."""
+_NEIGHBOURS = 4
+_NUM_NEAREST = 3
+
+
+def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
+    """One for each thing that cannot work.
+
+    Args:
+        config: a phase's.
+        shapes: of all layers that may be sparse.
+    """
+    yield from _unknown_layers(("layers",), config.layers, shapes)
+    sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
+    if isinstance(config, LevelKeys):
+        for number, given in enumerate(config.levels):
+            path = ("levels", str(number), "layers")
+            yield from _unknown_layers(path, given.layers, sparse)
+    if isinstance(config, BlockConfig):
+        yield from _indivisible(sparse, config.block)
+    if isinstance(config, TwoFourConfig):
+        yield from _not_in_fours(sparse)
+        if config.kernels:
+            yield from _not_for_kernels(sparse)
+
+
+def _unknown_layers(
+    path: tuple[str, ...], patterns: Sequence[str], shapes: Shapes
+) -> Iterator[Problem]:
+    for number, pattern in enumerate(patterns):
+        if not layers_named(shapes, [pattern]):
+            where = ".".join(("sparsity", *path, str(number)))
+            yield (
+                (*path, str(number)),
+                f"{where}: {pattern!r}: no layer has that name; the nearest: "
+                f"{', '.join(_nearest(pattern, shapes))}",
+            )
+
+
+def _nearest(pattern: str, shapes: Shapes) -> list[str]:
+    """Names with `*` for the numbers in them, those most like the pattern first."""
+    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
+    return get_close_matches(pattern, known, n=_NUM_NEAREST, cutoff=0.0)
+
+
+def _indivisible(sparse: Shapes, block: int) -> Iterator[Problem]:
+    for name, (rows, columns) in sparse.items():
+        if rows % block or columns % block:
+            yield (
+                ("block",),
+                f"sparsity.block: {block}: expected a divisor of the {rows} rows and {columns} "
+                f"columns of {name}",
+            )
+            return
+
+
+def _not_in_fours(sparse: Shapes) -> Iterator[Problem]:
+    for name, (_, columns) in sparse.items():
+        if columns % _NEIGHBOURS:
+            yield (
+                ("method",),
+                f"sparsity.method: 'two_four': expected layers with rows of a multiple of four "
+                f"weights, not {columns} as in {name}; leave it out of sparsity.layers",
+            )
+            return
+
+
+def _not_for_kernels(sparse: Shapes) -> Iterator[Problem]:
+    for name, (rows, columns) in sparse.items():
+        if rows % MULTIPLE or columns % MULTIPLE:
+            yield (
+                ("kernels",),
+                f"sparsity.kernels: true: expected layers of multiples of {MULTIPLE} rows and "
+                f"columns, not {rows} by {columns} as {name}; leave it out of sparsity.layers",
+            )
+            return
+
+
+_ALL, _WITHOUT_GRADIENT = 6, 4
+_FORWARD_AND_BACKWARD = 3
+"""Times the FLOPs of the forward pass."""
+
+
+def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> int:
+    """The FLOPs of forward and backward that a device which skips zeros saves.
+
+    Args:
+        zeros: weights held at zero, each applied once to every token.
+        tokens: of the global batch.
+        dense_gradient: whether the gradients of all weights are needed.
+    """
+    return (_WITHOUT_GRADIENT if dense_gradient else _ALL) * zeros * tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityPlan:
+    """A phase's sparsity, layer by layer."""
+
+    method: str
+    """`dense` where it holds nothing."""
+    shapes: Shapes
+    """Rows and columns of the sparse layers."""
+    zeros: Mapping[str, int]
+    """Weights at zero, by layer."""
+    seq_len: int
+    """FLOPs are those of a sample of so many tokens, forward and backward."""
+    flops_dense: int
+    """By the workload's formula, without zeros."""
+    flops: float
+    """Without products with zeros; where gradients of all weights are needed now and then, the mean
+    over the phase."""
+
+    @property
+    def level(self) -> float:
+        """Share of the sparse layers' weights that is zero."""
+        weights = sum(rows * columns for rows, columns in self.shapes.values())
+        return sum(self.zeros.values()) / weights if weights else 0.0
+
+    @property
+    def times_fewer(self) -> float:
+        """How many times fewer FLOPs than dense."""
+        return self.flops_dense / self.flops
+
+
+def sparsity_plan(
+    config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
+) -> SparsityPlan:
+    """The plan of a phase.
+
+    Args:
+        config: the phase's; None: dense.
+        shapes: of all layers that may be sparse.
+        work: FLOPs of the forward pass for a sample by its length.
+        seq_len: tokens of the sample whose FLOPs are counted.
+        steps: of the phase.
+
+    Raises:
+        UserError: a file of masks is missing or that of another model.
+    """
+    zeros = planned_zeros(config, shapes) if config else {}
+    dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
+    number = sum(zeros.values())
+    updates = _updates(config, steps) / steps
+    saved = flops_of_zeros(number, seq_len) * (1 - updates)
+    saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
+    return SparsityPlan(
+        method=config.method if config else "dense",
+        shapes={name: shapes[name] for name in zeros},
+        zeros=zeros,
+        seq_len=seq_len,
+        flops_dense=dense,
+        flops=dense - saved,
+    )
+
+
+def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
+    """Weights that are held at zero, by layer."""
+    levels = layer_levels(config, shapes)
+    if isinstance(config, GivenConfig):
+        masks = read_masks(config.masks, shapes)
+        return {name: int(masks[name].sum()) if name in masks else 0 for name in levels}
+    zeros = {}
+    for name, level in levels.items():
+        weights = shapes[name][0] * shapes[name][1]
+        if isinstance(config, TwoFourConfig):
+            zeros[name] = weights // 2
+        elif isinstance(config, BlockConfig):
+            zeros[name] = round(level * (weights // config.block**2)) * config.block**2
+        else:
+            zeros[name] = round(level * weights)
+    return zeros
+
+
+def _updates(config: AnySparsity | None, steps: int) -> int:
+    """Steps of a phase that need the gradients of all weights."""
+    if not isinstance(config, RiglConfig):
+        return 0
+    every = config.schedule.every
+    return sum(drop_fraction(config, step, steps) > 0 for step in range(every, steps + 1, every))

@@ -16,17 +16,17 @@ from typing_extensions import override
 from elastrata.core.sharding import local
 from elastrata.core.sparsity import rigl
 from elastrata.core.sparsity.config import AnySparsity, GivenConfig, RiglConfig, TwoFourConfig
-from elastrata.core.sparsity.draw import drawn, zeros_of
-from elastrata.core.sparsity.layers import Shapes, layer_levels, layer_of
+from elastrata.core.sparsity.layers import Shapes, flops_of_zeros, layer_levels, layer_of
 from elastrata.core.sparsity.mask_file import read_masks
-from elastrata.core.sparsity.plan import flops_of_zeros
-from elastrata.core.sparsity.shards import (
+from elastrata.core.sparsity.rigl import (
     all_finite,
     counts_over_shards,
+    drawn,
     in_portions,
     no_mask,
     of_all_stages,
     rows_and_columns,
+    zeros_of,
 )
 from elastrata.core.step import StepHooks
 from elastrata_pipelines.hashing import key, text_hash
