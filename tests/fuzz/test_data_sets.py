@@ -6,10 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks, read_masks
+from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata_pipelines.batches import Batches, Start
@@ -28,7 +27,7 @@ from elastrata_pipelines.inspection import inspect, verify
 from elastrata_pipelines.payload import decode
 from elastrata_pipelines.storage import Storage
 from support.mutations import Mutation, mutated, mutated_json, mutations, quick, seeds
-from support.synthetic import Sizes, fields_of, tiny_recipe, write_data_set
+from support.synthetic import Sizes, tiny_recipe, write_data_set
 from support.verdict import read_or_refused
 
 SHAPES = {"blocks.0.query": (8, 12), "blocks.0.up": (16, 8), "blocks.1.query": (3, 5)}
@@ -142,34 +141,6 @@ def test_any_manifest_with_its_checksum_is_refused_or_used(
     assert refused > quick(50)
 
 
-@pytest.mark.parametrize("seed", seeds())
-def test_a_damaged_data_set_of_version_1_is_refused_or_used(
-    data: Path, tmp_path: Path, seed: int
-) -> None:
-    old = as_version_1(data, tmp_path / "data")
-    assert trained_on(old).keys() == trained_on(data).keys()
-    found = [
-        _read_both(old, mutation, seed)
-        for mutation in islice(mutations(old, random.Random(seed)), quick(100))
-    ]
-    assert found.count(None) > quick(40)
-
-
-def as_version_1(data: Path, folder: Path) -> Path:
-    """A copy of a data set as earlier versions wrote it: no checksum, no word of held-out data."""
-    shutil.copytree(data, folder)
-    for part in (folder, folder / HELD_OUT):
-        storage = Storage(str(part))
-        values = {**fields_of(Manifest.read(storage)), "held_out": None, "version": 1}
-        Manifest(**values).write(storage)
-    return folder
-
-
-def _read_both(folder: Path, mutation: Mutation, seed: int) -> dict[str, Any] | None:
-    with mutated(folder, mutation) as copy:
-        return _used(copy, f"seed {seed}: {mutation.name}")
-
-
 def _used(folder: Path, case: str) -> dict[str, Any] | None:
     """What both readers make of a folder."""
     fields = ("batch_size: ", "micro_batch_tokens: ", "workload", "data.path")
@@ -202,37 +173,3 @@ def sealed(text: bytes) -> bytes:
         return text
     checksum = hashlib.sha256(canonical.encode()).hexdigest()
     return json.dumps({**values, "checksum": checksum}).encode()
-
-
-@pytest.mark.parametrize("seed", seeds())
-def test_a_damaged_file_of_masks_is_refused_or_read_as_it_was(masks: Path, seed: int) -> None:
-    whole = read_masks(str(masks / MASKS_FILE), SHAPES)
-    rng = random.Random(seed)
-    drawn = chain(islice(mutations(masks, rng), quick(60)), islice(_headers(masks, rng), quick(60)))
-    refused = 0
-    for mutation in drawn:
-        case = f"seed {seed}: {mutation.name}"
-        with mutated(masks, mutation) as copy:
-            read = partial(read_masks, str(copy / MASKS_FILE), SHAPES)
-            found = read_or_refused(read, case, str(copy / MASKS_FILE))
-        refused += found is None
-        if found is not None:
-            assert found.keys() == whole.keys(), case
-            assert all(torch.equal(found[name], mask) for name, mask in whole.items()), case
-    assert refused > quick(60)
-
-
-def _headers(folder: Path, rng: random.Random) -> Iterator[Mutation]:
-    """Mutations of the JSON at the beginning of a safetensors file."""
-    data = (folder / MASKS_FILE).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    while True:
-        altered = mutated_json(data[8 : 8 + length], rng)
-        assert altered is not None
-        name, header = altered
-        whole = len(header).to_bytes(8, "little") + header + data[8 + length :]
-        yield Mutation(f"header: {name}", partial(_put_masks, data=whole))
-
-
-def _put_masks(copy: Path, *, data: bytes) -> None:
-    (copy / MASKS_FILE).write_bytes(data)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from elastrata_pipelines.preparation.encoders import make_encoder
-from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.preparation.tokenizer import load_tokenizer
 from support.mutations import quick, seeds
 from support.random_tokenizers import (
@@ -98,12 +97,6 @@ def _ours(path: Path, texts: list[str]) -> tuple[list[list[int]], list[int], lis
     return ids, list(frame.prefix), list(frame.suffix)
 
 
-def _pair_frame(path: Path) -> PairFrame:
-    files = load_tokenizer(str(path))
-    files.frame()  # as `prepare` does first
-    return files.pair_frame()
-
-
 @pytest.mark.parametrize("seed", seeds())
 def test_any_tokenizer_is_refused_or_gives_its_own_ids(tmp_path: Path, seed: int) -> None:
     rng, refused = random.Random(seed), 0
@@ -124,23 +117,3 @@ def test_any_tokenizer_is_refused_or_gives_its_own_ids(tmp_path: Path, seed: int
             framed = itself.encode(text, add_special_tokens=True).ids
             assert [*prefix, *ours, *suffix] == framed, f"{case}: another frame"
     assert refused < CASES // 2
-
-
-@pytest.mark.parametrize("seed", seeds())
-def test_any_frame_of_pairs_is_refused_or_its_own(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    path = tmp_path / "tokenizer.json"
-    for number in range(CASES):
-        description, name = _drawn(rng)
-        case = f"seed {seed}, case {number}: {name}"
-        path.write_text(json.dumps(description), encoding="utf-8")
-        frame = read_or_refused(partial(_pair_frame, path), case, "tokenizer", "pairs")
-        if frame is None:
-            continue
-        itself = _itself(description)
-        try:
-            first, second = (itself.encode(t, add_special_tokens=False).ids for t in ("AC", "GT"))
-        except Exception:  # refused where these are encoded, as the test above has it
-            continue
-        both = [*frame.prefix, *first, *frame.middle, *second, *frame.suffix]
-        assert both == itself.encode("AC", "GT").ids, f"{case}: another frame"

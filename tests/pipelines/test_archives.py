@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import sqlite3
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,15 +56,6 @@ def test_each_member_is_a_document(tmp_path: Path, name: str) -> None:
             assert read(tmp_path, size=size, skip=skip) == (documents, [], 0)
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_archives_of_every_format(tmp_path: Path, form: int) -> None:
-    long = "x" * 90 + "/" + "y" * 90 + ".txt"
-    (tmp_path / "a.tar").write_bytes(tar({long: b"one", "./b.txt": b"two", "b": b"three"}, form))
-    documents, problems, _ = read(tmp_path)
-    assert [document.text for document in documents] == ["one", "two", "three"]
-    assert problems == []
-
-
 def test_a_member_is_read_as_a_file_of_its_name(tmp_path: Path) -> None:
     lines = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(3))
     inner = lzma.compress(tar({"x.txt": b"deep 1", "y.txt.bz2": bz2.compress(b"deep 2")}))
@@ -86,19 +75,6 @@ def test_a_member_is_read_as_a_file_of_its_name(tmp_path: Path) -> None:
         "row 2",
     ]  # fmt: skip
     assert documents[9].file == f"{tmp_path}/all.tar.gz: d_data.xz: y.txt.bz2"
-
-
-def test_two_members_of_one_name_are_two_files(tmp_path: Path) -> None:
-    sink = io.BytesIO()
-    with tarfile.TarFile(fileobj=sink, mode="w") as archive:
-        for data in (b"old", b"new"):
-            info = tarfile.TarInfo("a.txt")
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    (tmp_path / "a.tar").write_bytes(sink.getvalue())
-    documents, _, _ = read(tmp_path)
-    assert [document.text for document in documents] == ["old", "new"]
-    assert documents[0].id != documents[1].id
 
 
 def sqlite(folder: Path) -> bytes:
@@ -158,20 +134,6 @@ def test_html_is_text_where_that_is_said(tmp_path: Path) -> None:
     assert len(read(tmp_path, format="text")[0]) == 4
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The <html> tag begins a page.", "a\x0bb\x0cc\x00d\u00a0", "\x1b[31mred\x1b[0m\x1b[1m",
-        "N\bNA\bAM\bME\bE", "version https://git-lfs.github.com/spec/v1 is how a pointer begins",
-        "PK is a name", "BZh is a codec", "x" * 300 + "ustar", "/annex/ is a folder", "{\n", "MM*",
-    ],
-)  # fmt: skip
-def test_text_about_such_things_is_text(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    documents, problems, _ = read(tmp_path)
-    assert ([document.text for document in documents], problems) == ([text], [])
-
-
 def test_binary_data_after_text_is_no_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"some text\n" * 1000 + bytes(10**5))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\0" * 50}), encoding="utf-8")
@@ -209,14 +171,6 @@ def test_a_damaged_archive_is_told(tmp_path: Path, how: str, pack: Callable[...,
         documents, problems, left_out = read(tmp_path, size=size, skip=True)
         assert [document.text for document in documents] == ["the last"]
         assert (problems, left_out) == ([], 1)
-
-
-def test_a_damaged_archive_in_another_is_left_out_alone(tmp_path: Path) -> None:
-    inner = DAMAGE["cut off in a header"]
-    (tmp_path / "a.tar").write_bytes(tar({"a.txt": b"one", "b.tar": inner, "c.txt": b"two"}))
-    documents, problems, left_out = read(tmp_path, skip=True)
-    assert [document.text for document in documents] == ["one", "two"]
-    assert (problems, left_out) == ([], 1)
 
 
 def test_archives_in_archives_end(tmp_path: Path) -> None:

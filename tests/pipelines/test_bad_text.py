@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.preparation import PrepareConfig, SourceConfig, prepare
-from elastrata_pipelines.preparation.sources import find_files
+from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.preparation.training import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -92,29 +86,6 @@ def test_json_lines_that_are_broken_or_lack_the_field(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_without_the_column_or_with_gaps(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"text": [1]}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "c.parquet")
-    write(tmp_path / "d.parquet", b"PAR1 not at all")
-    found = problems(tmp_path, config(tmp_path))
-    assert found[:2] == [
-        "./a.parquet: cannot be read (no column 'text' (text_field, --text-field); it has body, "
-        "id)",
-        "./b.parquet: cannot be read (column 'text' holds int64, not text)",
-    ]
-    assert found[2].startswith("./d.parquet: cannot be read (")
-    assert found[3] == "./c.parquet: row 1: column 'text' is null"
-
-
-def test_a_damaged_gzip_file(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt.gz", gzip.compress(TEXT.encode())[:-9])
-    write(tmp_path / "b.txt.gz", TEXT)
-    found = problems(tmp_path, config(tmp_path))
-    assert found[0].startswith("./a.txt.gz: cannot be read (Compressed file ended")
-    assert found[1] == "./b.txt.gz: cannot be read (Not a gzipped file (b'So'))"
-
-
 @pytest.mark.parametrize("documents", ["file", "line"])
 def test_a_document_over_the_limit(tmp_path: Path, documents: str) -> None:
     write(tmp_path / "a.txt", "short\n" + "x" * 5000 if documents == "line" else "x" * 5000)
@@ -125,12 +96,6 @@ def test_a_document_over_the_limit(tmp_path: Path, documents: str) -> None:
         f"./a.txt: the document that begins at line {line} is longer than max_document_bytes "
         "(4000); cut it (documents: line or paragraph, or document_start) or raise the limit"
     ]
-
-
-def test_a_document_over_the_limit_is_never_read_whole(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", "x" * 10_000_000)
-    (line,) = problems(tmp_path, config(tmp_path / "a.txt", max_document_bytes=1_000_000))
-    assert "longer than max_document_bytes (1000000)" in line
 
 
 def test_nothing_left_after_filtering(tmp_path: Path) -> None:
@@ -156,15 +121,6 @@ def test_a_source_that_gives_nothing_is_named_with_what_was_skipped(tmp_path: Pa
     write(tmp_path / "tokenizer.json", trained.tokenizer_json)
     loaded = {**wanted, "tokenizer": {"load": str(tmp_path / "tokenizer.json")}}
     assert problems(tmp_path, PrepareConfig.model_validate(loaded)) == [line]
-
-
-def test_an_empty_file_beside_others_is_left_out(tmp_path: Path) -> None:
-    files = [write(tmp_path / "empty.txt", ""), write(tmp_path / "a.txt", TEXT)]
-    both, one = (
-        find_files(0, SourceConfig.model_validate({"paths": list(map(str, paths))}))
-        for paths in (files, files[1:])
-    )
-    assert both == one
 
 
 def test_nothing_held_out(tmp_path: Path) -> None:
@@ -207,42 +163,3 @@ def test_bad_documents_can_be_skipped(tmp_path: Path) -> None:
     (source,) = manifest.sources
     assert source.documents == 2
     assert source.documents_skipped == {"not JSON": 1, "not UTF-8": 1}
-
-
-def test_a_folder_that_holds_everything_odd(tmp_path: Path) -> None:
-    odd = tmp_path / "odd"
-    (odd / "deep").mkdir(parents=True)
-    (odd / "deep" / "back").symlink_to(odd)
-    os.mkfifo(odd / "pipe.txt")
-    (odd / "zero.txt").symlink_to("/dev/zero")
-    (odd / "gone.txt").symlink_to("nowhere")
-    (odd / "loop.txt").symlink_to("loop.txt")
-    names = ["a::b.txt", "what?.txt", "line\nbreak.txt", os.fsdecode(b"caf\xe9.txt")]
-    for name in names:
-        write(odd / name, f"{name[0]} {TEXT}")
-    write(odd / "x.txt", b"caf\xe9")
-    write(odd / "y.txt", "x" * 2_500_000)
-    good = json.dumps({"text": TEXT}).encode()
-    bad = [b"[" * 10**5, b'{"text": "\xed\xa0\x80"}', b'{"text": "a", "text": "b"}']
-    write(odd / "z.jsonl", b"\n".join([*bad, good]))
-    rows = pa.array([b"caf\xe9", TEXT.encode(), None], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": rows}), odd / "z.parquet")
-    write(odd / "damaged.txt.gz", gzip.compress(TEXT.encode())[:-9])
-    write(odd / "damaged.parquet", (odd / "z.parquet").read_bytes()[:-20])
-    manifest = prepare(config(odd, bad_documents="skip"), str(tmp_path / "out"))
-    (entry,) = manifest.sources
-    assert entry.documents == len(names) + 3
-    assert isinstance(entry.documents_skipped, dict)
-    assert sum(entry.documents_skipped.values()) == 4 + 1 + len(bad) + 2 + 2
-    assert entry.documents_skipped["not a file"] == 4
-    assert entry.documents_skipped["unreadable file"] == 2
-
-    shutil.rmtree(tmp_path / "out")
-    for name in ("pipe", "zero", "gone", "loop", "x"):
-        (odd / f"{name}.txt").unlink()
-    for name in ("z.jsonl", "z.parquet"):
-        (odd / name).unlink()
-    found = problems(tmp_path, config(odd))
-    assert [line.partition(": cannot be read (")[0] for line in found] == [
-        "./odd/damaged.parquet", "./odd/damaged.txt.gz",
-    ]  # fmt: skip

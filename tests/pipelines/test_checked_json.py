@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 
 import pytest
 
@@ -38,23 +36,6 @@ def test_only_a_folder_is_listed(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"{tmp_path}/{name}: .*{what}"):
             list_names(storage, name)
-
-
-def test_a_folder_that_appears_while_it_is_listed_is_no_file(tmp_path: Path) -> None:
-    storage, names = Storage(str(tmp_path)), [str(number) for number in range(100)]
-    asked: SimpleQueue[str] = SimpleQueue()
-
-    def make_folders() -> None:
-        for _ in names:
-            (tmp_path / asked.get()).mkdir()
-
-    maker = Thread(target=make_folders, daemon=True)
-    maker.start()
-    for name in names:
-        asked.put(name)
-        while not (tmp_path / name).exists():
-            assert list_names(storage, name) == []
-    maker.join()
 
 
 class Point(Record):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastrata_pipelines.preparation import PrepareConfig
-from elastrata_pipelines.preparation.portions import Group, ReadWork, group_files, portion_bytes
+from elastrata_pipelines.preparation.portions import Group, ReadWork, portion_bytes
 from elastrata_pipelines.preparation.provenance import UNREADABLE
 from elastrata_pipelines.preparation.sources import find_files
 from elastrata_pipelines.preparation.work import ChooseTrainingText, TrainingText
@@ -93,25 +93,6 @@ def test_a_damaged_file_is_left_out_whole(
             assert counts == {UNREADABLE: 1}
 
 
-def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the first", encoding="utf-8")
-    (tmp_path / "b.txt").write_text("gone soon", encoding="utf-8")
-    config = PrepareConfig.model_validate(
-        {
-            "sources": [{"paths": str(tmp_path)}],
-            "tokenizer": {"train": "bpe"},
-            "seq_len": 8,
-            "bad_documents": "skip",
-        }
-    )
-    (group,) = group_files(find_files(0, config.all_sources[0]).files, 2**20)
-    (tmp_path / "b.txt").unlink()
-    (portion,) = ReadWork(config, 2**20)(Group(0, group))
-    result = ChooseTrainingText(config, 1.0)(portion)
-    assert [text for _, text in result.chosen] == ["the first"]
-    assert result.skipped == {UNREADABLE: 1}
-
-
 @pytest.mark.parametrize("ending", [".txt.gz", ".txt.bz2", ".txt.xz", ".txt.zst"])
 def test_streams_one_after_another_are_read_to_the_last(tmp_path: Path, ending: str) -> None:
     """Several streams are one text; what follows and is none of them is damage, not the end."""
@@ -121,12 +102,5 @@ def test_streams_one_after_another_are_read_to_the_last(tmp_path: Path, ending: 
     (tmp_path / f"a{ending}").write_bytes(first + second)
     assert chosen(tmp_path, 2**12, 1) == (LINES, {})
     (tmp_path / f"a{ending}").write_bytes(first + b"x" + second[1:])
-    (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
-    assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})
-
-
-@pytest.mark.parametrize("ending", KINDS)
-def test_zeros_in_the_place_of_a_file_are_told(tmp_path: Path, ending: str) -> None:
-    (tmp_path / f"a{ending}").write_bytes(bytes(500))
     (tmp_path / "c.txt").write_text("the last", encoding="utf-8")
     assert chosen(tmp_path, 2**12, 1) == (["the last"], {UNREADABLE: 1})

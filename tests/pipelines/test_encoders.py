@@ -182,14 +182,3 @@ def test_text_without_ids_is_refused_in_a_line() -> None:
     for encode in (lambda: given_ids(description, ["ACxGT"]), lambda: files.encode("ACxGT")):
         with pytest.raises(UserError, match=r"^tokenizer: gives no ids for a text \(WordLevel"):
             encode()
-
-
-@pytest.mark.parametrize("setting", ["dropout", "nothing"])
-def test_two_encodings_are_equal(setting: str) -> None:
-    description = changed(HARMLESS[setting])
-    texts = [hard_text(random.Random(seed)) for seed in range(5)]
-    first, _ = given_ids(description, texts)
-    make_encoder.cache_clear()
-    assert first == given_ids(description, texts)[0] == own_ids(described("bytes"), texts)
-    files = TokenizerFiles(json.dumps(description), "{}")
-    assert files.encode(RARE * 20) == files.encode(RARE * 20)

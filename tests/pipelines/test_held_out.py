@@ -15,7 +15,6 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import HELD_OUT, MANIFEST, Manifest, read_held_out
-from elastrata_pipelines.format.manifest import AGAIN
 from elastrata_pipelines.inspection import verify
 from elastrata_pipelines.preparation.provenance import Provenance
 from elastrata_pipelines.preparation.target import Target
@@ -127,41 +126,6 @@ def test_version_1_takes_what_is_there(data: Path) -> None:
     assert read_held_out(storage, outer) == inner
     shutil.rmtree(data / HELD_OUT)
     assert read_held_out(storage, outer) is None
-
-
-def test_preparing_over_what_is_broken(data: Path) -> None:
-    """`--overwrite` takes links away, and not what they lead to; a missing file is told."""
-    storage = Storage(str(data))
-    target = Target(storage)
-    manifest = Manifest.read(storage)
-    assert target.prepared("", ASKED, held_out=True, overwrite=False) == manifest
-    (data / "lengths.npy").unlink()
-    with pytest.raises(UserError, match=r"lengths.npy: missing; bring it back, or prepare the"):
-        target.prepared("", ASKED, held_out=True, overwrite=False)
-    kept = data.parent / "kept"
-    shutil.move(data / HELD_OUT, kept)
-    (data / HELD_OUT).symlink_to(kept)
-    (data / MANIFEST).unlink()
-    (data / MANIFEST).symlink_to(MANIFEST)
-    target.clear()
-    assert list(data.iterdir()) == []
-    assert (kept / MANIFEST).exists()
-
-
-def test_on_an_object_store(bucket: str, tmp_path: Path) -> None:
-    storage = Storage(f"{bucket}/data")
-    manifest = write_data_set(storage.url, samples=60, held_out=20)
-    recipe = Recipe.model_validate(tiny_recipe(storage.url, tmp_path / "runs"))
-    assert verify(storage) == []
-    assert training_data(recipe).held_out[0] is not None
-    storage.delete(MANIFEST_PATH)
-    (line,) = verify(storage)
-    assert line.startswith(f"{storage.uri(MANIFEST_PATH)}: missing, but {storage.uri(MANIFEST)}")
-    shard = manifest.shards[0].path
-    storage.delete(shard)
-    with pytest.raises(UserError) as caught:
-        training_data(recipe)
-    assert caught.value.problems == (f"{storage.uri(shard)}: missing; {AGAIN}", line)
 
 
 def test_a_run_knows_its_data_set_by_the_checksum(data: Path) -> None:

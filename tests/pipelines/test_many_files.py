@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from elastrata_pipelines.preparation import SourceConfig
-from elastrata_pipelines.preparation.archives import FileReader
 from elastrata_pipelines.preparation.documents import read_documents
-from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.portions import group_files, read_portions
 from elastrata_pipelines.preparation.sources import SourceFile, find_files
 
@@ -66,38 +64,6 @@ class CountedBytes(bytes):
     def __len__(self) -> int:
         CountedBytes.looked_at += 1
         return super().__len__()
-
-
-def test_each_piece_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a group of n files adds up their sizes in n steps, not in n times n."""
-
-    def one_piece(_: Any, file: SourceFile) -> Any:
-        yield Piece(file=file, first=0, offset=0, data=CountedBytes(b"a text"))
-
-    monkeypatch.setattr(FileReader, "pieces", one_piece)
-    looked_at = []
-    for count in (1_000, 4_000):
-        CountedBytes.looked_at = 0
-        files, config = small_files(count), SourceConfig(paths=("/texts",))
-        (portion,) = read_portions(files, config, size=SIZE, max_document_bytes=SIZE)
-        assert len(portion.pieces) == count
-        looked_at.append(CountedBytes.looked_at)
-    assert looked_at == [1_000, 4_000]
-
-
-def test_each_file_is_grouped_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class CountedFile:
-        source = 0
-        asked = 0
-
-        @property
-        def bytes(self) -> int:
-            CountedFile.asked += 1
-            return 60
-
-    files: Any = [CountedFile() for _ in range(20_000)]
-    assert len(group_files(files, SIZE)) == 2
-    assert CountedFile.asked == 20_000
 
 
 def test_each_file_is_opened_once_to_be_found_and_once_to_be_read(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
 import lzma
 import os
 import random
@@ -18,14 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastrata_pipelines.errors import UserError, in_one_line
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.preparation import PrepareConfig, SourceConfig
 from elastrata_pipelines.preparation.corpus import Corpus
 from elastrata_pipelines.preparation.documents import read_documents
 from elastrata_pipelines.preparation.local_files import open_regular
 from elastrata_pipelines.preparation.portions import group_files, read_portions
 from elastrata_pipelines.preparation.sources import find_files
-from elastrata_pipelines.storage import Storage
 
 LIMIT = 10**6
 
@@ -158,14 +156,6 @@ def test_names_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
         assert read(source(f"file://{tmp_path}/{name}")) == (["this one"], [])
 
 
-@pytest.mark.parametrize("name", ["a\nb\x1b.jsonl", os.fsdecode(b"caf\xe9.jsonl")])
-def test_a_name_is_shown_in_one_line(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("[1]\n", encoding="utf-8")
-    assert lines(source(tmp_path), tmp_path) == [
-        f"./{in_one_line(name)}:1: a JSON object was expected, not list"
-    ]
-
-
 def test_names_in_a_store_are_taken_as_they_are() -> None:
     store = fsspec.filesystem("memory")
     for name in ("a::b.txt", "star*.txt", "what?.txt"):
@@ -174,40 +164,6 @@ def test_names_in_a_store_are_taken_as_they_are() -> None:
         assert read(source("memory://odd-names")) == (["this one"] * 3, [])
     finally:
         store.rm("/odd-names", recursive=True)
-
-
-def test_a_folder_of_ours_may_hold_two_colons(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path / "a::b"))
-    storage.write(b"x", "file")
-    assert (tmp_path / "a::b" / "file").read_bytes() == b"x"
-    assert storage.sub("c").uri() == f"{tmp_path}/a::b/c"
-
-
-def test_json_lines_that_are_hostile(tmp_path: Path) -> None:
-    many = json.dumps({f"key {number}\n" + "x" * 100: 1 for number in range(500)})
-    hostile = [
-        b"[" * 10**5, b'{"text": ' * 10**5, b'{"text": "a", "text": "b"}', b"\xff\xfe{\x00",
-        b'{"text": "\xed\xa0\x80"}', b'{"text": "\\udc00"}', b'{"\\ud800": 1}', many.encode(),
-        b'{"text": ' + b"9" * 5000 + b"}", b"\x00" * 50, b'{"text": "\x07"}',
-    ]  # fmt: skip
-    good = [b'{"text": "a", "meta": {"text": "b", "text": 1}}', b'\xef\xbb\xbf{"text": "c"}']
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*hostile, *good]))
-    texts, problems = read(source(tmp_path))
-    assert texts == ["a", "c"]
-    assert [line.partition(".jsonl:")[2][:47] for line in problems] == [
-        "1: nested too deeply to be read",
-        "2: nested too deeply to be read",
-        "3: field 'text' is there twice",
-        "4: not UTF-8 (byte 0 of the line)",
-        "5: not UTF-8 (byte 10 of the line)",
-        "6: field 'text' holds half of a surrogate pair",
-        "7: no field 'text' (text_field, --text-field); it has \\ud800"[:47],
-        "8: no field 'text' (text_field, --text-field); it has key 0\\nxxx"[:47],
-        "9: not valid JSON (Exceeds the limit (4300 digi"[:47],
-        "10: not valid JSON (Expecting value: line 1 col"[:47],
-        "11: not valid JSON (Invalid control character at"[:47],
-    ]
-    assert max(map(len, problems)) < 2000
 
 
 def test_a_line_of_absurd_size_is_not_read_whole(tmp_path: Path) -> None:
@@ -250,16 +206,6 @@ def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
         "./c.parquet: cannot be read (column 'text' holds list<element: string>, not text)",
         "./d.parquet: cannot be read (column 'text' holds binary, not text)",
     ]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
-)
-def test_parquet_columns_of_text(tmp_path: Path, kind: pa.DataType) -> None:
-    column = pa.array(["one", "ünï", "", "four"]).cast(kind)
-    write_parquet(tmp_path / "a.parquet", column)
-    assert read(source(tmp_path)) == (["one", "ünï", "four"], [])
 
 
 def test_parquet_rows_that_hold_no_text_are_bad_documents(tmp_path: Path) -> None:

@@ -82,31 +82,6 @@ def test_a_classifier_on_lengths_is_no_better_than_chance(kind: str, seq_len: in
     assert max(accuracy(labels, *features) for features in by) < commoner + 0.01
 
 
-@CORPORA
-def test_lengths_of_true_and_random_pairs_are_one_distribution(kind: str, seq_len: int) -> None:
-    found = pairs(kind, seq_len)
-    is_next = found["is_next"].astype(bool)
-    n, m = int(is_next.sum()), int((~is_next).sum())
-    most = 1.95 * np.sqrt(2 * (n + m) / (n * m))  # Kolmogorov-Smirnov at 0.1%, labels in twos
-    first, second = found["first"], found["second"]
-    for lengths in (first, second, first + second, first - second):
-        values = np.arange(lengths.min(), lengths.max() + 1)
-        shares = [
-            np.searchsorted(np.sort(lengths[chosen]), values, side="right") / chosen.sum()
-            for chosen in (is_next, ~is_next)
-        ]
-        assert np.abs(shares[0] - shares[1]).max() < most
-
-
-@CORPORA
-def test_where_the_second_part_begins_and_ends_tells_as_little(kind: str, seq_len: int) -> None:
-    found = pairs(kind, seq_len)
-    is_next = found["is_next"].astype(bool)
-    assert not found["begins"].any()
-    ends = [found["ends"][chosen].mean() for chosen in (is_next, ~is_next)]
-    assert abs(ends[0] - ends[1]) < 0.02
-
-
 def test_pairs_of_long_documents_fill_their_samples() -> None:
     found = pairs("long", 64)
     assert np.mean(found["first"] + found["second"] + FRAME.num_tokens == 64) > 0.95

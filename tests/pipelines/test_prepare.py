@@ -24,7 +24,6 @@ from support.texts import plain_text
 pytestmark = pytest.mark.usefixtures("ray_local")
 
 WORDPIECE = {"train": "wordpiece", "vocab_size": 400}
-BPE = {"train": "bpe", "vocab_size": 400}
 
 
 def make(out: Path, texts: list[str], **changes: Any) -> Manifest:
@@ -91,13 +90,6 @@ def test_long_documents_are_cut_and_framed(tmp_path: Path) -> None:
     assert {(ids[0], ids[-1]) for ids in found} == {(2, 3)}
 
 
-def test_bpe_documents_end_with_the_end_token(tmp_path: Path) -> None:
-    manifest = make(tmp_path / "out", texts(20, 700), tokenizer=BPE)
-    ends = sum(ids.count(0) for ids in samples(tmp_path / "out"))
-    assert 18 <= ends <= 20  # an end that would be a sample of its own is left out
-    assert manifest.vocabulary.mask_id == 2
-
-
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_packed_samples_keep_their_boundaries(tmp_path: Path, packing: str) -> None:
     manifest = make(tmp_path / "out", texts(300), packing=packing, seq_len=100)
@@ -156,16 +148,6 @@ def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:
     assert held_out.tokenizer_fingerprint == manifest.tokenizer_fingerprint
 
 
-def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
-    wanted, kept = texts(5), []
-    for name, order in (("out", wanted), ("backwards", wanted[::-1])):
-        manifest = make(tmp_path / name, order, held_out=1e-9, seq_len=128)
-        held_out = Manifest.read(Storage(str(tmp_path / name / "held_out")))
-        assert [manifest.samples, held_out.samples] == [4, 1]
-        kept.append(decoded(tmp_path / name / "held_out"))
-    assert kept[0] == kept[1]  # the same one, in whatever order they come
-
-
 def test_held_out_sources(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("\n".join(texts(30)), encoding="utf-8")
     source = {"paths": [str(tmp_path / "test.txt")], "documents": "line"}
@@ -196,16 +178,6 @@ def test_a_regular_expression_begins_documents(tmp_path: Path) -> None:
     make(tmp_path / "out", [], sources=[source], seq_len=64)
     assert sorted(decoded(tmp_path / "out"))[0] == "= Title 0 = text 0 = = part = = more"
     assert len(decoded(tmp_path / "out")) == 40
-
-
-def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("\n".join(texts(30)), encoding="utf-8")
-    source = {"paths": ["a.txt"], "documents": "line"}
-    values = {"sources": [source], "tokenizer": WORDPIECE, "seq_len": 128}
-    manifest = prepare(PrepareConfig.model_validate(values), "out")
-    assert manifest == Manifest.read(Storage(str(tmp_path / "out")))
-    assert manifest.samples == 30
 
 
 def test_preparing_again(tmp_path: Path) -> None:

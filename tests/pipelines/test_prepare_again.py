@@ -41,40 +41,6 @@ def prepared(corpus: Path, ray_local: None) -> Path:
     return out
 
 
-@pytest.mark.matrix
-def test_other_parallelism_in_another_folder_gives_the_same_bytes(
-    prepared: Path, tmp_path: Path
-) -> None:
-    corpus = write_corpus(tmp_path / "somewhere" / "else")
-    process, _ = start_preparation(1, whole_config(str(corpus)), str(tmp_path / "out"))
-    process.join()
-    assert process.exitcode == 0
-    assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
-    for name in ("manifest.json", "preparation.json"):
-        assert (prepared / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("stage", ["tokenize", "write shards"])
-def test_a_killed_preparation_leaves_no_data_set_and_can_be_run_again(
-    prepared: Path, corpus: Path, tmp_path: Path, stage: str
-) -> None:
-    config = whole_config(str(corpus))
-    process, reached = start_preparation(2, config, str(tmp_path / "out"), stop_at=stage)
-    assert reached.recv() == stage
-    process.kill()
-    process.join()
-    assert (tmp_path / "out" / ".building").exists()
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-    prepare(PrepareConfig.model_validate(config), str(tmp_path / "out"))
-    assert checksums(str(tmp_path / "out")) == checksums(str(prepared))
-    found = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert found == [
-        "held_out", "lengths.npy", "manifest.json", "preparation.json", "shards", "tokenizer",
-    ]  # fmt: skip
-
-
 SCREENED = {
     "filters": [{"min_characters": 900}, {"expression": "'x' in text"}],
     "deduplication": {"method": "exact"},

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from elastrata_pipelines.format import Manifest, read_stripes
+from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.preparation.provenance import PROVENANCE, Provenance
-from elastrata_pipelines.preparation.tokenizer import load_tokenizer, switch_off_randomness
+from elastrata_pipelines.preparation.tokenizer import switch_off_randomness
 from elastrata_pipelines.storage import Storage
 from support.random_tokenizers import Description, described
 from support.texts import plain_text
@@ -74,20 +73,6 @@ def test_dropout_is_switched_off_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-def test_samples_of_an_alphabet_without_a_keep_their_frame(tmp_path: Path) -> None:
-    description = described("dna")
-    description["post_processor"] = {
-        "type": "BertProcessing", "sep": ["[SEP]", 2], "cls": ["[CLS]", 1],
-    }  # fmt: skip
-    folder = save(tmp_path / "dna", description, unk_token="[UNK]", pad_token="[UNK]")
-    manifest, _ = prepared(tmp_path / "out", folder, ["GATTACA", "CCGT" * 20])
-    (table,) = read_stripes(Storage(str(tmp_path / "out")), manifest, [0])
-    rows = [np.frombuffer(row, manifest.token_dtype) for row in table["tokens"].to_pylist()]
-    assert sorted(len(row) for row in rows) == [9, 22, 32, 32]
-    assert all(row[0] == 1 and row[-1] == 2 and not {1, 2} & {*row[1:-1]} for row in rows)
-
-
-@pytest.mark.usefixtures("ray_local")
 def test_types_of_pairs_other_than_in_training_are_told(tmp_path: Path) -> None:
     roberta = {
         "type": "RobertaProcessing", "sep": ["[SEP]", 2], "cls": ["[CLS]", 1],
@@ -97,18 +82,6 @@ def test_types_of_pairs_other_than_in_training_are_told(tmp_path: Path) -> None:
     texts = ["GATTACA. CCGT. TTTT. ACGT." * 4] * 3
     _, stages = prepared(tmp_path / "out", folder, texts, pairs=True)
     assert "the tokenizer's types of pairs are not 0 and 1, as in training" in stages
-
-
-def test_a_tokenizer_is_loaded_without_randomness(tmp_path: Path) -> None:
-    sampling = {"enable_sampling": True, "alpha": 0.1, "nbest_size": -1, "add_bos": False}
-    folder = save(tmp_path / "drawn", with_dropout(), sp_model_kwargs=sampling)
-    files, lone = load_tokenizer(folder), load_tokenizer(f"{folder}/tokenizer.json")
-    assert files.switched_off == ("dropout 0.25", "enable_sampling")
-    assert lone.switched_off == ("dropout 0.25",)
-    assert json.loads(files.tokenizer_json)["model"]["dropout"] is None
-    assert json.loads(files.config_json)["sp_model_kwargs"] == {"add_bos": False}
-    text = plain_text(0, 300)
-    assert len({tuple(files.encode(text)) for _ in range(5)}) == 1
 
 
 def test_sampling_of_unigrams_is_switched_off() -> None:

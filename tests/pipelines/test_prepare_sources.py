@@ -82,15 +82,6 @@ def test_other_text_of_the_tokenizer_is_another_data_set(folder: Path) -> None:
     assert fingerprint(alone) != before
 
 
-def test_without_sources_of_its_own_a_tokenizer_is_as_it_was(folder: Path) -> None:
-    """Data sets that earlier versions prepared are still what is asked for."""
-    first, _ = preparations(recipe(folder)).values()
-    own = first.tokenizer.model_copy(update={"sources": ()})
-    alone = first.model_copy(update={"tokenizer": own})
-    configuration = Corpus.find(alone, lambda *_: None).provenance(None).configuration
-    assert "sources" not in configuration["tokenizer"]
-
-
 def test_names_that_do_not_agree_are_told_at_once(folder: Path) -> None:
     sources = [{"name": "wep"}, {"name": "code"}]
     with pytest.raises(UserError) as error:

@@ -160,16 +160,6 @@ def test_near_duplicates_of_one_that_stays_go_and_others_stay() -> None:
     assert flags.reshape(4, 300).sum(axis=1).tolist() == [0, 300, 300, 0]
 
 
-def test_equal_signatures_are_found_at_any_similarity() -> None:
-    rng = np.random.default_rng(1)
-    own = rng.integers(0, 2**32, (50, PERMUTATIONS), dtype=np.uint32)
-    for similarity in (0.5, 0.7, 0.9, 1.0):
-        assert (
-            near_duplicates(np.concatenate([own, own]), similarity).tolist()
-            == [False] * 50 + [True] * 50
-        )
-
-
 def test_signatures_estimate_the_common_sequences_of_words() -> None:
     """Within four standard errors of the share, counted."""
     pytest.importorskip("rensa")
@@ -210,17 +200,6 @@ def test_what_does_not_stay_is_counted_by_reason(tmp_path: Path, ray_local: None
     for field in ("samples", "tokens", "tokenizer_fingerprint"):
         assert getattr(found, field) == getattr(alone, field)
     assert left_out(alone) == {}
-
-
-def test_near_duplicates_are_left_out(tmp_path: Path, ray_local: None) -> None:
-    pytest.importorskip("rensa")
-    texts = [plain_text(seed, 1500) for seed in range(40)]
-    near = [f"{text} Seen on {n} May." for n, text in enumerate(texts[:10])]
-    found = make(
-        tmp_path / "out", [*texts, *near, *texts[:3]], deduplication={"method": "near"}
-    )  # fmt: skip
-    assert left_out(found) == {"near duplicate": 10, "duplicate": 3}
-    assert found.sources[0].documents == 40
 
 
 def test_filters_that_fail_name_the_document(tmp_path: Path, ray_local: None) -> None:

@@ -20,7 +20,7 @@ from elastrata_pipelines.preparation.encoders import make_encoder
 from elastrata_pipelines.preparation.packing import Frame
 from elastrata_pipelines.preparation.pairs import PairFrame
 from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_tokenizer
-from elastrata_pipelines.preparation.training import cut_long_words, train_tokenizer
+from elastrata_pipelines.preparation.training import train_tokenizer
 
 SCRIPT = """
 import sys
@@ -150,49 +150,6 @@ def test_the_fast_encoders_give_the_ids_of_transformers(
     assert used == name
     for text, ids in zip(texts, np.split(tokens, np.cumsum(lengths)[:-1]), strict=True):
         assert ids.tolist() == reference.encode(text, add_special_tokens=False), text
-
-
-LONG_RUNS = (
-    "a" * 3000,
-    " " * 3000 + "b",
-    "\n" * 700,
-    "-" * 1000,
-    "漢" * 900,
-    "x1" * 400,
-    "é" * 300,
-)
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
-def test_trainers_see_no_long_words(kind: str) -> None:
-    from tokenizers import pre_tokenizers
-
-    pre_tokenizer = {
-        "wordpiece": pre_tokenizers.BertPreTokenizer(),
-        "bpe": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    }[kind]
-    texts = [f"words around {run} and, after, more" for run in LONG_RUNS]
-    parts = cut_long_words(texts, pre_tokenizer)
-    assert "".join(parts) == "".join(texts)
-    words = [span for part in parts for _, span in pre_tokenizer.pre_tokenize_str(part)]
-    assert max(end - begin for begin, end in words) <= 257
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
-def test_ordinary_text_is_not_cut_and_long_runs_train_like_their_parts(kind: str) -> None:
-    from tokenizers import pre_tokenizers
-
-    from support.texts import tricky_texts
-
-    ordinary = [*tricky_texts(), "https://example.org/" + "some-path/with+words?" * 30]
-    for pre_tokenizer in (pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel()):
-        assert cut_long_words(ordinary, pre_tokenizer) == ordinary
-    config = TokenizerConfig.model_validate({"train": kind, "vocab_size": 900})
-    whole, apart = (
-        train_tokenizer([*ordinary, *runs], config, seq_len=64)
-        for runs in (["z" * 1024], ["z" * 256] * 4)
-    )
-    assert whole.fingerprint == apart.fingerprint
 
 
 def test_more_white_space_than_the_fast_encoder_bears() -> None:

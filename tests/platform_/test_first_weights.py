@@ -22,7 +22,7 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import DividedModel, divided_model
 from elastrata_pipelines.format import Vocabulary
 from support.live_bytes import LiveBytes
-from support.ranks import run_fresh_ranks, run_ranks
+from support.ranks import run_fresh_ranks
 from support.synthetic import tiny_recipe
 
 VOCABULARY = Vocabulary(size=97, pad_id=3, mask_id=4, special_ids=(3, 4), continuation_ids=())
@@ -58,22 +58,6 @@ def _whole(recipe: Recipe) -> nn.Module:
 
 def _divided(recipe: Recipe, world_size: int, *, draws: bool = True) -> DividedModel:
     return divided_model(recipe, VOCABULARY, 16, CPU, world_size, draws=draws)
-
-
-def test_ranks_together_have_the_whole_model() -> None:
-    assert run_ranks(2, _differences) == [[], []]
-
-
-def _differences(rank: int, world_size: int) -> list[str]:
-    """Names of parameters whose shards do not make up the whole one."""
-    found = []
-    for parallel in ({}, {"tensor": 2}):
-        recipe = _recipe("bert", parallel)
-        whole = dict(_whole(recipe).named_parameters())
-        for name, value in _divided(recipe, world_size).model.named_parameters():
-            assert isinstance(value, DTensor)
-            found += [] if torch.equal(value.full_tensor(), whole[name]) else [name]
-    return found
 
 
 @pytest.mark.parametrize("rank", [6, pytest.param(0, marks=pytest.mark.matrix)])

@@ -21,7 +21,7 @@ from support.reduction_ranks import (
     train_each_way,
 )
 from support.synthetic import tiny_recipe, write_data_set
-from support.uneven import all_trained, restored_and_gone_on, saved_and_gone_on
+from support.uneven import restored_and_gone_on, saved_and_gone_on
 
 RELATIVE = 1e-5
 """As in `test_step.py`: fp32 sums in another order."""
@@ -76,25 +76,6 @@ def test_whole_copies_learn_the_same(world_size: int, recipe: dict[str, Any]) ->
     for sharded, copied, overlapped in run_fresh_ranks(world_size, train_each_way, recipe, ways):
         assert [r.loss for r in copied] == pytest.approx([r.loss for r in sharded], rel=RELATIVE)
         assert _bits(overlapped) == _bits(copied)
-
-
-@pytest.mark.matrix
-def test_copies_that_are_sharded_learn_the_same(recipe: dict[str, Any]) -> None:
-    ways = [
-        {},
-        {"replicate": 2},
-        {"replicate": 2, "overlap_on_cpu": True},
-        {"replicate": 2, **BF16},
-        {"replicate": 2, **EACH},
-    ]
-    sharded, copied, overlapped, rounded, synced = run_fresh_ranks(4, train_each_way, recipe, ways)[
-        0
-    ]
-    assert [r.loss for r in synced] == pytest.approx([r.loss for r in copied], rel=1e-6)
-    assert [r.loss for r in copied] == pytest.approx([r.loss for r in sharded], rel=RELATIVE)
-    assert _bits(overlapped) == _bits(copied)
-    assert [r.loss for r in rounded] == pytest.approx([r.loss for r in sharded], rel=ROUNDING)
-    assert _bits(rounded) != _bits(sharded)
 
 
 def test_parameters_travel_as_often_as_they_should() -> None:
@@ -202,37 +183,6 @@ def test_bf16_rounds_each_part_once_and_sums_over_copies(world_size: int) -> Non
         assert all((bucket == world_size * 1.125).all() for bucket in found[-1].buckets)
     for one, other in zip(sharded, overlapped, strict=True):
         assert all(map(np.array_equal, one.buckets, other.buckets))
-
-
-@pytest.mark.matrix  # 100 steps, three times
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_losses_with_bf16_sums_follow_those_with_fp32(
-    world_size: int, recipe: dict[str, Any]
-) -> None:
-    """Every rank's part is rounded, and copies round their sums as well: an update differs by some
-    roundings for each rank, and the loss by less than that share of what all updates brought."""
-    long = {**recipe, "steps": 100, "micro_batch_tokens": 256, "optimizer": {"lr": 5e-3}}
-    ways = [{}, BF16, {**BF16, **REPLICAS}]
-    exact, sharded, copied = run_fresh_ranks(world_size, train_each_way, long, ways)[0]
-    learned = exact[0].loss - min(record.loss for record in exact)
-    assert learned > 1
-    for found in (sharded, copied):
-        errors = [abs(r.loss - e.loss) for r, e in zip(found, exact, strict=True)]
-        assert 0 < max(errors) <= world_size * ROUNDING * learned
-
-
-def test_one_worker_rounds_nothing(recipe: dict[str, Any]) -> None:
-    default, rounded = run_ranks(1, train_each_way, recipe, [{}, {**BF16, **REPLICAS}])[0]
-    assert _bits(rounded) == _bits(default)
-
-
-def test_optimizers_on_whole_copies() -> None:
-    """Muon's tolerance is that of `test_optimizer_ranks.py`."""
-    alone = run_ranks(1, all_trained, OPTIMIZERS, {})[0]
-    for found in run_fresh_ranks(2, all_trained, OPTIMIZERS, {**REPLICAS, "overlap_on_cpu": True}):
-        for name in OPTIMIZERS:
-            for key, wanted in alone[name].items():
-                np.testing.assert_allclose(found[name][key], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_checkpoints_of_whole_copies_go_on_sharded_and_back(tmp_path: Path) -> None:

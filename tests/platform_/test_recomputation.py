@@ -26,8 +26,6 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 from support.fake_cuda import NEEDS_COMPILER
-from support.ranks import run_ranks
-from support.reduction_ranks import train_each_way
 from support.synthetic import MODERNBERT, SEQ_LEN, tiny_recipe, write_data_set
 
 LAYERS = 2
@@ -182,17 +180,6 @@ def test_one_graph_serves_all_blocks_of_a_kind_and_all_lengths(
 
 @pytest.mark.matrix
 @DYNAMO_LOOKS
-def test_the_next_group_of_the_same_processes_compiles_nothing(folder: Path, traced: None) -> None:
-    """As after a fault, where workers keep their processes."""
-    name, way = COMPILED
-    losses, graphs = _losses(WORKLOADS[name], folder, compile=True, activation_checkpointing=way)
-    again, more = _losses(WORKLOADS[name], folder, compile=True, activation_checkpointing=way)
-    assert again == losses
-    assert set(more) == {graphs[-1]}
-
-
-@pytest.mark.matrix
-@DYNAMO_LOOKS
 def test_compiled_blocks_may_change_what_they_compute_again(folder: Path, traced: None) -> None:
     plain = _plain("llama", folder)
     ways: list[Recomputation] = ["selective", "none", "selective"]
@@ -233,13 +220,3 @@ def _losses(
             if way := next(next_way, None):
                 divided.recompute(way)
     return losses, graphs
-
-
-def test_losses_are_equal_to_the_bit_on_ranks(folder: Path) -> None:
-    recipe = tiny_recipe(folder, folder / "runs", steps=4, micro_batch_tokens=96)
-    ranks = [
-        run_ranks(2, train_each_way, {**recipe, "activation_checkpointing": way}, [{}])[0][0]
-        for way in ("none", "selective", "full")
-    ]
-    plain, *others = [[(r.loss, r.gradient_norm) for r in records] for records in ranks]
-    assert all(found == plain for found in others)

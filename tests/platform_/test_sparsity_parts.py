@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from safetensors.torch import save
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.sparsity import rigl
@@ -247,19 +246,6 @@ def test_a_file_of_masks_vouches_for_itself(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(UserError, match=f"sparsity.masks: {path}: a folder, expected a file"):
         read_masks(str(path), SHAPES)
-
-
-def test_files_of_masks_without_a_checksum_are_read(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
-    told = {"format": "elastrata masks 1", "shapes": '{"blocks.0.query": [8, 8]}'}
-    packed = {"blocks.0.query": torch.full((8,), 0b10000001, dtype=torch.uint8)}
-    (tmp_path / "old").write_bytes(save(packed, told))
-    found = read_masks(str(tmp_path / "old"), SHAPES)["blocks.0.query"]
-    assert found.sum(dim=0).tolist() == [8, 0, 0, 0, 0, 0, 0, 8]
-    packed["blocks.0.query"] = torch.zeros(9, dtype=torch.uint8)
-    (tmp_path / "old").write_bytes(save(packed, told))
-    with pytest.raises(UserError, match="no file of masks, or a damaged one"):
-        read_masks(str(tmp_path / "old"), SHAPES)
 
 
 @pytest.mark.parametrize(
