@@ -196,6 +196,7 @@ def test_a_checkpoint_is_checked_by_hand_as_the_page_says(home: Path) -> None:
     assert "__0_0.distcp: OK" in done.stdout
 
 
+@pytest.mark.matrix  # a process of its own
 def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
     (line,) = (line for line in ELSEWHERE if line.startswith("jupytext"))
     shutil.copy(ROOT / "workloads" / "notebooks" / "sweep.py", tmp_path)
@@ -203,6 +204,7 @@ def test_a_notebook_is_made_as_it_says(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
+@pytest.mark.matrix  # a process of its own
 def test_an_export_is_fine_tuned_as_the_page_says(home: Path) -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     (home / "fine_tune.py").write_text(
