@@ -22,7 +22,7 @@ from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.errors import UserError
 from support.bare_loop import train_on_ranks
 from support.ranks import run_ranks
-from support.synthetic import SEQ_LEN, VOCABULARY, tiny_recipe, write_data_set
+from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
 
 WARM_UP, STEPS = 1, 3
 PEAK = 1e12
@@ -87,24 +87,6 @@ def test_the_figures_agree(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.micro_batches == -(-21 // (128 // SEQ_LEN))
     assert set(found.seconds_by_phase) == {"collating", "forward_backward", "clip_optimizer"}
     assert all(phase.lower > 0 for phase in found.seconds_by_phase.values())
-
-
-def test_a_prepared_data_set_is_the_default(data: Path) -> None:
-    recipe = Recipe.model_validate(recipe_of(data))
-    samples = bench_samples(recipe, None, steps=2)
-    assert (samples.lengths, samples.vocabulary.size, samples.seq_len) == (
-        "data",
-        VOCABULARY,
-        SEQ_LEN,
-    )
-    missing = recipe_of(Path("nowhere"))
-    missing["data"]["prepare"] = {
-        "sources": [{"paths": "text"}],
-        "tokenizer": {"train": "wordpiece", "vocab_size": 500},
-        "seq_len": 64,
-    }
-    samples = bench_samples(Recipe.model_validate(missing), None, steps=2)
-    assert (samples.lengths, samples.vocabulary.size, samples.seq_len) == ("full", 500, 64)
 
 
 @pytest.mark.parametrize(("virtual_ranks", "pairs"), [(1, False), (3, True)])

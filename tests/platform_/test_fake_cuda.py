@@ -42,14 +42,6 @@ def test_messages_are_entered_by_the_axis_of_their_mesh() -> None:
     assert found["gloo groups"] == 1
 
 
-def test_tensors_of_different_devices_do_not_mix() -> None:
-    assert "devices" in on_fake_cuda(rehearsed.device_mixed_up)
-
-
-def test_threads_are_on_fake_cuda_too() -> None:
-    assert on_fake_cuda(rehearsed.copy_of_a_thread) == [("copy", False)]
-
-
 def test_without_a_compiler_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,16 +154,6 @@ def _from_an_empty_folder(folder: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.matrix
-def test_a_case_of_each_kind_runs_on_a_cpu(tmp_path: Path) -> None:
-    rows = _from_an_empty_folder(
-        tmp_path, *TINY, "--cases", "machine,check: saved,speed: gpt/125m", "--minutes", "5"
-    )
-    assert [row["status"] for row in rows] == ["ok"] * 3
-    assert rows[1]["state_is_equal"]
-    assert rows[2]["plan_bytes"] > 0
-
-
-@pytest.mark.matrix
 def test_all_of_it_runs_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
     rows = _from_an_empty_folder(tmp_path, *TINY, "--minutes", "9")
     wanted = [case.name for case in gpu.TABLE if not case.instead_of]

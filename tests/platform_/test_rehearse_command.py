@@ -36,10 +36,3 @@ def test_mistakes_get_a_line() -> None:
     for overrides, cluster, line in MISTAKES:
         told = apart(rehearsed.mistakes, "gpt/125m", overrides, cluster)
         assert line in "\n".join(told)
-
-
-@pytest.mark.matrix  # a process that imports all for a line
-def test_the_command_tells_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides, cluster, line = MISTAKES[0]
-    assert run(["rehearse", "gpt/125m", *overrides, "--cluster", cluster]) == 2
-    assert line in capsys.readouterr().err

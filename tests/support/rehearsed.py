@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import count
 from typing import Any
 
@@ -77,27 +76,6 @@ def messages_on_a_mesh(ledger: Ledger) -> dict[str, Any]:
         for one, amount in ledger.take().collectives.items()
     ]
     return {"messages": messages, "objects": objects, "gloo groups": ledger.groups["gloo", 8]}
-
-
-def device_mixed_up(ledger: Ledger) -> str:
-    """What adding a tensor of the host to one of the device says."""
-    try:
-        torch.ones(2, device=CUDA) + torch.ones(2)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def copy_of_a_thread(ledger: Ledger) -> list[tuple[str, bool]]:
-    """Copies that a thread makes."""
-
-    def copy() -> None:
-        torch.ones(2).pin_memory().to(CUDA, non_blocking=True)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    thread.join()
-    return [(copy.line.function, copy.waits) for copy in ledger.take().copies]
 
 
 def numbers_that_are_read(ledger: Ledger) -> list[Any]:
