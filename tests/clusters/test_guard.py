@@ -14,7 +14,7 @@ from threading import Event, Thread
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.deploy.preemption import Nodes, aws, azure, gcp, wait_for_notice
+from elastrata.deploy.preemption import aws, azure, find_nodes, gcp, wait_for_notice
 from support.command import start, wait_until
 from support.metadata import Metadata, metadata_server
 from support.nodes import Nodes as Cluster
@@ -156,9 +156,10 @@ def test_a_notice_drains_the_node_of_a_real_cluster(
     assert f"the spot machine gets: terminate; drained {going.node_id}" in log.read_text(
         encoding="utf-8"
     )
-    alone = Nodes(cluster.address, going.node_id)
-    wait_until(lambda: not alone.alive(), PATIENCE_SECONDS, "the end of the drained node")
-    alive = Nodes(cluster.address, None).alive()
+    wait_until(
+        lambda: not find_nodes(cluster.address, going.node_id), PATIENCE_SECONDS, "the node's end"
+    )
+    alive = {node.id for node in find_nodes(cluster.address, None)}
     assert staying.node_id in alive
     assert going.node_id not in alive
 
@@ -176,4 +177,4 @@ def test_a_pod_that_is_to_end_waits_until_its_node_has(cluster: Cluster, tmp_pat
     assert guard.wait(timeout=90) == 0, log.read_text(encoding="utf-8")
     assert f"drained {going.node_id}" in log.read_text(encoding="utf-8")
     assert log.read_text(encoding="utf-8").splitlines()[-1].endswith("the node has gone")
-    assert Nodes(cluster.address, going.node_id).alive() == []
+    assert find_nodes(cluster.address, going.node_id) == []

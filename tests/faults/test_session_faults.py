@@ -1,82 +1,94 @@
-"""A run's own Ray: its head dies and is replaced; its driver dies and leaves nothing for long."""
+"""A run's own Ray: its driver or its head process is killed; the same command continues it."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from elastrata.cluster import ray_processes
-from elastrata.launch.doctor import Finding, examine
 from support.command import wait_until
-from support.forked_workers import own_programs
+from support.forked_workers import own_processes
 from support.live_run import LiveRun, assert_alike
 from support.nodes import send
 
-GUARDIAN = "elastrata.cluster.ray_processes"
+SECONDS_TO_END = 60
+LOST = "Ray has ended (its head process is gone; logs: "
 
 
-def _session(driver: int) -> dict[int, str]:
-    """The processes of the Ray that a driver started for itself, by their command lines."""
-    found = {}
-    for pid, session in ray_processes._marked():
-        if session.driver and session.driver.pid == driver:
-            with suppress(psutil.Error):
-                found[pid] = " ".join(psutil.Process(pid).cmdline())
-    return found
-
-
-def _of(driver: int, part: str) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid, line in _session(driver).items() if part in line]
-
-
-def _leftovers() -> Finding:
-    return next(f for f in examine(storage=None, tracking=None) if f.name == "leftovers")
-
-
-@pytest.fixture
-def programs_are_rays() -> Iterator[None]:
-    """A stopped agent outlives its raylet."""
-    with own_programs():
+@pytest.fixture(autouse=True)
+def programs_of_their_own() -> Iterator[None]:
+    """A fork of the tests ends with the program in whose place it runs."""
+    with own_processes():
         yield
 
 
-@pytest.mark.matrix
-@pytest.mark.usefixtures("programs_are_rays")
-def test_its_head_and_then_its_driver_are_killed(
-    recipe: Any, undisturbed: list[Any], tmp_path: Any
-) -> None:
-    live = LiveRun(recipe, "session", tmp_path / "log", "workers.max=2")
-    live.wait_for_group(1)
-    driver = live.driver.pid
-    workers = _of(driver, "ray::RayTrainWorker")
-    assert [worker.nice() for worker in workers] == [0, 0]
+def _below(driver: int) -> list[psutil.Process]:
+    """Return the processes of the Ray that a driver started for itself."""
+    return psutil.Process(driver).children(recursive=True)
 
-    send(_of(driver, "gcs_server")[0], signal.SIGKILL)
-    wait_until(lambda: "another one has taken over, nothing is lost" in live.output, 60, "a head")
-    live.wait_for_more(steps=50)
-    assert live.groups() == 1
-    live.wait_for_checkpoint()
 
-    # What outlives the others by half a minute is stopped, and nobody is left who would end it.
-    (agent,) = _of(driver, "ray::RuntimeEnvAgent")
-    (guardian,) = (p for p in psutil.Process(driver).children() if GUARDIAN in p.cmdline())
-    send(guardian, signal.SIGKILL)
-    live.send(signal.SIGKILL)
-    live.driver.wait()
-    send(agent, signal.SIGSTOP)
-    wait_until(lambda: list(_session(driver)) == [agent.pid], 90, "the ends of the others")
-    assert f"that process {driver} left behind: {agent.pid}" in _leftovers().found
-    assert _leftovers().advice == "elastrata doctor --clean ends them"
+def _wait_for_ends(processes: list[psutil.Process]) -> None:
+    wait_until(
+        lambda: not any(map(_runs, processes)), SECONDS_TO_END, "the ends of Ray's processes"
+    )
 
-    again = LiveRun(recipe, "session", tmp_path / "again", "workers.max=2")
-    again.wait_for_group(1)
-    assert f"ended 1 processes of Ray's that process {driver} left behind" in again.output
-    assert _session(driver) == {}
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _continue(recipe: Path, name: str, log: Path, undisturbed: list[Any]) -> None:
+    again = LiveRun(recipe, name, log, "workers.max=2")
     again.end()
     assert_alike(again, undisturbed)
     assert [entry["state"] for entry in again.of_kind("started")] == ["new", "durable"]
+    assert any("the driver is gone" in entry["text"] for entry in again.of_kind("fault"))
+
+
+@pytest.mark.matrix
+def test_nothing_outlives_a_killed_driver_by_a_minute(
+    recipe: Path, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    live = LiveRun(recipe, "driver", tmp_path / "log", "workers.max=2")
+    live.wait_for_group(1)
+    live.wait_for_checkpoint()
+    processes = _below(live.driver.pid)
+    titles = [" ".join(process.cmdline()) for process in processes]
+    workers = [title for title in titles if title.startswith("ray::RayTrainWorker")]
+    assert len(workers) == 2
+    assert any(title.startswith("ray::DashboardAgent") for title in titles)
+    live.send(signal.SIGKILL)
+    live.driver.wait()
+    _wait_for_ends(processes)
+    _continue(recipe, "driver", tmp_path / "again", undisturbed)
+
+
+@pytest.mark.matrix
+def test_a_dead_head_process_ends_the_command_with_one_line(
+    recipe: Path, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    live = LiveRun(recipe, "head", tmp_path / "log", "workers.max=2")
+    live.wait_for_group(1)
+    live.wait_for_checkpoint()
+    processes = _below(live.driver.pid)
+    (head,) = (process for process in processes if "gcs_server" in process.name())
+    send(head, signal.SIGKILL)
+    assert live.driver.wait(SECONDS_TO_END) == 1
+    last = live.output.splitlines()[-1]
+    assert last.startswith(LOST)
+    assert last.endswith("; the same command continues the run")
+    _wait_for_ends(processes)
+    logs = re.search(r"logs: (\S+)\)", last)
+    assert logs
+    assert Path(logs[1]).is_dir()
+    shutil.rmtree(Path(logs[1]).parents[1])
+    _continue(recipe, "head", tmp_path / "again", undisturbed)

@@ -6,17 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pytest
 import ray
 
-from elastrata.cluster.control_channel import Receiver, open_channel, raylet_of
+from elastrata.cluster.control_channel import Receiver, open_channel
 from elastrata.cluster.event_sender import Sender, tell
-from elastrata.cluster.processes import children, title
-from elastrata.cluster.watchdog import HelperWatchdog
 from elastrata.core.events import (
     Action,
     Committed,
@@ -29,9 +25,7 @@ from elastrata.core.events import (
 )
 from support.command import wait_until
 from support.histories import record
-
-SECONDS = {signal.SIGKILL: 20.0, signal.SIGSTOP: 2.0}
-"""Without an answer until the channel is replaced."""
+from support.nodes import helpers_of, send
 
 
 @contextmanager
@@ -43,12 +37,6 @@ def received(channel: Any) -> Iterator[list[Event]]:
         yield events
     finally:
         receiver.close()
-
-
-def pids_of(channel: Any) -> list[int]:
-    """The processes of all channels of its cluster."""
-    siblings = children(raylet_of(channel))
-    return [int(one.name) for one in siblings if title(one).startswith("ray::ControlChannel")]
 
 
 def test_everything_arrives_once_and_in_order(ray_local_of_own_workers: None) -> None:
@@ -125,29 +113,18 @@ def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local_of_own_workers: None
     assert wait_until(sender.look, 300, "the answer to what was sent") == stop
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.matrix)]
-)
-def test_a_channel_that_is_gone_or_stopped_loses_nothing_and_holds_nobody_up(
-    number: signal.Signals, ray_local_of_own_workers: None
-) -> None:
-    before = set(pids_of(open_channel()))
+def test_a_channel_that_is_killed_loses_nothing(ray_local_of_own_workers: None) -> None:
+    before = {process.pid for process in helpers_of(os.getpid(), "ControlChannel")}
     channel = open_channel()
-    raylet_of(channel)
-    (pid,) = set(pids_of(channel)) - before
     sender = Sender(channel, rank=0)
-    lines: list[str] = []
     with received(channel) as events:
-        watchdog = HelperWatchdog({"channel": channel}, SECONDS[number], lines.append)
         sender.send(record(1))
         sender.send(Warned(text="all is well"))
-        wait_until(lambda: len(events) == 2 and watchdog.is_content, 240, "the first events")
-        os.kill(pid, number)
+        wait_until(lambda: len(events) == 2, 240, "the first events")
+        (process,) = (p for p in helpers_of(os.getpid(), "ControlChannel") if p.pid not in before)
+        send(process, signal.SIGKILL)
         for step in range(2, 502):
             sender.send(record(step))
-        wait_until(lambda: len(events) == 502, 300, f"all events; {len(events)} {lines}")
+        wait_until(lambda: len(events) == 502, 300, f"all events; {len(events)}")
         sender.close()
-        watchdog.close()
     assert events == [record(1), Warned(text="all is well"), *map(record, range(2, 502))]
-    assert not Path(f"/proc/{pid}").exists()
-    assert number == signal.SIGKILL or lines

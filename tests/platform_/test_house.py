@@ -39,7 +39,7 @@ DOORS = {
     },
     "ray.tune": {"elastrata.sweeps"},
     "ray._private": {"elastrata.cluster.ray_internals"},
-    "ray._raylet": {"elastrata.cluster.ray_internals"},
+    "ray._raylet": set(),
     "ray.core": {"elastrata.cluster.ray_internals"},
     "ray.train.v2": {"elastrata.cluster.ray_train_internals"},
     "torch.distributed.fsdp._fully_shard": {"elastrata.core.fsdp_internals"},

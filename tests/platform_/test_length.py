@@ -9,9 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastrata.cluster.cluster_share import with_workers
 from elastrata.core.schedule import ScheduleConfig, learning_rate
-from elastrata.launch.launch import MOST_EPOCHS, find_repetition
+from elastrata.launch.launch import MOST_EPOCHS, find_repetition, with_workers
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe

@@ -1,33 +1,25 @@
-"""Liveness: workers, helpers and processes that are silent or stopped, told by a clock."""
+"""Liveness: workers that are silent, by a clock; processes; when spares are asked for."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from elastrata.cluster.liveness import (
-    MOST_SECONDS,
     NO_ANSWER,
-    Answer,
     HeartbeatTimeout,
-    HelperLiveness,
     Kill,
     Killed,
     Look,
-    Ping,
-    Replace,
     Report,
     Taken,
     WorkerLiveness,
 )
 from elastrata.cluster.prestarted import Orders
 from elastrata.cluster.processes import children, environment, state, title
-from elastrata.cluster.reaper import Reaper, StoppedProcesses
 from elastrata.core.events import Event, Halted, Lost, Started, Warned
-from support.command import wait_until
 
 JOB = "0a000000"
 PIDS = {0: ("node a", 100), 1: ("node b", 200)}
@@ -53,15 +45,6 @@ def test_who_was_stopped_itself_has_missed_nothing() -> None:
     assert not timeout.is_over(600)
     assert not looks(timeout, 2, start=600)
     assert looks(timeout, 5, start=602)
-
-
-def test_what_starts_may_take_longer() -> None:
-    timeout = HeartbeatTimeout(10, 60)
-    assert not looks(timeout, 50)
-    timeout.beat()
-    assert looks(timeout, 11, start=50)
-    timeout.restart()
-    assert not looks(timeout, 50, start=61)
 
 
 class Group:
@@ -137,79 +120,6 @@ def test_nothing_is_missed_while_nobody_could_hear_it() -> None:
     for _ in range(60):
         group.now += 1
         assert group.liveness.handle(Look(), group.now) == []
-
-
-def asked(helper: HelperLiveness, answer: Answer, start: int, seconds: int) -> list[Ping | Replace]:
-    """What is done while a helper's pings stand so, with a look every second."""
-    done = []
-    for now in range(start, start + seconds):
-        done += helper.handle(Look(), now)
-        done += helper.handle(answer, now)
-    return done
-
-
-def test_a_helper_that_does_not_answer_is_replaced() -> None:
-    helper = HelperLiveness("control channel", 5)
-    assert asked(helper, Answer.HERE, 0, 3) == [Ping()] * 3
-    assert helper.is_there
-    line = "the control channel has not answered for 6 s: replaced"
-    assert asked(helper, Answer.NONE, 3, 6) == [Ping(), Replace(line)]
-    assert not helper.is_there
-    assert asked(helper, Answer.NONE, 9, 100) == [Ping()], "the next one has yet to start"
-    assert asked(helper, Answer.HERE, 109, 1) == []
-    assert helper.is_there
-
-
-def test_a_helper_that_died_is_asked_again_and_has_time_to_start() -> None:
-    helper = HelperLiveness("registry", 1000)
-    asked(helper, Answer.HERE, 0, 1)
-    assert asked(helper, Answer.DIED, 1, 1) == [Ping()]
-    assert not helper.is_there
-    assert asked(helper, Answer.NONE, 2, 100) == [Ping()]
-    asked(helper, Answer.HERE, 102, 1)
-    assert len(asked(helper, Answer.NONE, 103, int(MOST_SECONDS) + 1)) == 2, "20 s at most"
-
-
-def test_only_a_process_that_stays_stopped_is_overdue() -> None:
-    stops = StoppedProcesses(3)
-    found = [stops.overdue({1, 2} if now < 2 else {1}, now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)]
-    assert [set(pids) for pids in found] == [set(), set(), set(), set(), {1}]
-    stops.overdue({2}, 5.0)
-    assert not stops.overdue({1, 2}, 6.0), "one that was continued begins anew"
-
-
-def test_a_stopped_process_of_the_job_is_killed_and_no_other() -> None:
-    code = "import time; print(flush=True); time.sleep(600)"
-    commands = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "RAY_JOB_ID": job},
-            stdout=subprocess.PIPE,
-        )
-        for job in (JOB, JOB, "0b000000")
-    ]
-    stopped, running, other = commands
-    lines: list[str] = []
-    try:
-        for command in commands:
-            assert command.stdout
-            command.stdout.readline()
-        for command in (stopped, other):
-            command.send_signal(signal.SIGSTOP)
-        reaper = Reaper(os.getpid, JOB, 0.5, lines.append)
-        assert stopped.wait(300) == -signal.SIGKILL
-        assert wait_until(lambda: lines, 60, "a line")[0].endswith("killed")
-        reaper.close()
-        assert running.poll() is None
-        assert other.poll() is None
-        other_process = Path("/proc") / str(other.pid)
-        wait_until(lambda: state(other_process) == "T", 60, "the stop of the other process")
-    finally:
-        for command in commands:
-            command.kill()
-            command.wait()
-            assert command.stdout
-            command.stdout.close()
 
 
 def test_what_is_known_of_a_process() -> None:

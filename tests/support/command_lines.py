@@ -203,7 +203,6 @@ NOT_RUN = {
     "--artifacts-destination s3://bucket/artifacts": (
         "needs a database and a bucket: tests/support/tracking_server.py starts such a server"
     ),
-    "elastrata doctor --clean": "removes what others left on this machine: test_ray_session.py",
     "elastrata rehearse gpt/7b --cluster 64xH100-80GB": "as the other `elastrata rehearse`",
     "elastrata fork stem@30000 --name short steps=33000": _FORKED,
     "elastrata fork stem@30000 --name middle steps=40000": _FORKED,

@@ -1,7 +1,7 @@
 """The guardian of tests: a small process that ends what they had started when theirs was killed.
 
-A command's Ray has such a one of the engine's; clusters that tests start, servers and ranks have
-none but this. Like that one it notices the death by a pipe that only the tests' process holds.
+Clusters that tests start, servers and ranks have no other. It notices the death by a pipe that only
+the tests' process holds.
 """
 
 from __future__ import annotations

@@ -7,39 +7,44 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from elastrata.cluster.ray_processes import Session, dead_sessions
 from support.command import kill_started, wait_until
-from support.marks import marked
+from support.marks import OURS, marked
 
 _RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/", b"/ray/autoscaler/")
 _SECONDS_TO_GO = 200.0
-"""For the Ray of a driver that was killed; its guardian takes 3 s where the machine is idle."""
+"""For the Ray of a driver that was killed; it takes 3 s if the machine is idle."""
 
 
 def end_commands() -> None:
-    """Kills the commands that still run. The Rays that they started for themselves must go by
-    themselves."""
+    """Kill the commands that still run. The Rays that they started must end by themselves."""
     commands = kill_started()
-    if not commands:
-        return
-    drivers = {command.pid for command in commands}
-    killed = {command.pid for command in commands if (command.returncode or 0) < 0}
-    try:
-        wait_until(lambda: not any(_dead(drivers).values()), _SECONDS_TO_GO, "the sessions' ends")
-    finally:
-        for session in _dead(drivers):
-            session.end()
-        for session in _dead(killed):  # the logs of one that failed by itself are of use
-            session.remove()
+    if any((command.returncode or 0) < 0 for command in commands):
+        wait_until(lambda: not orphans(OURS), _SECONDS_TO_GO, "the ends of their Rays")
 
 
 def kill_ray(test: str) -> None:
     """SIGKILL to what is left of the clusters that a test started without a command."""
-    for pid in marked(test):
+    for pid in _of_ray(test):
         with suppress(OSError):
-            if any(part in Path(f"/proc/{pid}/cmdline").read_bytes() for part in _RAY):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
-def _dead(drivers: set[int]) -> dict[Session, list[int]]:
-    return {s: pids for s, pids in dead_sessions().items() if s.driver and s.driver.pid in drivers}
+def orphans(mark: str) -> list[int]:
+    """Return Ray's processes with such a mark whose parent has died."""
+    found = []
+    for pid in _of_ray(mark):
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+            if status.rpartition(")")[2].split()[1] == "1":
+                found.append(pid)
+    return found
+
+
+def _of_ray(mark: str) -> list[int]:
+    found = []
+    for pid in marked(mark):
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if any(part in command for part in _RAY):
+                found.append(pid)
+    return found

@@ -43,9 +43,6 @@ def doctor(
         str | None,
         typer.Option(help="Ray cluster to look at, instead of one that is started here."),
     ] = None,
-    clean: Annotated[
-        bool, typer.Option(help="End what dead drivers have left here, and delete Ray's logs.")
-    ] = False,
     json: Json = False,
 ) -> None:
     """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
@@ -58,7 +55,7 @@ def doctor(
     for finding in (
         _examine_cluster(cluster, recipe, overrides or [])
         if cluster is not None
-        else examine(storage=storage, tracking=tracking, address=address, clean=clean)
+        else examine(storage=storage, tracking=tracking, address=address)
     ):
         _show(console, finding)
         findings.append(finding)

@@ -152,7 +152,7 @@ def guard(
     if notice is None:
         return
     nodes = drain(notice, address=address, node_id=node, say=_say)
-    if nodes is None:
+    if not nodes:
         raise typer.Exit(1)
     if is_waiting:  # whoever stops this machine waits for this process
         is_gone = wait_until_gone(nodes, notice.time)

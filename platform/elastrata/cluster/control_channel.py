@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import Event as Flag
@@ -44,13 +43,6 @@ class ControlChannel:
         self._signal: ControlSignal | None = None
         self._halted = False
         self._book, self._moved = SpeedBook(), asyncio.Event()
-
-    async def ping(self) -> None:
-        """Answers."""
-
-    async def raylet(self) -> int:
-        """The pid of the process that has started this one."""
-        return os.getppid()
 
     async def deliver(self, batch: EventBatch) -> Acknowledgement:
         """Takes events, and returns how they stand and what is asked of the workers."""
@@ -128,15 +120,6 @@ def open_channel() -> Any:
     """A channel on the driver's own node, gone with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ControlChannel.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-
-
-def raylet_of(channel: Any) -> int:
-    """The pid of the raylet on the channel's node; -1, which nobody has, where Ray has ended."""
-    while ray.is_initialized():
-        with contextlib.suppress(ray.exceptions.RayError):
-            return int(ray.get(channel.raylet.remote(), timeout=_ANSWER_SECONDS))
-        time.sleep(_PAUSE_SECONDS)
-    return -1
 
 
 class Receiver:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import ray
-
 from elastrata.checkpoints.commit import Commit, commits, newest_verified
-from elastrata.cluster.control_channel import Receiver, raylet_of
+from elastrata.cluster.control_channel import Receiver
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.gauges import Gauges
 from elastrata.cluster.interrupt import Interrupt, undisturbed
 from elastrata.cluster.job import Job
 from elastrata.cluster.observer import Observer
-from elastrata.cluster.reaper import Reaper
-from elastrata.cluster.watchdog import HelperWatchdog, Watchdog
+from elastrata.cluster.watchdog import Watchdog
 from elastrata.core.events import (
     Action,
     ControllerLostError,
@@ -123,15 +120,14 @@ class RunDriver:
 
         receiver = Receiver(self.channel, handle)
         try:
-            with self._guarded(replicas, lambda line: observer([Warned(text=line)])):
-                try:
-                    self.interrupt.run(
-                        lambda: self._controlled(handle, failures, number, replicas),
-                        checkpoint.grace_seconds,
-                        lambda name: ask_to_stop(self.channel, name),
-                    )
-                finally:
-                    receiver.close()
+            try:
+                self.interrupt.run(
+                    lambda: self._controlled(handle, failures, number, replicas),
+                    checkpoint.grace_seconds,
+                    lambda name: ask_to_stop(self.channel, name),
+                )
+            finally:
+                receiver.close()
         except TrainingError:
             if observer.refused:
                 raise UserError(*observer.refused) from None
@@ -147,22 +143,6 @@ class RunDriver:
                 "the last checkpoint could not be saved; the same command redoes the steps after "
                 "the one before"
             )
-
-    @contextmanager
-    def _guarded(self, replicas: Replicas | None, warn: Callable[[str], None]) -> Iterator[None]:
-        """Replaces helpers that do not answer, or are stopped, while its block runs."""
-        seconds = self.recipe.workers.hang_seconds
-        helpers = {"control channel": self.channel}
-        if replicas:
-            helpers["registry of the hot copies"] = replicas.registry
-        watchdog = HelperWatchdog(helpers, seconds, warn)
-        job: str = ray.get_runtime_context().get_job_id()
-        reaper = Reaper(lambda: raylet_of(self.channel), job, seconds, warn)
-        try:
-            yield
-        finally:
-            watchdog.close()
-            reaper.close()
 
     def _controlled(
         self,

@@ -1,4 +1,4 @@
-"""Liveness: which workers and helpers of a run have been silent for too long.
+"""Liveness: whether the workers of a run have been silent for too long.
 
 Events go in, instructions come out. Nothing here knows Ray or reads a clock: `watchdog.py` feeds
 it and carries out what it says.
@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from elastrata.core.events import Event, Halted, Lost, Started
 
-MOST_SECONDS = 20.0
-"""Helpers do little: one that takes longer to answer does not answer."""
-_START_SECONDS = 120.0
-"""A new process, on a machine that is busy training."""
 _LONGEST_LOOK_SECONDS = 2.0
 """Who looks more often than that and finds longer gaps was stopped itself, or starved."""
 NO_ANSWER = "?"
@@ -30,34 +25,24 @@ class HeartbeatTimeout:
 
     Args:
         seconds: of silence, after which the time is over.
-        first_seconds: the same, before the first sign: what starts may take longer.
     """
 
-    def __init__(self, seconds: float, first_seconds: float | None = None) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._first_seconds = seconds if first_seconds is None else first_seconds
-        self._limit = self._first_seconds
         self._looked: float | None = None
         self.silent = 0.0
         """Seconds since the last sign."""
 
     def beat(self) -> None:
         """There was a sign of life."""
-        self._begin(self._seconds)
-
-    def restart(self) -> None:
-        """Something new has yet to give its first sign."""
-        self._begin(self._first_seconds)
+        self._looked, self.silent = None, 0.0
 
     def is_over(self, now: float) -> bool:
         """Called at every look, at least every two seconds."""
         if self._looked is not None:
             self.silent += min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
-        return self.silent > self._limit
-
-    def _begin(self, limit: float) -> None:
-        self._limit, self._looked, self.silent = limit, None, 0.0
+        return self.silent > self._seconds
 
 
 @dataclass(frozen=True)
@@ -152,73 +137,3 @@ def _lost(states: Mapping[int, str], silent: float) -> Lost:
     stopped = tuple(sorted(rank for rank, state in states.items() if state == _STOPPED))
     why = f"; stopped: rank {', '.join(map(str, stopped))}" if stopped else ""
     return Lost(text=f"no sign of the workers for {silent:.0f} s: killed{why}", ranks=stopped)
-
-
-class Answer(Enum):
-    """How a ping of a helper stands."""
-
-    NONE = "it has not answered yet"
-    HERE = "it has answered"
-    DIED = "it has died, and Ray starts another one"
-
-
-@dataclass(frozen=True)
-class Ping:
-    """Asks a helper whether it is there."""
-
-
-@dataclass(frozen=True)
-class Replace:
-    """Kills a helper, so that Ray starts another one."""
-
-    line: str
-    """Says so to the user."""
-
-
-class HelperLiveness:
-    """Whether a helper of the run, an actor that Ray starts again where it ends, answers.
-
-    Args:
-        name: of the helper.
-        seconds: how long it may take to answer; `MOST_SECONDS` at most.
-    """
-
-    def __init__(self, name: str, seconds: float) -> None:
-        limit = min(seconds, MOST_SECONDS)
-        self._name = name
-        self._timeout = HeartbeatTimeout(limit, max(limit, _START_SECONDS))
-        self._is_asked = False
-        self.is_there = False
-        """Whether it has answered since it was started."""
-
-    def handle(self, event: Look | Answer, now: float) -> list[Ping | Replace]:
-        """Takes an event: in turn, a `Look`, and how the ping stands then.
-
-        Args:
-            event: what has happened.
-            now: by a clock that never goes back, in seconds.
-
-        Returns:
-            What is to be done.
-        """
-        if isinstance(event, Look):
-            is_due, self._is_asked = not self._is_asked, True
-            return [Ping()] if is_due else []
-        self._hear(event)
-        if not self._timeout.is_over(now):
-            return []
-        line = f"the {self._name} has not answered for {self._timeout.silent:.0f} s: replaced"
-        self._begin()
-        return [Replace(line)]
-
-    def _hear(self, answer: Answer) -> None:
-        self._is_asked = answer is Answer.NONE
-        if answer is Answer.HERE:
-            self._timeout.beat()
-            self.is_there = True
-        elif answer is Answer.DIED and self.is_there:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._timeout.restart()
-        self._is_asked = self.is_there = False

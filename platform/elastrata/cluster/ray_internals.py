@@ -1,7 +1,8 @@
-"""Ray's internals: all of Ray beside Ray Train that this project uses and Ray does not promise.
+"""Ray's internals: what is used of Ray, except Ray Train, that Ray does not promise.
 
-Nothing else imports `ray._private`, `ray._raylet` or Ray's protocol buffers; a new version of Ray
-is looked at here. What belongs to Ray Train is in `ray_train_internals.py`, as its import takes a
+No other module imports `ray._private`, `ray._raylet` or Ray's protocol buffers. Each function says
+which public way is missing; `docs/ray-internals.md` says what breaks without it. Check this file
+first when Ray's version changes. Ray Train is in `ray_train_internals.py`, as its import takes a
 second.
 """
 
@@ -15,77 +16,45 @@ import ray
 from ray._private import worker
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import state
 from ray._private.utils import get_runtime_env_info
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import (
     autoscaler_pb2,
     common_pb2,
     gcs_pb2,
-    gcs_service_pb2,
-    gcs_service_pb2_grpc,
     node_manager_pb2,
     node_manager_pb2_grpc,
 )
 from ray.experimental import internal_kv
 from ray.runtime_env import RuntimeEnv
 
+# `runtime_env={"worker_process_setup_hook": ...}` works in `ray.init` alone: a session that someone
+# else has opened would have no hook, and in ours every process of the job would run it.
 SETUP_HOOK = WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-"""The variable of a runtime environment that names what a process calls at its birth."""
-ALIVE = gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
-PREEMPTION = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
-
-
-def head_client(address: str | None) -> Any:
-    """A client of the head process (GCS) of a cluster; None: of the Ray that runs here.
-
-    Raises:
-        ConnectionError: no Ray runs here, or the cluster does not answer.
-    """
-    known = canonicalize_bootstrap_address(address or "auto")
-    if known is None:
-        raise ConnectionError("no Ray runs here")
-    try:
-        return GcsClient(address=known)
-    except Exception as error:  # Ray's own kinds, which differ by version
-        raise ConnectionError(f"{known}: no Ray cluster answers ({error})") from error
-
-
-def own_node() -> Any:
-    """The node of the session that this process has started: its processes and their settings."""
-    return worker._global_node
-
-
-def check_alive(address: str, seconds: float) -> None:
-    """Asks a head process whether it lives.
-
-    Raises:
-        grpc.RpcError: how the call failed.
-    """
-    with closing(init_grpc_channel(address)) as channel:
-        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
-        head.CheckAlive(request, timeout=seconds)
+"""The variable of a runtime environment that names what a process calls when it starts."""
 
 
 def draining_nodes() -> Iterable[str]:
-    """Ids of the nodes that are being drained."""
+    """Return the ids of the nodes that are being drained."""
+    # `ray.nodes()` does not say it, `ray list nodes` neither, and `ray.train.get_preemption_info()`
+    # is a barrier of workers.
     return state.get_draining_nodes() or ()
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """Resources that nobody has claimed, by node."""
+    """Return the resources that are not claimed, by node."""
+    # `ray.available_resources()` gives the sum over all nodes.
     free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return free
 
 
 def is_infeasible(seconds: float) -> bool:
-    """Whether the cluster's autoscaler can never have what is asked of it.
+    """Return whether the cluster's autoscaler can never provide what is requested.
 
     Raises:
         ray.exceptions.RpcError: the head process does not answer in time.
     """
+    # `ray.autoscaler.v2.sdk.get_cluster_status` leaves infeasible constraints out.
     client = worker.global_worker.gcs_client  # type: ignore[attr-defined]
     reply = autoscaler_pb2.GetClusterStatusReply()  # type: ignore[attr-defined]
     reply.ParseFromString(client.get_cluster_status(timeout_s=seconds))
@@ -93,18 +62,19 @@ def is_infeasible(seconds: float) -> bool:
 
 
 def keep(key: str, value: str) -> None:
-    """Keeps a value in the tables of the cluster."""
+    """Store a value in the tables of the cluster."""
     internal_kv._internal_kv_put(key, value.encode())
 
 
 def kept(key: str) -> str | None:
-    """The value that was kept there."""
+    """Return the value that is stored under the key."""
     value: Any = internal_kv._internal_kv_get(key)
     return value.decode() if value else None
 
 
 def placement_groups_of(actor: str) -> list[bytes]:
-    """Ids of the placement groups that an actor has made and nobody has removed."""
+    """Return the ids of the placement groups that an actor has made and that were not removed."""
+    # `placement_group_table()` does not name the creator, and Ray Train gives its groups no name.
     accessor: Any = state._connect_and_get_accessor()
     groups: list[Any] = [
         gcs_pb2.PlacementGroupTableData.FromString(data)  # type: ignore[attr-defined]
@@ -118,13 +88,14 @@ def placement_groups_of(actor: str) -> list[bytes]:
 
 
 def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
-    """Asks a raylet for an idle process with the caller's runtime environment and job.
+    """Ask a raylet for an idle process with the caller's runtime environment and job.
 
     Args:
         address: of the raylet.
         keep_seconds: after which Ray may end the process.
         seconds: to answer in.
     """
+    # Ray has no Python call for it; its own `prestart_worker_first_driver` starts plain processes.
     context = ray.get_runtime_context()
     serialized = context.get_runtime_env_string()  # type: ignore[no-untyped-call]
     environment = get_runtime_env_info(RuntimeEnv.deserialize(serialized))
@@ -142,7 +113,8 @@ def prestart(address: str, *, keep_seconds: float, seconds: float) -> None:
 
 
 def replace_printer(printer: Callable[..., None]) -> Callable[..., None]:
-    """Has a function print the lines of other processes in this one; returns the one before."""
+    """Have a function print the lines of other processes in this one; return the one before."""
+    # `ray.init(log_to_driver=False)` still prints every error in the cluster, in pages.
     before: Callable[..., None] = worker.print_to_stdstream
     worker.print_to_stdstream = printer
     return before

@@ -1,24 +1,43 @@
-"""The Ray session of a command: a cluster of its own on this machine, or the one it was sent to."""
+"""The Ray session of a command: a cluster of its own on this machine, or the one that it joins.
+
+The processes of an own cluster end with the driver. Ray has Linux send SIGKILL to those that the
+driver has started (PR_SET_PDEATHSIG), and workers end within 3 s of their raylet. Only its two
+agents try for 60 s to report the raylet's death first. Run as a program, this module is the watcher
+that ends them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NoReturn
 
 from elastrata.cluster.interrupt import undisturbed
-from elastrata.cluster.ray_processes import MARK, NICENESS, Session, guarded, new_session
+from elastrata.cluster.processes import children, title
 from elastrata_pipelines.errors import UserError
 
+NICENESS = "RAY_worker_niceness"
+"""The environment variable by which Ray's processes take the nice value of their workers."""
 _SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+_REFUSALS = 3
+"""Connections that one of Ray's processes refuses in a row when it is dead."""
+_TRIES_TO_REMOVE = 5
 _NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _EXPECTED_MESSAGES = ("worker processes have been started on node",)
-"""That is how spares come to be."""
+"""Spares cause these."""
 _MESSAGE_CHARACTERS = 160
 
 
@@ -26,7 +45,7 @@ _MESSAGE_CHARACTERS = 160
 def ray_session(
     address: str | None = None, *, num_cpus: int | None = None, log_to_driver: bool = False
 ) -> Iterator[None]:
-    """Runs its block with Ray, and ends what it started. A session that is open is used as it is.
+    """Run the block with Ray, and end what was started. An open session is used as it is.
 
     Args:
         address: `auto` or the address of a cluster to join. Default: the one that
@@ -74,66 +93,136 @@ def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
 
 @contextmanager
 def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
-    """A cluster of one node. Its logs are kept only where the block fails unexpectedly."""
-    session = new_session()
+    """A cluster of one node. Its logs are kept only if the block fails unexpectedly."""
+    # Sockets are created below it, and their paths may have 107 characters at most.
+    parent = "/tmp" if Path("/tmp").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=parent))
     keep = False
-    with guarded(session):
-        try:
-            with _own_node(session, num_cpus, log_to_driver):
-                yield
-        except (UserError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            keep = True
-            error.add_note(f"Ray's logs: {session.folder / 'session_latest' / 'logs'}")
-            raise
-        finally:
-            with undisturbed("ending Ray"):
-                session.end()
-                session.remove(logs=not keep)
+    try:
+        with _own_node(folder, num_cpus, log_to_driver):
+            yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        keep = True
+        error.add_note(f"Ray's logs: {folder / 'session_latest' / 'logs'}")
+        raise
+    finally:
+        if not keep:
+            _remove(folder)
 
 
 @contextmanager
-def _own_node(session: Session, num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
+def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
     import ray
 
-    from elastrata.cluster.ray_head import kept_alive, settings
-
-    environment = partial(_environment, session)
-    with environment():
+    with _fair_priority():
         ray.init(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
             log_to_driver=log_to_driver,
             logging_level=logging.ERROR,
-            _temp_dir=str(session.folder),
-            _system_config=settings(session.memory, session.folder / "head"),
+            _temp_dir=str(folder),
         )
     _quiet_loggers()
-    with kept_alive(environment):
+    command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
+    # In a session of its own, Ctrl-C and the kill of a process group do not reach the watcher.
+    watcher = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    is_over = Event()
+    try:
+        Thread(target=_watch_ray, args=(_addresses(), folder, is_over), daemon=True).start()
         yield
+    finally:
+        with undisturbed("ending Ray"):
+            is_over.set()
+            ray.shutdown()
+            watcher.kill()
+            watcher.wait()
+
+
+def _remove(folder: Path) -> None:
+    """Delete the session's files; workers that are about to end may still add to their logs."""
+    for _ in range(_TRIES_TO_REMOVE):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 @contextmanager
-def _environment(session: Session) -> Iterator[None]:
-    """The environment that Ray's processes inherit: the session's mark, and a priority like that of
-    all others, without which reading data waits for whatever else runs on the machine."""
-    before = dict(os.environ)
+def _fair_priority() -> Iterator[None]:
+    """Let workers run at the priority of all other processes: at Ray's own, 15, reading data waits
+    for whatever else runs on the machine."""
+    is_set = NICENESS in os.environ
     os.environ.setdefault(NICENESS, "0")
-    os.environ[MARK] = session.mark
     try:
         yield
     finally:
-        for name in (MARK, NICENESS):
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
+        if not is_set:
+            os.environ.pop(NICENESS, None)
+
+
+def _addresses() -> dict[str, tuple[str, int]]:
+    """Return where Ray's head process and its raylet listen."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+    return {
+        "head process": (host, int(port)),
+        "raylet": (node["NodeManagerAddress"], node["NodeManagerPort"]),
+    }
+
+
+def _watch_ray(addresses: Mapping[str, tuple[str, int]], folder: Path, is_over: Event) -> None:
+    """End this command when the head process or the raylet of its own Ray is dead.
+
+    Ray would end the driver a minute later, by an abort with pages of logs, and would wait as long
+    in its own shutdown.
+    """
+    import ray
+
+    refusals = dict.fromkeys(addresses, 0)
+    while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+        for name, address in addresses.items():
+            refusals[name] = refusals[name] + 1 if _refuses(address) else 0
+            # Someone may have called `ray.shutdown` in the block.
+            if refusals[name] == _REFUSALS and ray.is_initialized() and not is_over.is_set():
+                _end_command(name, folder)
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    """Return whether no process listens there. A process that is slow, or a network that is away,
+    gives no refusal."""
+    try:
+        socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _end_command(process: str, folder: Path) -> NoReturn:
+    """End this process as a SIGKILL would: every teardown would wait for the Ray that is gone."""
+    sys.stderr.write(
+        f"Ray has ended (its {process} is gone; logs: {folder / 'session_latest' / 'logs'}); "
+        "the same command continues the run\n"
+    )
+    with suppress(OSError, RuntimeError):
+        sys.stdout.flush()
+    os._exit(1)
 
 
 def _check_answers(address: str) -> None:
-    """Raises at once where nobody listens: Ray itself would try for many minutes."""
+    """Raise at once if no process listens there: Ray itself would try for many minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER).close()
@@ -147,7 +236,7 @@ def _quiet_settings() -> None:
 
 @contextmanager
 def _brief_messages() -> Iterator[None]:
-    """Trouble in the cluster, of which Ray tells every driver in pages of logs, takes one line."""
+    """Print an error in the cluster as one line; Ray sends pages of logs to every driver."""
     from elastrata.cluster.ray_internals import replace_printer
 
     def briefly(data: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -169,3 +258,24 @@ def _brief_messages() -> Iterator[None]:
 def _quiet_loggers() -> None:
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _end_agents(driver: int) -> None:
+    """Kill the agents of the driver's raylet when the driver has died.
+
+    The raylet never replaces an agent: it ends with it. So they are found once.
+    """
+    agents: list[Path] = []
+    while os.getppid() == driver:
+        if len(agents) < len(_AGENTS):
+            below = (child for raylet in children(driver) for child in children(int(raylet.name)))
+            agents = [process for process in below if title(process).startswith(_AGENTS)]
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    for process in agents:
+        with suppress(OSError):
+            if title(process).startswith(_AGENTS):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _end_agents(int(sys.argv[1]))

@@ -1,5 +1,6 @@
-"""The watchdogs: workers that take no more steps, and helpers that do not answer, are killed, so
-that Ray replaces them. What is silent for too long is decided in `liveness.py`.
+"""The watchdog: workers that take no more steps are killed, so that Ray replaces them.
+
+`liveness.py` decides what has been silent for too long.
 """
 
 from __future__ import annotations
@@ -11,20 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event as Flag
 from threading import Lock, Thread
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastrata.cluster.liveness import (
     NO_ANSWER,
-    Answer,
-    HelperLiveness,
     Kill,
     Killed,
     Look,
-    Ping,
-    Replace,
     Report,
     Taken,
     WorkerLiveness,
@@ -111,71 +107,3 @@ def _kill_here(pids: Mapping[int, int]) -> dict[int, str]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return states
-
-
-class HelperWatchdog:
-    """Asks helpers, again and again, whether they are there, in a thread of its own.
-
-    Args:
-        helpers: actors with a method `ping` that Ray starts again where they end, by name.
-        seconds: how long one may take to answer.
-        warn: called with a line for every helper that is replaced.
-    """
-
-    def __init__(
-        self, helpers: Mapping[str, Any], seconds: float, warn: Callable[[str], None]
-    ) -> None:
-        self._helpers = [_Helper(name, actor, seconds) for name, actor in helpers.items()]
-        self._warn = warn
-        self._closed = Flag()
-        self._thread = Thread(target=self._watch, name="elastrata-helpers", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_content(self) -> bool:
-        """Whether every helper has answered since it was started."""
-        return all(helper.liveness.is_there for helper in self._helpers)
-
-    def close(self) -> None:
-        """Asks no more."""
-        self._closed.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            for helper in self._helpers:
-                for line in helper.look():
-                    self._warn(line)
-
-
-class _Helper:
-    def __init__(self, name: str, actor: Any, seconds: float) -> None:
-        self.liveness = HelperLiveness(name, seconds)
-        self._actor = actor
-        self._ping: Any = None
-
-    def look(self) -> list[str]:
-        """Replaces it where it does not answer; returns a line that says so."""
-        self._feed(Look())
-        return self._feed(self._answer())
-
-    def _feed(self, event: Look | Answer) -> list[str]:
-        replaced = []
-        for instruction in self.liveness.handle(event, time.monotonic()):
-            match instruction:
-                case Ping():
-                    self._ping = self._actor.ping.remote()
-                case Replace(line):
-                    # Ray sends SIGKILL after 5 s, to stopped ones too.
-                    ray.kill(self._actor, no_restart=False)
-                    replaced.append(line)
-        return replaced
-
-    def _answer(self) -> Answer:
-        if not ray.wait([self._ping], timeout=0)[0]:
-            return Answer.NONE
-        try:
-            ray.get(self._ping)
-        except ray.exceptions.RayError:
-            return Answer.DIED
-        return Answer.HERE

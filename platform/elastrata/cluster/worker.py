@@ -12,14 +12,13 @@ import torch
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
 from elastrata.cluster.culprits import is_victim
-from elastrata.cluster.event_sender import Sender, tell
+from elastrata.cluster.event_sender import Sender
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaving import began, is_let_go, release
 from elastrata.cluster.membership import Membership, of_all_ranks
 from elastrata.cluster.node_kinds import kinds_by_node
 from elastrata.cluster.placement import split_line
 from elastrata.cluster.prestarted import Spares
-from elastrata.cluster.reaper import Reaper
 from elastrata.cluster.source import resume_point
 from elastrata.core.events import (
     Action,
@@ -99,8 +98,6 @@ def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first("group")
     context = ray.train.get_context()
-    if context.get_local_rank() == 0 and _is_first("reaper"):
-        _start_reaper(recipe.workers.hang_seconds, job.channel)
     group = Membership.joined(context, recipe.parallel, has_served=has_served)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
@@ -223,12 +220,6 @@ def _tell_of_layout(recipe: Recipe, group: Membership, sender: Sender) -> None:
     lines = (line for lines in of_all_ranks(own, group.world_size) for line in lines)
     for line in dict.fromkeys(lines):
         sender.send(Substituted(text=line))
-
-
-def _start_reaper(seconds: float, channel: Any) -> None:
-    """Watches this node's processes, while this one lives."""
-    job: str = ray.get_runtime_context().get_job_id()
-    Reaper(os.getppid, job, seconds, lambda line: tell(channel, Warned(text=line)))
 
 
 def _is_first(what: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import ray.autoscaler
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from elastrata.cluster.ray_processes import NICENESS
+from elastrata.cluster.ray_session import NICENESS
 from elastrata.launch.doctor import Finding
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import WorkersConfig

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,12 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from threading import Event
-from typing import Any
 
 import ray
 
-from elastrata.cluster.ray_internals import ALIVE, PREEMPTION, head_client
+from elastrata.cluster.nodes import nodes
+from elastrata.cluster.ray_session import ray_session
 
 _SECONDS_TO_ANSWER = 2.0
 _AWS_TOKEN_SECONDS = 21_600
@@ -137,64 +141,21 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
         raise
 
 
+_SECONDS_TO_CONNECT = 3.0
 _SECONDS_BETWEEN_TRIES = 1.0
-_SECONDS_FOR_THE_HEAD = 5.0
-
-
-class Nodes:
-    """The Ray nodes of this machine.
-
-    Args:
-        address: of the cluster; None: that of the Ray which runs here.
-        node_id: of the only node that is meant; None: every node with this machine's address.
-
-    Raises:
-        ConnectionError: no Ray runs here, or the cluster does not answer.
-    """
-
-    def __init__(self, address: str | None, node_id: str | None) -> None:
-        self._gcs = head_client(address)
-        self._node_id = node_id
-        self._ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-
-    def alive(self) -> list[str]:
-        """Their ids, while Ray takes them for alive."""
-        nodes = self._gcs.get_all_node_info(timeout=_SECONDS_FOR_THE_HEAD)
-        return [
-            node.node_id.hex()
-            for node in nodes.values()
-            if node.state == ALIVE and self._is_meant(node)
-        ]
-
-    def drain(self, ids: Sequence[str], text: str, time: float) -> list[str]:
-        """Tells the cluster that the nodes will be gone; what it says where it refuses.
-
-        Args:
-            ids: of the nodes.
-            text: why.
-            time: when, in Unix time.
-        """
-        answers = [
-            self._gcs.drain_node(node, PREEMPTION, text, math.floor(time * 1000)) for node in ids
-        ]
-        return [str(reason) for is_accepted, reason in answers if not is_accepted]
-
-    def _is_meant(self, node: Any) -> bool:
-        if self._node_id is not None:
-            return bool(node.node_id.hex() == self._node_id)
-        return bool(node.node_manager_address == self._ip)
+_REASON = "DRAIN_NODE_REASON_PREEMPTION"
 
 
 def wait_for_notice(
     look: Look, ended: Event, *, seconds_between: float, say: Callable[[str], None]
 ) -> Notice | None:
-    """Asks again and again, until there is a notice, or `ended` is set: then None.
+    """Ask again and again, until there is a notice, or `ended` is set: then None.
 
     Args:
         look: asks the metadata server.
         ended: set from elsewhere, as by a signal.
         seconds_between: two looks.
-        say: told once when the server stops answering, and once when it answers again.
+        say: called once when the server stops answering, and once when it answers again.
     """
     is_silent = False
     while not ended.is_set():
@@ -214,47 +175,100 @@ def wait_for_notice(
     return None
 
 
+@dataclass(frozen=True)
+class RayNode:
+    """A live Ray node of this machine, and where its raylet listens."""
+
+    id: str
+    host: str
+    port: int
+
+    def lives(self) -> bool:
+        """Return whether the raylet takes connections."""
+        try:
+            socket.create_connection((self.host, self.port), _SECONDS_TO_CONNECT).close()
+        except OSError:
+            return False
+        return True
+
+
+def find_nodes(address: str | None, node_id: str | None) -> list[RayNode]:
+    """Return the live Ray nodes of this machine.
+
+    Args:
+        address: of the cluster; None: that of the Ray which runs here.
+        node_id: of the only node that is meant; None: every node with this machine's address.
+
+    Raises:
+        UserError: no Ray runs here, or the cluster does not answer.
+    """
+    # Joined for the question only: a driver that stays would be lost with the node's raylet.
+    with ray_session(address or "auto"):
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return [
+            RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
+            for node in nodes()
+            if node["Alive"]
+            and (node["NodeID"] == node_id if node_id else node["NodeManagerAddress"] == here)
+        ]
+
+
 def drain(
     notice: Notice, *, address: str | None, node_id: str | None, say: Callable[[str], None]
-) -> Nodes | None:
-    """Tells the cluster; tries until it has been told or the time of the notice has come.
+) -> list[RayNode]:
+    """Drain this machine's nodes; try until it has worked or the time of the notice has come.
 
     Returns:
-        The nodes that were drained; None where there was nobody to tell.
+        The nodes that were drained; empty if there was none to drain.
     """
     failure = ""
     while True:
         try:
-            nodes = Nodes(address, node_id)
-            ids = nodes.alive()
-            refusals = nodes.drain(ids, notice.text, notice.time)
+            found = find_nodes(address, node_id)
+            for node in found:
+                _drain_node(node, notice, address)
         except Exception as error:  # Ray's own kinds; nothing else is left to do on this machine
-            failure = str(error).strip().splitlines()[0]
+            failure = str(error).strip().splitlines()[-1]
         else:
-            if ids and not refusals:
+            if found:
                 seconds = max(0.0, notice.time - time.time())
-                names = ", ".join(ids)
+                names = ", ".join(node.id for node in found)
                 say(f"{notice.text}; drained {names}, which will be gone in {seconds:.0f} s")
-                return nodes
-            failure = refusals[0] if refusals else "no Ray node of this machine is alive"
+                return found
+            failure = "no Ray node of this machine is alive"
         if time.time() >= notice.time:
             say(f"{notice.text}; not drained: {failure}")
-            return None
+            return []
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
-def wait_until_gone(nodes: Nodes, until: float) -> bool:
-    """Waits until Ray has none of the nodes any more: a drained node that is idle ends itself.
+def _drain_node(node: RayNode, notice: Notice, address: str | None) -> None:
+    """Run `ray drain-node`: Ray has no other public way.
+
+    Raises:
+        RuntimeError: the cluster refuses.
+    """
+    seconds = max(0, math.floor(notice.time - time.time()))
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        *("drain-node", "--address", address or "auto", "--node-id", node.id),
+        *("--reason", _REASON, "--reason-message", notice.text),
+        *("--deadline-remaining-seconds", str(seconds)),
+    ]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"exit code {done.returncode}")
+
+
+def wait_until_gone(drained: Sequence[RayNode], until: float) -> bool:
+    """Wait until no raylet of the nodes is left: one that is drained and idle ends itself.
 
     Args:
-        nodes: that were drained.
+        drained: the nodes.
         until: Unix time at which to give up.
     """
     while time.time() < until:
-        try:
-            if not nodes.alive():
-                return True
-        except Exception:  # the cluster's tables may be gone before the node
-            return False
+        if not any(node.lives() for node in drained):
+            return True
         time.sleep(_SECONDS_BETWEEN_TRIES)
     return False

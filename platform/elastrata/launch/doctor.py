@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from elastrata.cluster.ray_processes import NICENESS, dead_sessions
+from elastrata.cluster.ray_session import NICENESS, ray_session
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.run.facts import versions
 from elastrata.shipped import cluster_files, tested_versions
@@ -44,7 +44,6 @@ def examine(
     storage: str | None,
     tracking: str | None,
     address: str | None = None,
-    clean: bool = False,
 ) -> Iterator[Finding]:
     """All findings, one by one as they are made.
 
@@ -52,14 +51,12 @@ def examine(
         storage: folder or URL to try to write to; None: not tried.
         tracking: MLflow's tracking URI to try to reach; None: not tried.
         address: of a Ray cluster to look at; None: one that is started on this machine.
-        clean: whether to end what dead drivers have left here.
     """
     yield from _versions()
     yield _recipes()
     machine = list(_machine())
     yield from machine
     yield from _gpus()
-    yield from _leftovers(clean)
     # A local Ray would only fail again, and say less.
     if address is not None or all(finding.status != "problem" for finding in machine):
         yield from _ray(address)
@@ -200,29 +197,6 @@ def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
     return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
 
 
-def _leftovers(clean: bool) -> Iterator[Finding]:
-    """Things that dead drivers of this user have left on this machine: processes, and Ray's
-    logs."""
-    dead = dead_sessions()
-    for session, pids in dead.items():
-        if pids and session.driver:
-            left = f"{len(pids)} processes of Ray's that process {session.driver.pid} left behind"
-            left += f": {', '.join(map(str, pids))}"
-            yield Finding(
-                name="leftovers",
-                status="ok" if clean else "warning",
-                found=f"{session.end()} ended of {left}" if clean else left,
-                advice="" if clean else "elastrata doctor --clean ends them",
-            )
-    if dead:
-        folders = ", ".join(str(session.folder) for session in dead)
-        done = "deleted" if clean else "elastrata doctor --clean deletes them"
-        yield Finding(name="ray's logs", status="ok", found=f"of dead drivers: {folders} ({done})")
-    if clean:
-        for session in dead:
-            session.remove()
-
-
 def _ray(address: str | None) -> Iterator[Finding]:
     """Whether tasks are run, and at which priority."""
     niceness: list[int] = []
@@ -248,8 +222,6 @@ def _ray(address: str | None) -> Iterator[Finding]:
 
 def _run_tasks(address: str, niceness: list[int]) -> str:
     """Runs a task on every node; adds the nice value that each had."""
-    from elastrata.cluster.ray_session import ray_session
-
     with ray_session(address):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

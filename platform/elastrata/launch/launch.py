@@ -11,14 +11,12 @@ from typing import Any
 import ray
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.cluster.cluster_share import gpus_per_worker, with_workers
 from elastrata.cluster.control_channel import open_channel
 from elastrata.cluster.driver import RunDriver, ask_to_stop, is_finished
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.node_speeds import name_problems
 from elastrata.cluster.nodes import launches_nodes
 from elastrata.cluster.observer import catch_up
-from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
 from elastrata.core.events import Committed, Event, Launched, Warned
 from elastrata.core.record import StepRecord, Stopwatch
@@ -59,6 +57,10 @@ from elastrata.trainer.preflight import (
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.phase import positions_after
 from elastrata_pipelines.storage import Storage
+
+CPUS_OF_A_WORKER = 2
+"""CPUs of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the
+other one reads data and runs Ray."""
 
 
 def train(
@@ -136,6 +138,50 @@ def train(
     return _result(run, recipe.target, tracker.run_id, status)
 
 
+def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
+    """Return the GPUs that each worker claims.
+
+    Raises:
+        UserError: `auto`, and the cluster has yet to launch the nodes that would tell.
+    """
+    is_open = recipe.workers.gpus == "auto"
+    if is_open and cluster_problems(recipe, 0.0, resources) and launches_nodes():
+        raise UserError(
+            "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
+            "expected a number, 0 for CPUs"
+        )
+    return recipe.workers.gpus_each(resources.get("GPU", 0.0))
+
+
+def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) -> Recipe:
+    """Return the recipe with a number as `workers.max`.
+
+    Args:
+        recipe: comes back as it is where it has one.
+        gpus: that each worker claims.
+        resources: of the cluster, by Ray's names.
+
+    Raises:
+        UserError: with so many workers something else in the recipe cannot be.
+    """
+    if recipe.workers.max != "auto":
+        return recipe
+    most = _most(gpus, recipe.workers.cpus, resources)
+    most = min(most, min(part.batch_size for part in recipe.parts))
+    most -= most % recipe.parallel.group_size
+    workers = recipe.workers.model_copy(update={"max": max(recipe.workers.min, most)})
+    counted = recipe.model_copy(update={"workers": workers})
+    if problems := [line for _, line in cross_field_problems(counted)]:
+        raise UserError(*(f"{line} (workers.max: auto is {workers.max} here)" for line in problems))
+    return counted
+
+
+def _most(gpus: float, cpus: float, resources: Mapping[str, float]) -> int:
+    if gpus:
+        return int(resources.get("GPU", 0) / gpus + 1e-9)
+    return int(resources.get("CPU", 0) / max(CPUS_OF_A_WORKER, cpus) + 1e-9)
+
+
 def _fork_origin(run: Storage) -> ForkOrigin | None:
     """The place that a fork goes on from; None of what is none. What else is wrong with its folder
     is told later."""
@@ -188,7 +234,6 @@ def _owned(
         if origin:
             go_back(run, origin, lambda line: _warn(show, line))
         if before and not before.released:
-            clear_away(before.process, lambda line: show(Warned(text=line)))
             _note_death(run, before, show)
         yield ownership
 

@@ -89,8 +89,7 @@ class WorkersConfig(Config):
     """Whether workers keep their processes, with all that is imported and compiled, when others are
     lost, added or taken away; else all are started anew."""
     hang_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
-    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced; so
-    is every process of the run that is stopped for so long, and a helper that does not answer."""
+    """Workers that finish no step, evaluation or checkpoint for so long are killed and replaced."""
     threads: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """CPU threads per worker for PyTorch; default: the machine's cores over its workers."""
     memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None

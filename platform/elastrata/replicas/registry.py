@@ -49,9 +49,6 @@ class ReplicaRegistry:
         self._group = ""
         self._assigned: dict[str, list[str]] = {}
 
-    async def ping(self) -> None:
-        """Answers."""
-
     async def assign(self, node: str, group: str) -> list[Any]:
         """The stores that take the files of the processes on a node.
 

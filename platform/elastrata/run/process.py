@@ -1,6 +1,6 @@
 """A process of this machine, told apart from all others, those of the same id before it included.
 
-It is imported by the guardian of a Ray session too, which is to start at once: nothing heavy here.
+Nothing heavy is imported here.
 """
 
 from __future__ import annotations

@@ -9,14 +9,12 @@ from contextlib import contextmanager
 import ray
 
 from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.ray_processes import clear_away
 from elastrata.cluster.ray_session import ray_session
 from elastrata.recipe.data_spec import preparations
 from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
 from elastrata.run.history import part_names
-from elastrata.run.ownership import read_owner
 from elastrata.sweeps.config import SweepConfig, check_sweep
 from elastrata.sweeps.driver import Show, SweepDriver, slots
 from elastrata.sweeps.journal import Standings
@@ -93,10 +91,7 @@ def sweep(
 @contextmanager
 def _owned(folder: Storage, interrupt: Interrupt, warn: Callable[[str], None]) -> Iterator[None]:
     """Run the block as the sweep's only driver."""
-    before = read_owner(folder)
     with claim(folder, "sweep", lost=interrupt.lose, warn=warn):
-        if before and not before.released:
-            clear_away(before.process, warn)
         yield
 
 
