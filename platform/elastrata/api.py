@@ -9,7 +9,7 @@ from elastrata.cluster.ray_session import ray_session
 from elastrata.core.events import Event
 from elastrata.launch.launch import train as train_on_ray
 from elastrata.launch.result import TrainResult
-from elastrata.recipe.length import in_steps
+from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings

@@ -12,7 +12,7 @@ import pytest
 from elastrata.launch.model_inspection import inspect_model
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.plan import plan
-from elastrata.recipe.data_spec import preparations
+from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.file import load_recipe, to_yaml
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import available_recipes

@@ -32,7 +32,7 @@ from elastrata.run.ownership import own_run
 from elastrata.run.status import status
 from elastrata.sweeps.trial import LoneTrial
 from elastrata.tracking.tracker import SilentTracker
-from elastrata.trainer.newest_state import newest_state
+from elastrata.trainer.resume import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.clocks import BEGAN, Life, check_status, write_history

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastrata.recipe.data_spec import preparations
+from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError

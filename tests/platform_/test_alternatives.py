@@ -8,11 +8,6 @@ import pytest
 
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.yaml_reader import read_recipe_text
-from elastrata.sweeps.config import SweepConfig
-from elastrata.sweeps.search import RandomConfig
-from elastrata.sweeps.space import Choice, Int
-from elastrata.sweeps.trial_recipe import base_recipe
 from elastrata_pipelines.errors import UserError
 
 BASE = """\
@@ -87,13 +82,6 @@ def test_the_command_line_chooses_anew(folder: Path, choice: str) -> None:
     )
 
 
-@pytest.mark.parametrize("choice", ["optimizer", "schedule", "sparsity", "clip", "workload"])
-def test_a_trial_of_a_sweep_chooses_anew(folder: Path, choice: str) -> None:
-    section, key, value = CHOICES[choice]
-    changes = {} if choice == "sparsity" else {"sparsity": None}
-    _holds(base_recipe("base.yaml", changes).trial({f"{section}.{key}": value}), choice)
-
-
 def test_a_phase_chooses_anew(folder: Path) -> None:
     (folder / "top.yaml").write_text(
         "extends: base.yaml\n"
@@ -113,25 +101,6 @@ def test_a_phase_chooses_anew(folder: Path) -> None:
     assert second.data.prepare.tokenizer.model_dump()["load"] == "some/folder"
 
 
-def test_a_sweep_that_extends_another_chooses_anew(folder: Path) -> None:
-    (folder / "sweep.yaml").write_text(
-        "recipe: base.yaml\n"
-        "searcher: {name: optuna, startup_trials: 3, seed: 5}\n"
-        "space: {optimizer.lr: {loguniform: [1e-4, 1e-2], points: 3}, "
-        "batch_size: {int: [8, 16]}}\n",
-        encoding="utf-8",
-    )
-    (folder / "top.yaml").write_text(
-        "extends: sweep.yaml\nsearcher: {name: random}\n"
-        "space: {optimizer.lr: {choice: [1e-3, 1e-2]}}\n",
-        encoding="utf-8",
-    )
-    sweep = SweepConfig.model_validate(read_recipe_text("top.yaml", model=SweepConfig).values)
-    assert sweep.searcher == RandomConfig(seed=5)
-    assert sweep.space["optimizer.lr"] == Choice(choice=(1e-3, 1e-2))
-    assert sweep.space["batch_size"] == Int(int=(8, 16))
-
-
 def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> None:
     (folder / "top.yaml").write_text(
         "extends: base.yaml\ndata: {prepare: {tokenizer: {load: a, train: bpe}}}\n",
@@ -146,24 +115,3 @@ def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> N
             load_recipe(name, overrides)
         (line,) = caught.value.problems
         assert "data.prepare.tokenizer: needs either load" in line
-
-
-def test_the_same_choice_and_a_misspelt_one_leave_all_as_it_is(folder: Path) -> None:
-    kept = load_recipe("base.yaml", ["optimizer.name=lamb", "sparsity.level=0.25"])
-    assert kept.optimizer.model_dump()["trust_max"] == 2
-    assert kept.sparsity is not None
-    assert kept.sparsity.model_dump()["until"] == 0.6
-    with pytest.raises(UserError) as caught:
-        load_recipe("base.yaml", ["optimizer.name=lam"])
-    (line,) = caught.value.problems
-    assert "optimizer.name: 'lam': expected 'adamw', 'lamb' or 'muon'" in line
-
-
-def test_a_shipped_recipe_takes_a_tokenizer_that_exists(folder: Path) -> None:
-    (folder / "mine.yaml").write_text(
-        "extends: bert/mini\ndata: {prepare: {tokenizer: {load: bert-base-uncased}}}\n",
-        encoding="utf-8",
-    )
-    prepare = load_recipe("mine.yaml").data.prepare
-    assert prepare is not None
-    assert prepare.tokenizer.load == "bert-base-uncased"

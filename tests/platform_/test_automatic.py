@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.cli.main import run as run_command
 from elastrata.core.events import Chosen
-from elastrata.core.parallelize import GradientSync, ParallelConfig
+from elastrata.core.parallelize import GradientSync
 from elastrata.planner.choice import (
     USABLE,
     Choice,
@@ -24,18 +23,15 @@ from elastrata.planner.choice import (
     Correction,
     budgets,
     fastest_together,
-    group_layout,
     smallest_together,
 )
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.devices import DEVICES, GPU, device_like
+from elastrata.planner.devices import DEVICES, GPU
 from elastrata.planner.layout import Layout
 from elastrata.planner.operations import Machine
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.rules import cross_field_problems
-from elastrata.trainer.auto import Automatic, PhaseChoices
-from elastrata.trainer.out_of_memory import what_fits
+from elastrata.trainer.autotune import Automatic, PhaseChoices, what_fits
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
@@ -71,19 +67,6 @@ def _choices(
         policies=("none", "full"),
         syncs=syncs,
     )
-
-
-def test_budgets_are_longest_samples_up_to_a_whole_step() -> None:
-    assert budgets(512, 5) == (512, 1024, 2048, 4096)
-    assert budgets(512, 1) == (512,)
-    assert budgets(512, 10_000)[-1] == 512 * 64
-
-
-def test_what_needs_least_is_one_sample_computed_again() -> None:
-    choices = _choices()
-    smallest = Choice(micro_batch_tokens=choices.budgets[0], activation_checkpointing="full")
-    assert choices.smallest == smallest
-    assert choices.best(lambda _: False) == smallest
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
@@ -140,76 +123,6 @@ def test_no_step_needs_more_than_there_is(
         if not correction.is_over:
             correction.measured(choices, choice, tokens, USABLE * available - peak)
     assert needed(choice, choice.micro_batch_tokens) <= available
-
-
-def test_where_the_plan_is_right_its_choice_is_reached() -> None:
-    choices, correction = _choices(), Correction()
-    available = 70 * 2**30
-    choice = choices.smallest
-    while not correction.is_over:
-        choice = correction.next(choices)
-        room = USABLE * available - choices.bytes(choice)
-        correction.measured(choices, choice, choice.micro_batch_tokens, room)
-    planned = choices.best(lambda one: choices.bytes(one) <= USABLE * available)
-    reached = correction.next(choices)
-    assert reached.activation_checkpointing == planned.activation_checkpointing == "none"
-    assert reached.micro_batch_tokens >= planned.micro_batch_tokens / 2
-
-
-def test_a_peak_of_another_kind_makes_the_choice_smaller() -> None:
-    choices, correction = _choices(), Correction()
-    correction.measured(choices, choices.smallest, choices.budgets[0], 50 * 2**30)
-    large = correction.next(choices)
-    correction.measured(choices, large, large.micro_batch_tokens, -(2**30))
-    assert choices.bytes(correction.next(choices)) < choices.bytes(large)
-
-
-def test_a_group_is_planned_as_it_is_divided() -> None:
-    hybrid = ParallelConfig(replicate=2, tensor=2)
-    assert group_layout(hybrid, 8) == Layout(tensor=2, shards=2, copies=2)
-    assert group_layout(hybrid, 6) == Layout(tensor=2, shards=3)  # 2 does not divide 3
-    assert group_layout(ParallelConfig(replicate="all"), 3) == Layout(copies=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA A10", "A10"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "A100-40GB-3g.20gb"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100-80GB-1g.10gb"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"),
-        ("Tesla T4", "T4"),
-        ("CPU", "CPU"),
-        ("NVIDIA RTX A6000", "A100-80GB"),
-    ],
-)
-def test_devices_are_known_by_their_drivers_names(name: str, known: str) -> None:
-    assert device_like(name).name == known
-
-
-def test_where_nothing_may_be_chosen_is_told(tmp_path: Path) -> None:
-    virtual = {"virtual_ranks": 4}
-    plain = {"fused": False, "lr": 1e-3}
-    values = tiny_recipe(tmp_path, tmp_path, **AUTO, parallel=virtual, optimizer=plain)
-    (path, line), *more = cross_field_problems(Recipe.model_validate(values))
-    assert (path, more) == (("micro_batch_tokens",), [])
-    assert "expected a number where parallel.virtual_ranks is set" in line
-    compiled = tiny_recipe(tmp_path, tmp_path, **AUTO, compile=True)
-    assert not list(cross_field_problems(Recipe.model_validate(compiled)))
-
-
-def test_a_measurement_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [f"{key}={value}" for key, value in AUTO.items()]
-    assert run_command(["bench", "step", "bert/tiny", *settings]) == 2
-    told = capsys.readouterr().err
-    assert "micro_batch_tokens: 'auto': a measurement needs a number" in told
-    assert "activation_checkpointing: 'auto': a measurement needs none" in told
 
 
 def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:
@@ -343,17 +256,6 @@ def test_each_kind_of_rank_has_micro_batches_as_large_as_its_memory_allows(folde
     assert nothing is None, "there is nothing smaller than one sample"
 
 
-def test_fewer_tokens_for_a_kind_change_no_sample(folder: Path) -> None:
-    values = tiny_recipe(folder, folder / "runs", steps=STEPS, batch_size=64)
-    values["micro_batch_tokens"] = SEQ_LEN * 16
-    fixed = run_ranks(2, train_on_ranks, values)[0]
-    kinds = (RankKind("A100"), RankKind("T4", SEQ_LEN * 4))
-    records = run_ranks(2, train_by_kinds, values, kinds, ())[0][0]
-    assert [r.digest for r in records] == [r.digest for r in fixed]
-    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
-    assert records[0].micro_batches > fixed[0].micro_batches
-
-
 def test_kinds_choose_what_goes_together() -> None:
     """Each has the micro-batches that it has room for."""
     large, small = _choices(), replace(_choices(), cluster=read_cluster("8xA100-40GB"))
@@ -370,42 +272,6 @@ def test_kinds_choose_what_goes_together() -> None:
     gone = replace(small, below=0.0)
     assert smallest_together((large, gone)) is None
     assert fastest_together((large,), lambda n, one: True) == (large.best(lambda _: True),)
-
-
-def test_a_kind_that_nothing_fits_is_named(folder: Path) -> None:
-    auto = {**tiny_recipe(folder, folder / "runs"), **AUTO}
-    kinds = (RankKind("A100"), RankKind("T4"))
-    with pytest.raises(UserError, match=r"a worker on T4 is to need 0.*has 0\.01") as told:
-        run_ranks(2, train_by_kinds, auto, kinds, (8.0, 0.01))
-    assert len(told.value.problems) == 1
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"pipeline": 2},
-        {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"},
-        {"pipeline": 2, "schedule": "zero_bubble", "reshard_after_forward": False},
-        {"tensor": 2, "sequence": True},
-    ],
-    ids=str,
-)
-def test_nor_where_workers_compute_a_sample_together(
-    parallel: dict[str, Any], folder: Path
-) -> None:
-    sizes = {"hidden_size": 24, "num_layers": 4, "num_heads": 2, "max_positions": SEQ_LEN}
-    gpt = {"name": "gpt", **sizes, "embedding_multiple": 2}
-    changes = {"workload": gpt, "parallel": parallel, "steps": STEPS}
-    values = tiny_recipe(folder, folder / "runs", **changes)
-    fixed = run_ranks(2, train_on_ranks, values)[0]
-    records, chosen, _ = run_ranks(2, train_automatically, {**values, **AUTO})[0]
-    assert [r.digest for r in records] == [r.digest for r in fixed]
-    assert [r.loss for r in records] == pytest.approx([r.loss for r in fixed], rel=RELATIVE)
-    assert [one.step for one in chosen] == [1, 5]
-    assert records[0].activation_checkpointing == "full"
-    assert records[-1].activation_checkpointing == "none"
-    assert records[-1].micro_batches <= records[0].micro_batches
 
 
 def test_what_cannot_fit_is_refused_before_the_first_step(folder: Path) -> None:
@@ -447,16 +313,6 @@ def test_what_ran_out_of_memory_is_not_chosen_again() -> None:
     third = Automatic(phases, "none", lambda _: None, cpu, memory)
     third.avoid([then, ran_out])
     assert max(taken(third)) < phases[0].kinds[0].bytes(Choice(**then.choice))
-
-
-def test_where_nothing_smaller_is_left_nothing_is_demoted() -> None:
-    chooser = Automatic(
-        [PhaseChoices(last_step=12, kinds=(_choices(batch_size=4, shards=1),))],
-        *("none", lambda _: None, torch.device("cpu"), 2**40),
-    )
-    next(chooser.cut([_empty_step(1)], lambda _: None))
-    assert Choice(**chooser.figures()) == _choices(batch_size=4, shards=1).smallest
-    assert chooser.ran_out() is None
 
 
 def test_settings_that_fit_are_named(folder: Path) -> None:

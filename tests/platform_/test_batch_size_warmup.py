@@ -52,12 +52,6 @@ def test_sizes_grow_by_multiples_from_start_to_full(
     assert all((size - start) % multiple == 0 and size < full for size in sizes[:steps])
 
 
-def test_sizes_by_hand() -> None:
-    warmup = BatchSizeWarmup.model_validate(WARMUP)
-    assert [batch_size_at(step, full=21, warmup=warmup) for step in range(8)] == SIZES
-    assert batch_size_at(0, full=21, warmup=None) == 21
-
-
 @settings(deadline=None)
 @given(first=st.integers(0, 40), steps=st.integers(1, 30), max_tokens=st.integers(1, 5000))
 def test_groups_have_every_step_at_its_position_from_wherever_they_start(

@@ -102,21 +102,6 @@ def test_what_is_exported_at_once_is_equal_to_the_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_export_without_biases_begins_one_without_them(
-    folder: Path, losses: dict[str, float], tmp_path: Path
-) -> None:
-    workload = {**WORKLOADS["gpt2"], "bias": False, "embedding_multiple": 64}
-    drawn = _begun(folder, "gpt2", workload=workload, begin_with=None)
-    recipe = Recipe.model_validate(_recipe(folder, "gpt2", workload=workload))
-    vocabulary = training_data(recipe).vocabulary
-    recipe.workload.export(drawn.weights(), vocabulary, 48, None, tmp_path / "model")
-    begun = _begun(folder, "gpt2", workload=workload, begin_with=str(tmp_path / "model"), seed=5)
-    expected, found = drawn.weights(), begun.weights()
-    table = "embeddings.tokens.weight"
-    assert torch.equal(found.pop(table)[:VOCABULARY], expected.pop(table)[:VOCABULARY])
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("saving", [{"max_shard_size": "20KB"}, {"dtype": torch.bfloat16}])
 def test_shards_and_half_numbers_are_read(
     folder: Path, losses: dict[str, float], tmp_path: Path, saving: dict[str, Any]
@@ -186,25 +171,6 @@ def test_missing_and_other_tensors_are_all_named(
     assert other == f"{where}: has transformer.adapter.weight, which the model has not"
 
 
-def test_shapes_and_types_are_named(folder: Path, losses: dict[str, float], tmp_path: Path) -> None:
-    name = "model.norm.weight"
-    model = _altered(folder, tmp_path / "shape", "llama", **{name: torch.zeros(31)})
-    (line,) = _refused(folder, "llama", begin_with=model)
-    assert line.endswith(f"{name} has shape (31,), expected (32,)")
-    model = _altered(folder, tmp_path / "type", "llama", **{name: torch.zeros(32, dtype=torch.int)})
-    (line,) = _refused(folder, "llama", begin_with=model)
-    assert line.endswith(f"{name}: I32, expected F32 or BF16 or F16")
-
-
-def test_tied_weights_have_to_be_equal(
-    folder: Path, losses: dict[str, float], tmp_path: Path
-) -> None:
-    head = torch.zeros(VOCABULARY, 32)
-    model = _altered(folder, tmp_path / "m", "gpt2", **{"lm_head.weight": head})
-    (line,) = _refused(folder, "gpt2", begin_with=model)
-    assert "lm_head.weight differs from transformer.wte.weight" in line
-
-
 def test_another_architecture_is_refused_key_by_key(folder: Path, losses: dict[str, float]) -> None:
     (line,) = _refused(folder, "gpt2", begin_with=str(folder / "bert"))
     assert line.endswith("config.json: a bert: workload gpt is none of these")
@@ -228,18 +194,6 @@ def test_a_folder_without_weights_and_a_pickle_are_refused(
     assert line.startswith(f"begin_with.weights: {model}: pytorch_model.bin is a pickle")
     (line,) = _refused(folder, "gpt2", begin_with=str(tmp_path / "nothing"))
     assert line.startswith(f"begin_with.weights: {tmp_path / 'nothing'}: no such folder")
-
-
-@pytest.mark.parametrize("kept", [0, 5, 200, -1])
-def test_truncated_files_are_refused(
-    folder: Path, losses: dict[str, float], tmp_path: Path, kept: int
-) -> None:
-    model = tmp_path / "m"
-    shutil.copytree(folder / "gpt2", model)
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    (line,) = _refused(folder, "gpt2", begin_with=str(model))
-    assert line.startswith(f"begin_with.weights: {file}: truncated")
 
 
 def test_a_header_that_lies_is_refused(

@@ -18,13 +18,12 @@ from elastrata.checkpoints.training_state import (
     ModelTensors,
     load_full_model_state,
 )
-from elastrata.cli.main import run as run_here
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity
 from elastrata.sweeps.trial import LoneTrial
-from elastrata.trainer.parent import find_parent
+from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
@@ -143,18 +142,6 @@ def test_and_so_it_does_in_any_layout(
                 assert torch.equal(value, expected[name]), name
 
 
-def test_a_begun_run_trains_and_says_of_its_parent(folder: Path, parent: Path) -> None:
-    child = lone_run(folder, "child-of-2", workload=GPT, begin_with=f"{parent}@2")
-    identity = read_identity(Storage(str(child)))
-    assert identity is not None
-    assert identity.parent is not None
-    marker = Storage(str(parent)).sub("checkpoints", identity.parent.commit or "")
-    assert identity.parent.sha256 == marker.sha256("commit.json")
-    before, after = _evaluations(child)[0], _evaluations(child)[4]
-    assert before == pytest.approx(_evaluations(parent)[2], rel=1e-6)
-    assert after < before
-
-
 def _refused(folder: Path, begin_with: Any, **changes: Any) -> tuple[str, ...]:
     with pytest.raises(UserError) as refused:
         _begun(folder, begin_with, **changes)
@@ -217,61 +204,10 @@ def test_keys_that_may_differ_do(folder: Path, modern: Path) -> None:
         assert same.loss() == pytest.approx(_evaluations(modern)[4], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "may_differ", "told"),
-    [
-        (
-            {"global_rotary_base": 9e5, "window": 16},
-            ["global_rotary_base"],
-            ["workload.window: 16: expected 8, as "],
-        ),
-        (
-            {"global_rotary_base": 9e5},
-            ["global_rotary_bse"],
-            [
-                "workload.global_rotary_base: 900000.0: expected 160000.0, as ",
-                "begin_with.may_differ: global_rotary_bse: no such key "
-                "(did you mean 'global_rotary_base'?)",
-            ],
-        ),
-    ],
-    ids=["another key", "no such key"],
-)
-def test_no_other_key_may(
-    changes: dict[str, Any], may_differ: list[str], told: list[str], folder: Path, modern: Path
-) -> None:
-    begin = {"weights": str(modern), "may_differ": may_differ}
-    lines = _refused(folder, begin, workload={**MODERNBERT, **changes})
-    for line, start in zip(lines, told, strict=True):
-        assert line.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"intermediate_size": 64}, "blocks.0.feed_forward.down.weight has shape (32, 48)"),
-        ({"num_layers": 3}, "has blocks.3."),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_changes_tensors_may_differ_in_vain(
-    changes: dict[str, Any], told: str, folder: Path, modern: Path
-) -> None:
-    begin = {"weights": str(modern), "may_differ": list(changes)}
-    lines = _refused(folder, begin, workload={**MODERNBERT, **changes})
-    assert all(line.startswith("begin_with.weights: ") for line in lines)
-    assert any(told in line for line in lines), lines
-
-
 def test_another_optimizer_cannot_take_its_state(folder: Path, parent: Path) -> None:
     begin = {"weights": str(parent), "optimizer": True}
     (line,) = _refused(folder, begin, optimizer={"name": "lamb", "lr": 1e-3})
     assert line.startswith("begin_with.optimizer: true: the run was trained with adamw")
-
-
-def test_a_folder_without_a_run_is_refused(folder: Path, parent: Path) -> None:
-    (line,) = _refused(folder, str(parent.parent / "nothing"))
-    assert line.startswith(f"begin_with.weights: {parent.parent / 'nothing'}: ")
 
 
 def _trial(folder: Path, name: str, begin_with: str) -> LoneTrial:
@@ -308,40 +244,6 @@ def test_a_run_with_a_checkpoint_needs_its_parent_no_more(folder: Path) -> None:
     recipe = Recipe.model_validate(_recipe(folder, str(source)))
     found = find_parent(Storage(str(child)), recipe, training_data(recipe), pytest.fail)
     assert found == before.parent
-
-
-def test_a_run_in_a_bucket_is_begun_with(folder: Path, parent: Path, bucket: str) -> None:
-    _upload(parent, f"{bucket}/runs/parent")
-    here, there = _begun(folder, f"{parent}@2"), _begun(folder, f"{bucket}/runs/parent@2")
-    expected, found = here.weights(), there.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert here.parent is not None
-    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/runs/parent"})
-    (line,) = _refused(folder, f"{bucket}/runs/parent@3")
-    assert line.startswith("begin_with.weights: 3: expected newest, best or one of the steps 2")
-
-
-def test_a_model_in_a_bucket_is_begun_with(
-    folder: Path, parent: Path, bucket: str, tmp_path: Path
-) -> None:
-    command = ["export", str(parent), "--out", str(tmp_path / "model"), "--shard-size", "20KB"]
-    assert run_here(command) == 0
-    _upload(tmp_path / "model", f"{bucket}/model")
-    here, there = _begun(folder, str(tmp_path / "model")), _begun(folder, f"{bucket}/model")
-    expected, found = here.weights(), there.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert here.parent is not None
-    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/model"})
-    _, second, *_ = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
-    Storage(bucket).write(b"", "model", second)
-    (line,) = _refused(folder, f"{bucket}/model")
-    assert line.startswith(f"begin_with.weights: {bucket}/model/{second}: truncated")
-
-
-def _upload(folder: Path, url: str) -> None:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            Storage(url).write(path.read_bytes(), *path.relative_to(folder).parts)
 
 
 def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -> None:

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import constants
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
-from elastrata.trainer.parent import find_parent
+from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import FileEntry, Manifest
@@ -63,13 +61,6 @@ def _found(folder: Path, begin_with: str | dict[str, object]) -> tuple[Parent | 
     return find_parent(run, recipe, training_data(recipe), lines.append), lines
 
 
-def test_the_same_ids_are_fine(model: Path, tmp_path: Path) -> None:
-    _data_set(tmp_path / "data", WORDS)
-    parent, lines = _found(tmp_path, str(model))
-    assert parent is not None
-    assert (parent.kind, parent.num_ids, lines) == ("folder", VOCABULARY, [])
-
-
 def test_other_ids_are_refused(model: Path, tmp_path: Path) -> None:
     _data_set(tmp_path / "data", [*WORDS[:5], WORDS[6], WORDS[5], *WORDS[7:]])
     with pytest.raises(UserError) as refused:
@@ -108,12 +99,3 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
     assert lines == []
     with pytest.raises(UserError, match="someone/larger: neither a folder here nor a model that"):
         _found(tmp_path, "someone/larger")
-
-
-def test_a_recipe_that_names_no_model_has_that_of_the_weights(model: Path, tmp_path: Path) -> None:
-    values = tiny_recipe(tmp_path / "data", tmp_path / "runs", begin_with=str(model))
-    del values["workload"]
-    (tmp_path / "on.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    recipe = load_recipe(str(tmp_path / "on.yaml"))
-    expected = Recipe.model_validate({**values, "workload": WORKLOADS["gpt2"]}).workload
-    assert recipe.workload.architecture() == expected.architecture()

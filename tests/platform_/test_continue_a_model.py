@@ -96,15 +96,3 @@ def test_a_gpt2_of_transformers_goes_on_with_new_text(
     assert run(["export", "continue", "--out", "models/mine"]) == 0
     config = json.loads((home / "models" / "mine" / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["GPT2LMHeadModel"]
-
-
-@pytest.mark.matrix
-def test_whatever_does_not_fit_begins_nothing(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = ["data.path=data/old", *SMALL, *ONE_WORKER]
-    wrong = ["begin_with=models/theres", "workload.name=gpt"]
-    assert run(["train", "continue.yaml", *wrong, *data, "--name", "wrong"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "models/theres: no such folder" in line or "models/theres: neither" in line
-    assert not (home / "runs" / "wrong").exists()

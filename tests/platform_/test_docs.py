@@ -20,8 +20,7 @@ from elastrata.launch.doctor import Finding
 from elastrata.launch.result import TrainResult
 from elastrata.planner.cluster import cluster_schema, read_cluster
 from elastrata.recipe.file import load_recipe
-from elastrata.recipe.json_schema import recipe_schema
-from elastrata.recipe.key_reference import file_keys, key_reference, recipe_keys
+from elastrata.recipe.schema import file_keys, key_reference, recipe_keys, recipe_schema
 from elastrata.recipe.yaml_reader import available_recipes, parse_yaml
 from elastrata.sweeps.config import load_sweep, sweep_schema
 from support.documented import documented_keys

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from matplotlib.image import imread
 
 from elastrata.cli.main import run as run_here
 from elastrata.core.record import losses_by_set, losses_by_source
-from elastrata.inference.evaluation import evaluate_run
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
-from elastrata.run.pictures import evaluations
-from elastrata.run.status import status
-from elastrata.tracking.plots import held_out_losses
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
@@ -63,33 +58,6 @@ def test_the_loss_on_a_set_is_that_of_its_samples_alone(run: Path) -> None:
     """The source's own held-out data as a set: the same samples, by themselves."""
     entry = told(run)[-1]
     assert entry["eval/python/mlm_loss"] == pytest.approx(entry["eval/loss/code"], rel=1e-5)
-
-
-def test_an_evaluation_done_again_has_the_sets(run: Path) -> None:
-    again = evaluate_run(str(run))
-    entry = told(run)[-1]
-    assert {f"eval/{name}/loss" for name in SETS} <= set(again)
-    assert dict(again) == pytest.approx({name: entry[name] for name in again}, rel=1e-5)
-
-
-def test_the_status_tells_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    newest = status(Storage(str(run))).evaluation
-    assert newest is not None
-    assert newest.step == 4
-    assert newest.metrics["eval/prose/loss"] == told(run)[-1]["eval/prose/loss"]
-    assert run_here(["status", str(run)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held out")]
-    for name in ("web", "code", *SETS):
-        assert f", {name} " in line
-
-
-def test_sets_and_sources_are_drawn(run: Path, tmp_path: Path) -> None:
-    entries = history.read(Storage(str(run)).sub("history"))
-    found = evaluations(entries, history.effective_steps(entries))
-    assert [one["tokens"] > 0 for one in found] == [True, True]
-    held_out_losses(found, tmp_path / "picture.png")
-    picture = imread(tmp_path / "picture.png")
-    assert len({tuple(color) for color in picture.reshape(-1, 4).round(2).tolist()}) > 6
 
 
 def test_a_target_may_be_of_a_set(run: Path) -> None:
@@ -160,27 +128,6 @@ def test_sets_that_cannot_be_evaluated_are_told_at_once(
     ):
         (line,) = [line for line in lines if f"evaluation.sets.{number}.path" in line]
         assert text in line
-
-
-def test_sets_whose_samples_do_not_fit_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a micro-batch; and those that nothing is held out beside."""
-    write_data_set(tmp_path / "data", samples=4, sizes=Sizes(stripe=4))
-    write_data_set(tmp_path / "set", samples=200)
-    lines = problems(
-        tmp_path, capsys, [{"name": "set", "path": str(tmp_path / "set")}],
-        batch_size=2, micro_batch_tokens=47,
-    )  # fmt: skip
-    assert any("micro_batch_tokens: 47:" in line and "set has samples of 48" in line
-               for line in lines)  # fmt: skip
-
-
-def test_sets_beside_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_data_set(tmp_path / "data", samples=100)
-    write_data_set(tmp_path / "set", samples=30)
-    lines = problems(tmp_path, capsys, [{"name": "set", "path": str(tmp_path / "set")}])
-    assert any("evaluation.sets: nothing is held out of the training data" in l for l in lines)  # noqa: E741
 
 
 def test_names_that_are_taken_are_told_at_once(

@@ -25,8 +25,8 @@ from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.run.status import status
 from elastrata.run.timeline import recoveries
 from elastrata.sweeps.trial import LoneTrial
-from elastrata.trainer.newest_state import newest_state
 from elastrata.trainer.preflight import training_data
+from elastrata.trainer.resume import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.histories import read_part, record, started, stepped, write_part

@@ -16,9 +16,7 @@ from elastrata.checkpoints.staging import Stager
 from elastrata.core.copy_interval import CopyInterval
 from elastrata.core.events import Action, ControlSignal, Warned
 from elastrata.core.record import StepRecord
-from elastrata.replicas.store import most_per_node
-from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.memory_copies import MemoryCopies
+from elastrata.trainer.checkpoint_manager import CheckpointManager, MemoryCopies
 from elastrata_pipelines.storage import Storage
 
 RECORD = StepRecord(
@@ -74,20 +72,6 @@ def test_the_interval_is_what_a_copy_costs_and_never_above_its_bound(
     for seconds in beside:
         interval.stepped(seconds, beside=True)
     assert interval.wanted == expected
-
-
-def test_a_step_without_copies_is_known_by_the_usual_one() -> None:
-    interval = CopyInterval(10)
-    for seconds in (1.0, 1.0, 60.0):  # an evaluation's neighbour, a slow disk
-        interval.stepped(seconds, beside=False)
-    interval.copied(0.049)
-    assert interval.wanted == 3
-
-
-def test_the_room_is_that_of_two_states_on_the_fullest_node() -> None:
-    assert most_per_node([("a", 3), ("a", 4)]) == 14
-    assert most_per_node([("a", 3), ("b", 4)]) == 14
-    assert most_per_node([("a", 3), ("b", 4), ("c", 10), ("a", 1)]) == 2 * (10 + 4)
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
 from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import step_record
-from elastrata.terminal.progress import _top_three
-from elastrata.tracking.plots import share_curves, source_losses
 from elastrata_pipelines.storage import Storage
 from support.lone_run import lone_run
 from support.synthetic import write_data_set
@@ -81,19 +78,3 @@ def test_evaluations_tell_the_sources_apart(run: Path) -> None:
     for entry in evaluated:
         losses = [entry[f"eval/loss/{name}"] for name in NAMES]
         assert min(losses) <= entry["eval/loss"] <= max(losses)
-
-
-def test_the_line_of_a_step_has_its_three_largest_sources(run: Path) -> None:
-    for step in steps(run):
-        names = [name for name, _ in _top_three(step)]
-        tokens = [step.batch_tokens_by_source[name] for name in names]
-        assert tokens == sorted(tokens, reverse=True)
-
-
-def test_the_sources_are_drawn(run: Path, tmp_path: Path) -> None:
-    records = [step.to_dict() for step in steps(run)]
-    for draw in (share_curves, source_losses):
-        draw(records, tmp_path / "picture.png")
-        picture = imread(tmp_path / "picture.png")
-        assert picture.shape[:2] == (720, 1280)
-        assert len({tuple(color) for color in picture.reshape(-1, 4).round(2).tolist()}) > 3

@@ -9,7 +9,7 @@ import pytest
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.run import history
-from elastrata.trainer.newest_state import ResumePoint, newest_state
+from elastrata.trainer.resume import ResumePoint, newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

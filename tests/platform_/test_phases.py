@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.recipe.data_spec import preparations
+from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.file import load_recipe, to_yaml
-from elastrata.recipe.json_schema import recipe_schema
 from elastrata.run import history
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
@@ -96,31 +95,6 @@ def test_every_phase_has_its_own_schedule(folder: Path) -> None:
         recipe.learning_rate(STEPS)
 
 
-def test_mistakes_are_told_where_they_were_made(folder: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        load_recipe(
-            str(folder / "phases.yaml"),
-            ["phases.1.stepss=3", "optimizer.lr=-1", "phases.2.schedule.shape=lin"],
-        )
-    assert list(caught.value.problems) == [
-        "command line: optimizer.lr: -1: expected a number above 0",
-        "command line: phases.1.stepss: 3: unknown key (did you mean 'steps'?)",
-        "command line: phases.2.schedule.shape: 'lin': expected 'linear', 'cosine', "
-        "'constant', 'polynomial' or 'wsd' (did you mean 'linear'?)",
-    ]
-
-
-def test_a_mistake_in_a_section_that_inherits_its_kind_is_told(folder: Path) -> None:
-    """What `level` a phase has no key for is read beside the method that the recipe gives."""
-    with pytest.raises(UserError) as caught:
-        load_recipe(
-            str(folder / "phases.yaml"),
-            ["sparsity={method: rigl, level: 0.5}", "phases.1.sparsity={levell: 0.6}"],
-        )
-    (line,) = caught.value.problems
-    assert line.startswith("command line: phases.1.sparsity.levell: 0.6: unknown key"), line
-
-
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -153,14 +127,6 @@ def test_what_cannot_be_is_refused(folder: Path, override: str, line: str) -> No
     with pytest.raises(UserError) as caught:
         load_recipe(str(folder / "phases.yaml"), [override])
     assert any(line in problem for problem in caught.value.problems), caught.value.problems
-
-
-def test_an_editor_is_told_that_a_phase_may_leave_things_out() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    values = {**tiny_recipe("data", "runs"), "phases": PHASES}
-    jsonschema.validate(values, recipe_schema())
-    with pytest.raises(jsonschema.ValidationError, match="stepss"):
-        jsonschema.validate({**values, "phases": [{"stepss": 3}]}, recipe_schema())
 
 
 @pytest.mark.matrix

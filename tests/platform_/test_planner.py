@@ -20,7 +20,7 @@ from elastrata.planner.operations import Machine, gather_seconds, sum_seconds
 from elastrata.planner.plan import plan, problems_of, recipe_keys, search
 from elastrata.planner.stack import MEGATRON_2021, elastrata
 from elastrata.planner.step_time import StepTime, bubble_passes, stage_time, step_time
-from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.data_sets import data_spec
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata_pipelines.errors import UserError

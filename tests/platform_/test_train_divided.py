@@ -1,4 +1,5 @@
-"""A model that two workers compute together, through the real Ray Train."""
+"""Runs killed half-way and continued at another size, through the real Ray Train: models that two
+workers compute together, and what else a recipe may choose."""
 
 from __future__ import annotations
 
@@ -17,15 +18,30 @@ from support.ranks import run_ranks
 from support.synthetic import MODERNBERT, tiny_recipe, write_data_set
 
 STEPS = 60
-DIVIDED = ("workers.min=2", "workers.max=2", "parallel.tensor=2", "parallel.sequence=true")
+TWO = ("workers.min=2", "workers.max=2")
+DIVIDED = (*TWO, "parallel.tensor=2", "parallel.sequence=true")
 RELATIVE = 1e-4
-"""As in `test_train_choices.py`."""
+"""fp32 sums in another order differ by some 1e-7 each. Steps at such rates add that up and enlarge
+it, as do LAMB's ratios and Newton-Schulz: to some 5e-6 between one and two ranks all the way."""
+LAMB = {
+    "optimizer": {"name": "lamb", "lr": 0.1},
+    "clip": {"method": "bucketwise", "max_norm": 0.3},
+    "batch_size_warmup": {"start": 5, "steps": 40, "multiple": 4},
+}
+MUON = {
+    "optimizer": {"name": "muon", "lr": 2e-2},
+    "schedule": {"shape": "polynomial", "power": 0.5, "warmup_steps": 30, "warmup_offset": 10},
+}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("changes", [{}, {"workload": MODERNBERT}], ids=["bert", "modernbert"])
+@pytest.mark.parametrize(
+    ("changes", "workers"),
+    [({}, DIVIDED), ({"workload": MODERNBERT}, DIVIDED), (LAMB, TWO), (MUON, TWO)],
+    ids=["bert", "modernbert", "lamb", "muon"],
+)
 def test_killed_and_continued_by_one_worker_it_is_the_same_run(
-    changes: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], workers: tuple[str, ...], tmp_path: Path
 ) -> None:
     write_data_set(tmp_path / "data", samples=400)
     values = tiny_recipe(
@@ -35,7 +51,7 @@ def test_killed_and_continued_by_one_worker_it_is_the_same_run(
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     folder = tmp_path / "runs" / "divided"
     checkpoints = Storage(str(folder / "checkpoints"))
-    divided = start("train", recipe, *DIVIDED, log=tmp_path / "log")
+    divided = start("train", recipe, *workers, log=tmp_path / "log")
     wait_until(lambda: commits(checkpoints), 300, "a checkpoint")
     kill_group(divided)
 

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from elastrata.recipe.file import load_recipe, to_yaml
-from elastrata.recipe.phase import PhaseKeys
 from elastrata.run.folder import (
     RECIPE_FILE,
     DataSet,
@@ -57,12 +56,6 @@ def _refused(path: str, *overrides: str) -> tuple[str, ...]:
     return refused.value.problems
 
 
-def test_every_key_of_a_phase_is_tried() -> None:
-    lengths_and_warmup = {"epochs", "tokens", "batch_size_warmup"}
-    assert TOPS.keys() | lengths_and_warmup == PhaseKeys.model_fields.keys()
-    assert TOPS.keys() == OTHERS.keys()
-
-
 @pytest.mark.parametrize("key", TOPS)
 def test_a_key_that_each_phase_has_itself_is_refused(tmp_path: Path, key: str) -> None:
     own = {"steps": 5, key: OTHERS[key]}
@@ -88,15 +81,6 @@ def test_a_key_that_one_phase_takes_is_followed(tmp_path: Path, key: str) -> Non
     ]
 
 
-def test_a_length_is_followed_by_the_phases_that_have_none(tmp_path: Path) -> None:
-    path = _written(tmp_path, steps=20, phases=[{}, {"steps": 5}])
-    assert [part.steps for part in load_recipe(path, ["steps=9"]).phases] == [9, 5]
-    whole = _written(tmp_path, steps=None, phases=[{"steps": 4}, {"epochs": 1}])
-    for length in ("steps=9", "epochs=2", "tokens=900"):
-        (line,) = _refused(whole, length)
-        assert line.startswith(f"command line: {length.replace('=', ': ')}: no phase takes it")
-
-
 def test_in_one_file_it_is_refused_and_names_the_file(tmp_path: Path) -> None:
     path = _written(tmp_path, steps=20, phases=[{"steps": 5}, {"epochs": 5}])
     (line,) = _refused(path)
@@ -120,13 +104,6 @@ def test_what_a_base_says_is_replaced_and_told_nowhere(tmp_path: Path) -> None:
     assert load_recipe(str(tmp_path / "again.yaml"), ["name=r"]) == recipe
     (line,) = _refused(str(tmp_path / "r.yaml"), "steps=9")
     assert line.startswith("command line: steps: 9: no phase takes it")
-
-
-def test_a_phase_that_the_command_line_changes_is_no_mistake_of_the_file(tmp_path: Path) -> None:
-    path = _written(tmp_path, steps=20, phases=[{}])
-    assert load_recipe(path, ["phases.0.steps=5"]).steps_in_all == 5
-    assert load_recipe(path, ["phases=[{steps: 3}, {steps: 4}]"]).steps_in_all == 7
-    assert len(_refused(path, "phases.0.steps=5", "steps=6")) == 1
 
 
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:

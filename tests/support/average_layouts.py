@@ -16,7 +16,7 @@ from elastrata.core.evaluate import OWN
 from elastrata.core.events import Action
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start

@@ -18,8 +18,8 @@ from elastrata.core.optimizer import build_optimizer
 from elastrata.core.record import StepRecord
 from elastrata.core.step import StepLoss
 from elastrata.recipe.recipe import Recipe
+from elastrata.trainer.autotune import automatic
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop
-from elastrata.trainer.open_choices import automatic
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode

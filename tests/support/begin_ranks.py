@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from elastrata.core.evaluate import OWN
 from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.held_out import HeldOut
-from elastrata.trainer.parent import find_parent
+from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.storage import Storage

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
-import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from elastrata.recipe.json_schema import recipe_schema
-from elastrata.recipe.yaml_reader import available_recipes
-from elastrata.recipe.yaml_values import dump_yaml, parse_yaml
+from elastrata.recipe.yaml_values import dump_yaml
+from support.mutations import HOSTILE, mutated_bytes
 
 RECIPE = "hostile.yaml"
-_KEYS_OF_A_PATH = 12
-_ODD = "\u202e\u2028\u00e9\U0001f600\u0130\ufeff\u00b2\u0663"
-_NUMBERS = (0, -1, 1, 2, 7, 2**31, 2**53, 2**63, -(2**63), 10**19, 0.5, 1e-320, 1e308, -1e308)
-_HOSTILE = (
-    *_NUMBERS,
-    *(float("nan"), float("inf"), float("-inf"), True, False, None, "", " ", "auto", "null", "1"),
-    *("3e-4", "yes", "0x10", "1:30", "2026-11-21", "..", "a/../../b", "/etc/hostname", "x" * 5000),
-    *("a\nb", "tab\there", _ODD, "foo://bar", "memory://data", "a::b", "[", "*.query", "bert"),
-    *([], {}, [[]], [1, 2, 3], ["a"], {"a": 1}, {"": {}}, {"name": "lamb"}, {"1.5": None}),
-)  # fmt: skip
+_VALUES = [
+    json.loads(text) for name, text in HOSTILE.items() if not name.startswith(("deep", "5,000"))
+]
 _TEXTS = (
-    *("9" * 5000, "1" + "e9" * 3, "0x" + "f" * 300, "-0", "1_000_000", "+1", ".5", "1e400"),
-    *('"\\0"', '"\\uD800"', '"\\UFFFFFFFF"', '"\\x1b[31m"', "!!binary aGk=", "!!set {a}"),
-    *("!!python/object/apply:os.system [exit]", "!!int abc", "!!timestamp 2026-11-21"),
-    *("*nobody", "&a *a", "&a [*a]", "{? [a]: 1}", "{<<: 1}", "{<<: [1]}", "'", '"', "|", ">-"),
-    *("[" * 100 + "]" * 100, "[" * 3000, "{a: " * 100 + "1" + "}" * 100, "- - -", "---"),
-)  # fmt: skip
+    *("9" * 5000, "0x" + "f" * 300, "-0", "1_000_000", ".5", "1e400", '"\\0"', '"\\uD800"'),
+    *("!!binary aGk=", "!!python/object/apply:os.system [exit]", "!!set {a}", "!!int abc"),
+    *("*unknown", "&a [*a]", "{? [a]: 1}", "{<<: 1}", "'", "|", "@", "[" * 3000, "%YAML 9.9"),
+)
+_BASES = (
+    *(f"{name}.yaml" for name in ("sound", "itself", "empty", "latin", "large", "folder", "pipe")),
+    *("circle.yaml", "zero.yaml", "chain-0.yaml", "chain-30.yaml", "bert/tiny", "bert/nothing"),
+    *("", "/", "a\0b", "x" * 5000, "/dev/zero", [1], {"a": 1}, 3, True),
+)
 
 
 @dataclass
@@ -50,9 +44,21 @@ class Hostile:
 def hostile_recipes(seed: int, count: int) -> Iterator[Hostile]:
     """As many cases; the same seed gives the same ones."""
     rng = random.Random(seed)
-    bases, schema = _bases(), _schema()
     for _ in range(count):
-        yield _hostile(rng, bases, schema)
+        values = copy.deepcopy(rng.choice((_SMALL, _PHASES, _EVERYTHING)))
+        kind = rng.choice(("value", "value", "override", "extends", "text", "bytes"))
+        if kind == "value":
+            _alter(rng, values)
+        elif kind == "extends":
+            kept = {key: value for key, value in values.items() if rng.random() < 0.3}
+            values = {**kept, "extends": rng.choice(_BASES)}
+        text = dump_yaml(values).encode("utf-8", "surrogatepass")
+        if kind == "text":
+            text = _mistyped(rng, text.decode()).encode("utf-8", "surrogatepass")
+        elif kind == "bytes":
+            text = mutated_bytes(text, rng)[1]
+        overrides = [_override(rng, values) for _ in range(rng.choice((1, 2)))]
+        yield Hostile(text, overrides if kind == "override" else [])
 
 
 def write_neighbours(folder: Path) -> None:
@@ -130,214 +136,49 @@ _EVERYTHING = {
 }
 
 
-_schema = lru_cache(recipe_schema)
-
-
-@lru_cache
-def _bases() -> list[dict[str, Any]]:
-    shipped = [
-        parse_yaml(path.read_text(encoding="utf-8"), name)
-        for name, path in sorted(available_recipes().items())
-    ]
-    whole = [recipe for recipe in shipped if "extends" not in recipe]
-    variants = [{"extends": name} for name in ("bert/tiny", "bert/lamb", "gpt/sparse-tiny")]
-    return [_SMALL] * 4 + [_PHASES] * 3 + [_EVERYTHING] * 3 + whole + variants
-
-
-def _hostile(rng: random.Random, bases: list[dict[str, Any]], schema: dict[str, Any]) -> Hostile:
-    values = copy.deepcopy(rng.choice(bases))
-    kind = rng.random()
-    if kind < 0.45:
-        for _ in range(rng.choice((1, 1, 1, 2, 4))):
-            rng.choice((_replace, _replace, _grow, _drop, _misspell, _nest, *[_by_schema] * 4))(
-                rng, values, schema
-            )
-        return Hostile(_written(values))
-    if kind < 0.65:
-        count = rng.choice((1, 1, 2, 3))
-        return Hostile(_written(values), [_override(rng, values, schema) for _ in range(count)])
-    if kind < 0.75:
-        return _extending(rng, values)
-    if kind < 0.9:
-        return Hostile(_mistyped(rng, dump_yaml(values)).encode("utf-8", "surrogatepass"))
-    return Hostile(_damaged(rng, dump_yaml(values).encode()))
-
-
-def _written(values: Any) -> bytes:
-    return dump_yaml(values).encode("utf-8", "surrogatepass")
-
-
-def _places(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items: Any = values.items() if isinstance(values, dict) else enumerate(values)
-    found = []
-    for key, value in items:
-        found.append((*path, key))
+def _places(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        yield (*path, key)
         if isinstance(value, dict | list):
-            found += _places(value, (*path, key))
-    return found
+            yield from _places(value, (*path, key))
 
 
-def _at(values: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        values = values[key]
-    return values
+def _alter(rng: random.Random, values: Any) -> None:
+    """Replaces, misspells, repeats or removes what stands at one place."""
+    *parent, key = rng.choice(list(_places(values)))
+    section = values
+    for part in parent:
+        section = section[part]
+    old = section.pop(key)
+    match rng.choice(("replace", "replace", "remove", "misspell", "repeat")):
+        case "replace" if isinstance(section, dict):
+            section[key] = rng.choice(_VALUES)
+        case "misspell" if isinstance(section, dict):
+            section[key + "x"] = old
+        case "repeat" if isinstance(section, dict):
+            section[key] = [old] * rng.choice((2, 50, 1200))
 
 
-def _value(rng: random.Random) -> Any:
-    drawn = rng.random()
-    if drawn < 0.1:
-        return rng.choice((-1, 1)) * 10 ** rng.randrange(19)
-    if drawn < 0.2:
-        return rng.uniform(-2, 2)
-    if drawn < 0.25:
-        return "".join(rng.choices(string.printable[:95] + _ODD, k=rng.randrange(12)))
-    return copy.deepcopy(rng.choice(_HOSTILE))
-
-
-def _replace(rng: random.Random, values: Any, schema: Any) -> None:
-    if places := _places(values):
-        *parent, key = rng.choice(places)
-        _at(values, tuple(parent))[key] = _value(rng)
-
-
-def _grow(rng: random.Random, values: Any, schema: Any) -> None:
-    """A list of many equal items, or a section of many keys."""
-    if places := _places(values):
-        *parent, key = rng.choice(places)
-        item = _at(values, (*parent, key))
-        count = rng.choice((2,) * 6 + (50,) * 3 + (1200,))
-        many = [copy.deepcopy(item) for _ in range(count)]
-        _at(values, tuple(parent))[key] = rng.choice(
-            (many, {f"key{number}": 1 for number in range(count)})
-        )
-
-
-def _drop(rng: random.Random, values: Any, schema: Any) -> None:
-    if places := _places(values):
-        *parent, key = rng.choice(places)
-        del _at(values, tuple(parent))[key]
-
-
-def _misspell(rng: random.Random, values: Any, schema: Any) -> None:
-    sections = [(), *(path for path in _places(values) if isinstance(_at(values, path), dict))]
-    section = _at(values, rng.choice(sections))
-    known = rng.choice([*section, "steps", "lr", "hidden_size"])
-    place = rng.randrange(len(known) + 1)
-    section[known[:place] + rng.choice("xyz_.\n\x07é") + known[place:]] = _value(rng)
-
-
-def _nest(rng: random.Random, values: Any, schema: Any) -> None:
-    if places := _places(values):
-        *parent, key = rng.choice(places)
-        value = _at(values, (*parent, key))
-        for _ in range(rng.choice((1, 3, 30, 62, 80))):
-            value = rng.choice(([value], {"name": value}, {"phases": [value]}))
-        _at(values, tuple(parent))[key] = value
-
-
-def _by_schema(rng: random.Random, values: Any, schema: Any) -> None:
-    """Sets a key that the schema knows, to a value that its type allows, or nearly."""
-    path, value = _drawn_key(rng, schema)
-    for key in path[:-1]:
-        below = values.get(key)
-        values[key] = values = below if isinstance(below, dict) else {}
-    values[path[-1]] = value
-
-
-def _drawn_key(rng: random.Random, schema: dict[str, Any]) -> tuple[list[str], Any]:
-    at, path = schema["$defs"]["Recipe"], list[str]()
-    while len(path) < _KEYS_OF_A_PATH:
-        options = [_resolved(option, schema) for option in at.get("anyOf", at.get("oneOf", [at]))]
-        at = rng.choice(options)
-        if "properties" not in at:
-            break
-        key = rng.choice(sorted(at["properties"]))
-        path.append(key)
-        at = _resolved(at["properties"][key], schema)
-    return path, _typed(rng, at)
-
-
-def _resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    while "$ref" in schema:
-        schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
-    return schema
-
-
-def _typed(rng: random.Random, schema: dict[str, Any]) -> Any:
-    """A value of the schema's type, often at one of its bounds or just beyond."""
-    if "enum" in schema or "const" in schema:
-        return rng.choice(schema.get("enum", [schema.get("const")]))
-    bounds = [schema[key] for key in schema if "imum" in key.lower()]
-    match schema.get("type"):
-        case "integer":
-            return rng.choice([1, 2, 3, 4, 8, 8, 64, *(b + d for b in bounds for d in (-1, 0, 1))])
-        case "number":
-            return rng.choice([0.1, 0.5, 1, 2.5, 1e-6, *bounds])
-        case "boolean":
-            return rng.choice((True, False))
-        case "string":
-            return rng.choice(("a", "data", "x" * 99))
-        case "null":
-            return None
-    return _value(rng)
-
-
-def _override(rng: random.Random, values: Any, schema: Any) -> str:
-    drawn = rng.random()
-    raw = rng.choice(_TEXTS) if rng.random() < 0.3 else _inline(_value(rng))
-    if drawn < 0.5:
-        path, value = _drawn_key(rng, schema)
-        return f"{'.'.join(path)}={raw if rng.random() < 0.3 else _inline(value)}"
-    if drawn < 0.8 and (places := _places(values)):
-        return f"{'.'.join(map(str, rng.choice(places)))}={raw}"
-    odd = ("", ".", "a..b", "=", "steps", "steps.x=1", ".".join("a" * 200) + "=1")
-    return rng.choice((*odd, "extends=bert/tiny", "phases.0.steps=1", "\n=1", f"{_ODD}=2", "a\0=1"))
-
-
-def _inline(value: Any) -> str:
-    shown = dump_yaml([value]).removeprefix("- ").strip()
-    return shown if "\n" not in shown else repr(value)
-
-
-def _extending(rng: random.Random, values: dict[str, Any]) -> Hostile:
-    neighbours = "sound itself empty latin large folder pipe circle zero chain-0 chain-30 nobody"
-    files = [f"{name}.yaml" for name in neighbours.split()]
-    names = ["bert/tiny", "gpt/tiny", "bert/nothing", "", "..", "/", "a\0b", "x" * 5000]
-    odd = ["a\0b.yaml", "/dev/zero", "/proc/self/mem.yaml", [1], {"a": 1}, 3, True]
-    base: Any = rng.choice([*files, *names, *odd])
-    kept = {key: value for key, value in values.items() if rng.random() < 0.3}
-    text = dump_yaml({**kept, "extends": base})
-    if isinstance(base, str) and rng.random() < 0.2:
-        return Hostile(text.encode(), name=base or "''")
-    return Hostile(text.encode("utf-8", "surrogatepass"))
+def _override(rng: random.Random, values: Any) -> str:
+    path = ".".join(map(str, rng.choice(list(_places(values)))))
+    value = rng.choice((*_TEXTS, *map(json.dumps, _VALUES)))
+    return rng.choice((f"{path}={value}", f"{path}.x={value}", path, f"={value}"))
 
 
 def _mistyped(rng: random.Random, text: str) -> str:
-    """A recipe as nobody would type it: duplicates, tags, anchors, bombs, odd numbers."""
+    """YAML with keys given twice, tags, anchors, bombs and odd numbers."""
     lines = text.splitlines()
     place = rng.randrange(len(lines))
-    key, odd = lines[place].split(":")[0], rng.choice(_TEXTS)
-    kind = rng.choice(("list", "map", "merge"))
     return rng.choice(
         (
             "\n".join([*lines[: place + 1], *lines[place:]]),
-            text + bomb(rng.choice((3, 6, 20, 60)), 10, kind),
-            text + f"extra: {odd}\n",
-            "\n".join([*lines[:place], f"{key}: {odd}", *lines[place + 1 :]]),
-            text.replace(": ", rng.choice((":", ":\t", ": &a ", ": !x ", ": ? ", " : : ")), 3),
+            text + bomb(rng.choice((3, 6, 20)), 10, rng.choice(("list", "map", "merge"))),
+            text + f"extra: {rng.choice(_TEXTS)}\n",
+            text.replace("steps: ", f"steps: {rng.choice(_TEXTS)} # "),
+            text.replace(": ", rng.choice((":", ":\t", ": &a ", ": !x ", " : : ")), 3),
             "<<: {steps: 3}\n" + text,
             "---\n" + text + "---\n" + text,
             text.upper(),
+            text + "".join(f"key{n}: {n}\n" for n in range(500)),
         )
     )
-
-
-def _damaged(rng: random.Random, data: bytes) -> bytes:
-    """Bytes turned, left out, put in or repeated."""
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(len(data) + 1)
-        end = min(len(data), place + rng.choice((1, 1, 4, 40)))
-        turned, again = bytes([rng.randrange(256)]), data[place:end] * 2
-        put = rng.choice((b"", turned, rng.randbytes(5), again, b"\r", b"\t", b"\xff\xfe"))
-        data = data[:place] + put + data[end:]
-    return data

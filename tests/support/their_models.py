@@ -12,7 +12,7 @@ from torch import Tensor
 from elastrata.core.evaluate import EVALUATION_SEED, OWN
 from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import training_data
 from support.synthetic import SEQ_LEN, VOCABULARY
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from elastrata.recipe.data_spec import DataSpec, data_spec
-from elastrata.recipe.layout_rules import fixed_tokens
+from elastrata.recipe.data_sets import DataSpec, data_spec
 from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import fixed_tokens
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start

@@ -72,7 +72,7 @@ def step(
 def _phase_alone(recipe: Recipe, phase: int) -> Recipe:
     """A recipe that has no other phases, and a number of steps: what is measured is a few of them,
     however many the data would make."""
-    from elastrata.recipe.phase import PhaseKeys
+    from elastrata.recipe.recipe import PhaseKeys
 
     part = part_of(recipe, phase)
     keys = {key: getattr(part, key) for key in PhaseKeys.model_fields}

@@ -169,8 +169,8 @@ def _subject(
     micro_batch_tokens: int | None,
     phase: int,
 ) -> _Subject:
+    from elastrata.recipe.data_sets import in_steps
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.length import in_steps
 
     if not _is_recipe(data):
         if overrides:

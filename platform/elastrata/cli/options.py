@@ -10,8 +10,7 @@ import typer
 from elastrata_pipelines.errors import UserError
 
 if TYPE_CHECKING:
-    from elastrata.recipe.phase import PhaseKeys
-    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.recipe import PhaseKeys, Recipe
 
 MOST_WORKERS = 65_536
 

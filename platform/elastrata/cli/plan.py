@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from elastrata.planner.choice import AutomaticPlan
     from elastrata.planner.plan import Forecast, Plan
-    from elastrata.recipe.phase import PhaseKeys
-    from elastrata.recipe.recipe import Recipe
+    from elastrata.recipe.recipe import PhaseKeys, Recipe
 
 
 ClusterOption = Annotated[
@@ -61,8 +60,8 @@ def plan(
     """Compute which layout of a recipe fits a cluster and is fastest: no GPU is needed."""
     from elastrata.planner.cluster import read_cluster
     from elastrata.planner.plan import plan as make_plan
+    from elastrata.recipe.data_sets import in_steps
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.length import in_steps
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))

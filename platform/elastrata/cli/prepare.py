@@ -201,7 +201,7 @@ def _from_options(
 def _from_recipe(
     arguments: list[str], out: str | None, given: dict[str, Any]
 ) -> dict[str, PrepareConfig]:
-    from elastrata.recipe.data_spec import preparations
+    from elastrata.recipe.data_sets import preparations
     from elastrata.recipe.file import load_recipe
 
     if not arguments:

@@ -106,7 +106,7 @@ def _one_line(text: str) -> str:
 
 def _prepare_and_train(console: Console, recipe: Recipe) -> TrainResult:
     from elastrata.api import prepare, train
-    from elastrata.recipe.length import in_steps
+    from elastrata.recipe.data_sets import in_steps
     from elastrata.terminal.progress import Progress, StageProgress
 
     assert recipe.data.prepare is not None

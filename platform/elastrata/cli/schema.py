@@ -54,7 +54,7 @@ def schema(
 def _schema(kind: Kind) -> dict[str, Any]:
     match kind:
         case "recipe":
-            from elastrata.recipe.json_schema import recipe_schema
+            from elastrata.recipe.schema import recipe_schema
 
             return recipe_schema()
         case "sweep":
@@ -68,7 +68,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
 
 
 def _page() -> str:
-    from elastrata.recipe.key_reference import key_reference
+    from elastrata.recipe.schema import key_reference
 
     return key_reference(_schema("recipe"), sweep=_schema("sweep"), cluster=_schema("cluster"))
 

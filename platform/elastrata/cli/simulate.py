@@ -73,8 +73,8 @@ def simulate(
 ) -> None:
     """Replay a recipe's run on workers that come and go, in simulated time."""
     from elastrata.planner.cluster import read_cluster
+    from elastrata.recipe.data_sets import in_steps
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.length import in_steps
     from elastrata.simulation import simulate as simulation
     from elastrata.simulation.simulate import RecoverySeconds, read_recovery
     from elastrata.simulation.trace import Rates, drawn_events, read_trace
@@ -116,8 +116,7 @@ def _conditions(
 ) -> Conditions:
     """Return the conditions of a run that has a worker for every device."""
     from elastrata.core.workload import model_spec
-    from elastrata.recipe.data_spec import data_spec
-    from elastrata.recipe.length import as_if_full
+    from elastrata.recipe.data_sets import as_if_full, data_spec
     from elastrata.simulation.simulate import Pace, conditions, planned_pace, step_seconds
 
     spec = data_spec(recipe)

@@ -49,7 +49,7 @@ def train_and_tell(
     """Trains a recipe and shows how it goes, and what came of it."""
     from elastrata.api import run_name
     from elastrata.api import train as train_recipe
-    from elastrata.recipe.length import in_steps
+    from elastrata.recipe.data_sets import in_steps
     from elastrata.terminal.progress import Progress, phase_lines
     from elastrata.tracking.store import tracking_uri
     from elastrata_pipelines.storage import Storage

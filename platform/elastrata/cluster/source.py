@@ -15,7 +15,7 @@ from elastrata.cluster.event_sender import tell
 from elastrata.cluster.ray_train_internals import WorkerGroupCallback
 from elastrata.core.events import Warned
 from elastrata.replicas.storage import Replicas
-from elastrata.trainer.newest_state import ResumePoint, newest_state
+from elastrata.trainer.resume import ResumePoint, newest_state
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.retry import patiently
 from elastrata_pipelines.storage import Storage

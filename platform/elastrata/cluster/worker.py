@@ -37,13 +37,12 @@ from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.history import take_over
 from elastrata.trainer.attempt import agreed, attempt
-from elastrata.trainer.checkpoint_manager import CheckpointManager
+from elastrata.trainer.autotune import what_fits
+from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import looked_for, missing_here
-from elastrata.trainer.held_out import HeldOut
-from elastrata.trainer.newest_state import ResumePoint
-from elastrata.trainer.out_of_memory import what_fits
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.pacing import Pacing, idle_ranks
-from elastrata.trainer.saving import Saving
+from elastrata.trainer.resume import ResumePoint
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.retry import patiently

@@ -18,12 +18,12 @@ from elastrata.core.device import current_device
 from elastrata.core.evaluate import evaluated
 from elastrata.core.mesh import data_rank, lone_group
 from elastrata.core.parallelize import ParallelConfig
+from elastrata.recipe.data_sets import without_limits
 from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.shares import without_limits
 from elastrata.run.evidence import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.run.weights import read_weights
-from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import training_data
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError, nearest

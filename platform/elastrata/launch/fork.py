@@ -14,10 +14,8 @@ from elastrata.checkpoints.commit import Commit, commits, problems
 from elastrata.checkpoints.training_state import model_sizes
 from elastrata.core.first_weights import meta_model
 from elastrata.core.schedule import DecayConfig
-from elastrata.recipe.length import in_steps
-from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe
-from elastrata.recipe.shares import without_limits
+from elastrata.recipe.data_sets import in_steps, without_limits
+from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.claim import check_folder, check_parent, named_run
 from elastrata.run.evidence import is_begun
 from elastrata.run.folder import (

@@ -23,8 +23,8 @@ from elastrata.core.record import StepRecord, Stopwatch
 from elastrata.core.target import TargetConfig
 from elastrata.launch.model_inspection import num_parameters
 from elastrata.launch.result import TrainResult
+from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.file import to_yaml
-from elastrata.recipe.length import in_steps
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history
@@ -46,7 +46,7 @@ from elastrata.run.goodput import time_to_target
 from elastrata.run.history import HistoryWriter, restore_history
 from elastrata.run.ownership import NewestStep, Owner, Ownership, read_owner
 from elastrata.tracking.tracker import Tracker, open_tracker
-from elastrata.trainer.parent import find_parent
+from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import (
     TrainingData,
     check_storage,

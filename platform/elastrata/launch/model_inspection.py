@@ -8,8 +8,7 @@ from elastrata.core.first_weights import meta_model
 from elastrata.core.optimizers.base import ParameterGroup
 from elastrata.core.sparsity.layers import SparsityPlan, layer_shapes, sparsity_plan
 from elastrata.core.workload import Workload
-from elastrata.recipe.data_spec import DataSpec, data_spec
-from elastrata.recipe.length import as_if_full
+from elastrata.recipe.data_sets import DataSpec, as_if_full, data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import TrainingData
 from elastrata_pipelines.errors import UserError

@@ -18,8 +18,7 @@ from elastrata.planner.memory import memory
 from elastrata.planner.operations import Machine
 from elastrata.planner.plan import machine_of
 from elastrata.planner.step_time import step_time
-from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.recipe import PhaseKeys, Recipe
 
 _EQUALLY_FAST = 1.01
 """Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows

@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_v
 from elastrata.config import Config
 from elastrata.core.device import Peak
 from elastrata.planner.devices import NAMES, Device, device_named
-from elastrata.recipe.json_schema import DRAFT
 from elastrata.recipe.problems import recipe_problems
+from elastrata.recipe.schema import DRAFT
 from elastrata.recipe.yaml_reader import RecipeText
 from elastrata.recipe.yaml_values import parse_yaml, read_text
 from elastrata_pipelines.errors import UserError

@@ -19,10 +19,8 @@ from elastrata.planner.memory import Memory, memory
 from elastrata.planner.operations import Machine
 from elastrata.planner.stack import elastrata
 from elastrata.planner.step_time import StepTime, step_time
-from elastrata.recipe.data_spec import data_spec
-from elastrata.recipe.length import full_part
-from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.data_sets import data_spec, full_part
+from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata_pipelines.errors import UserError
 

@@ -72,7 +72,7 @@ def _whole_phases(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values that pydantic has validated: phases have what they take from the recipe."""
     if "phases" not in values:
         return values
-    from elastrata.recipe.phase import with_inherited  # torch, which other files need not wait for
+    from elastrata.recipe.recipe import with_inherited  # torch, which other files need not wait for
 
     return with_inherited(values)
 

@@ -1,11 +1,11 @@
-"""The recipe: everything about *what* is trained. Where it runs is said elsewhere."""
+"""The recipe: everything about *what* is trained. Where it runs is set elsewhere."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -17,19 +17,206 @@ from pydantic import (
 )
 
 from elastrata.checkpoints.retention import CheckpointConfig
-from elastrata.config import Config
+from elastrata.config import NAME, Config
 from elastrata.core.average import AverageConfig
 from elastrata.core.clip import ClipConfig
 from elastrata.core.evaluate import EvaluationConfig
+from elastrata.core.optimizer import OptimizerConfig
 from elastrata.core.parallelize import ParallelConfig, Precision, Workers
 from elastrata.core.recomputation import Recomputation
-from elastrata.core.schedule import learning_rate
+from elastrata.core.schedule import ScheduleConfig, learning_rate
+from elastrata.core.sparsity.config import SparsityConfig
 from elastrata.core.target import TargetConfig
 from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.begin_with import BeginWith
-from elastrata.recipe.phase import PER_PHASE, Phase, PhaseKeys, with_inherited
+from elastrata.recipe.value_types import merged
 from elastrata.tracking.tracker import TrackingConfig
 from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.groups import BatchSizeWarmup
+from elastrata_pipelines.preparation import PrepareConfig
+
+Weight = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class MixedSource(Config):
+    """A prepared data set, and its share in the mixture."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    """Its name in records and pictures, and that of its folder."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder or URL of the data set. Default: the folder of its name in `data.path`."""
+    weight: Weight = 1.0
+    """Its share, relative to the others': 3 beside 1 is three quarters. 0: nothing of it."""
+    final_weight: Weight | None = None
+    """Its share at the end of the phase, relative to the others' then: shares change evenly with
+    the samples. Default: `weight`."""
+    max_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Most passes over it in the whole run; what happens then, `data.when_exhausted` says. Default:
+    any number."""
+
+
+class DataConfig(Config):
+    """The data to train on."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or URL of a prepared data set; `elastrata prepare` writes it. With `sources`: of the
+    folder that has theirs."""
+    sources: Annotated[tuple[MixedSource, ...], Field(max_length=256)] = ()
+    """Several prepared data sets, mixed as they are read; all have one tokenizer. Default: the one
+    data set at `path`."""
+    weight_by: Literal["tokens", "samples"] = "tokens"
+    """What weights are shares of. tokens: a source of longer samples gives fewer of them."""
+    when_exhausted: Literal["error", "redistribute"] = "error"
+    """What happens where a source would be read more than `max_epochs` times. error: the run does
+    not begin. redistribute: from there on the others have its share, as they share the rest."""
+    prepare: PrepareConfig | None = None
+    """How `elastrata prepare` makes it. Training does not need this part."""
+    window_stripes: Annotated[int, Field(gt=0, le=2**20)] = 8
+    """Stripes shuffled together, of each source: more makes batches more random and reading
+    costlier."""
+
+    @model_validator(mode="after")
+    def _only_with_sources(self) -> Self:
+        for key in ("weight_by", "when_exhausted"):
+            value = getattr(self, key)
+            if not self.sources and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: {value}: only with sources")
+        return self
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Folder or URL of each data set, by the key that names it."""
+        if not self.sources:
+            return {"path": self.path}
+        return {
+            f"sources.{number}.path": source.path or self._below(source.name)
+            for number, source in enumerate(self.sources)
+        }
+
+    @property
+    def title(self) -> str:
+        """What it is called in a line: its folder, or the sources with their shares."""
+        total = sum(self.weights)
+        if not total:
+            return self.path
+        shares = (f"{one.name} {one.weight / total:.0%}" for one in self.sources)
+        return ", ".join(shares)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Those of the sources at the beginning."""
+        return tuple(source.weight for source in self.sources)
+
+    @property
+    def final_weights(self) -> tuple[float, ...] | None:
+        """Those at the end; None: the same."""
+        if all(source.final_weight is None for source in self.sources):
+            return None
+        return tuple(
+            source.weight if source.final_weight is None else source.final_weight
+            for source in self.sources
+        )
+
+    def limits(self, samples: Sequence[int]) -> tuple[int | None, ...]:
+        """Most samples of each source that the run may take, where it has so many."""
+        return tuple(
+            None if source.max_epochs is None else int(source.max_epochs * count)
+            for source, count in zip(self.sources, samples, strict=bool(self.sources))
+        )
+
+    def moved(self, places: Sequence[str]) -> DataConfig:
+        """The same data, with its data sets at other places."""
+        if not self.sources:
+            return self.model_copy(update={"path": places[0]})
+        sources = tuple(
+            source.model_copy(update={"path": place})
+            for source, place in zip(self.sources, places, strict=True)
+        )
+        return self.model_copy(update={"sources": sources})
+
+    def _below(self, name: str) -> str:
+        return f"{self.path.rstrip('/')}/{name}"
+
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""The keys that say how long a phase is: one of them."""
+PER_PHASE = (*LENGTHS, "batch_size_warmup")
+"""The keys that, where all phases have their own, are none of the recipe as a whole."""
+NO_LENGTH = f"steps: missing: expected {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]}"
+
+
+class PhaseKeys(Config):
+    """The keys that may change while a run goes on, as planned from the start."""
+
+    either: ClassVar = tuple((key,) for key in LENGTHS)
+
+    data: DataConfig
+    """The data that it trains on."""
+    steps: Annotated[int, Field(gt=0, le=10**9)] | None = None
+    """Optimizer steps; or give `epochs`, or `tokens`."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Length in passes over the data set, in place of `steps`, which are counted when the run
+    begins. Not of a mixture, whose sources have their own."""
+    tokens: Annotated[int, Field(gt=0, lt=2**62)] | None = None
+    """Length in tokens, likewise: as many steps as have them by the mean length of a sample."""
+    batch_size: Annotated[int, Field(gt=0, le=2**24)]
+    """Samples per step, over all workers."""
+    batch_size_warmup: BatchSizeWarmup | None = None
+    """Smaller batches at first. The learning rate's schedule knows nothing of it."""
+    micro_batch_tokens: Annotated[int, Field(gt=0, le=2**30)] | Literal["auto"] = 8192
+    """Most tokens that one worker runs through the model at once. auto: what is fastest among what
+    its memory has room for, by the plan (`elastrata plan`), corrected by what the first steps
+    measure."""
+    optimizer: OptimizerConfig
+    """How weights are updated."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves."""
+    sparsity: SparsityConfig = None
+    """Weights that are held at zero. Default: none."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps.
+
+        Raises:
+            UserError: they depend on a data set that is not prepared yet.
+        """
+        if self.steps is None:
+            places = ", ".join(self.data.places.values())
+            raise UserError(
+                f"{self.length}: how many steps that is depends on {places}, which is not "
+                "prepared yet; make it with `elastrata prepare`, or give steps"
+            )
+        return self.steps
+
+    @property
+    def length(self) -> str:
+        """The key that says how long it is, and its value."""
+        given = ((key, getattr(self, key)) for key in LENGTHS)
+        return next((f"{key}: {value}" for key, value in given if value is not None), "steps: None")
+
+
+class Phase(PhaseKeys):
+    """One of several phases of a run. What it does not say is as the recipe says it."""
+
+    name: str | None = None
+    """For people."""
+
+
+def with_inherited(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values whose phases say all that they take from it.
+
+    Args:
+        recipe: as it was written; stays as it is.
+    """
+    phases = recipe.get("phases")
+    if not isinstance(phases, Sequence) or isinstance(phases, str):
+        return dict(recipe)
+    common = {key: recipe[key] for key in PhaseKeys.model_fields if key in recipe}
+    whole = [
+        merged(Phase, common, phase) if isinstance(phase, Mapping) else phase for phase in phases
+    ]
+    return {**recipe, "phases": whole}
 
 
 def _without_preparation(part: Part) -> Part:

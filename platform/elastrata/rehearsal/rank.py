@@ -33,7 +33,7 @@ from elastrata.planner.choice import group_layout
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.memory import memory
 from elastrata.planner.plan import machine_of
-from elastrata.recipe.data_spec import DataSpec
+from elastrata.recipe.data_sets import DataSpec
 from elastrata.recipe.recipe import Recipe
 from elastrata.rehearsal.cuda import FakeDevice
 from elastrata.rehearsal.ledger import (

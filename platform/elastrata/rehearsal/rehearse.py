@@ -15,11 +15,9 @@ from elastrata.planner.choice import group_layout, planned
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.memory import blocks_of_stages, fullest
 from elastrata.planner.plan import machine_of
-from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.data_sets import data_spec, full_part, in_steps
 from elastrata.recipe.file import load_recipe
-from elastrata.recipe.length import full_part, in_steps
-from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.rehearsal.cuda import FakeDevice
 from elastrata.rehearsal.ledger import GraphFigures, RankFigures
 from elastrata.rehearsal.process import Request

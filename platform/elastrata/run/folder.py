@@ -309,7 +309,7 @@ def check_same_run(
 def _comparable(recipe: Recipe, other: Recipe) -> dict[str, Any]:
     """The values of a recipe, by dotted path; one that has no phases counts as one phase where the
     other has some."""
-    from elastrata.recipe.phase import PhaseKeys
+    from elastrata.recipe.recipe import PhaseKeys
 
     values = recipe.model_dump(mode="json")
     if (other.phases and not recipe.phases) or (recipe.phases and not other.phases):

@@ -13,7 +13,7 @@ import numpy as np
 
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.plan import plan, problems_of
-from elastrata.recipe.data_spec import data_spec
+from elastrata.recipe.data_sets import data_spec
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_values import read_text
 from elastrata.simulation.trace import Event

@@ -65,7 +65,7 @@ class SweepConfig(Config):
 
 def sweep_schema() -> dict[str, Any]:
     """The schema of a sweep file. Which keys a recipe has is not in it: the command checks them."""
-    from elastrata.recipe.json_schema import extending_schema  # imports torch
+    from elastrata.recipe.schema import extending_schema  # imports torch
 
     base = "A sweep's file; this one says only what is different."
     schema = extending_schema("Sweep", SweepConfig.model_json_schema(), base)

@@ -10,8 +10,7 @@ import ray
 
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.ray_session import ray_session
-from elastrata.recipe.data_spec import preparations
-from elastrata.recipe.length import in_steps
+from elastrata.recipe.data_sets import in_steps, preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim
 from elastrata.run.history import part_names

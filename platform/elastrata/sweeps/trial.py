@@ -42,10 +42,10 @@ from elastrata.sweeps.trial_recipe import TrialJob
 from elastrata.tracking.tracker import SilentTracker
 from elastrata.trainer.attempt import attempt
 from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.held_out import HeldOut
-from elastrata.trainer.newest_state import newest_state, start_after
-from elastrata.trainer.parent import find_parent
+from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import TrainingData, training_data
+from elastrata.trainer.resume import newest_state, start_after
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError

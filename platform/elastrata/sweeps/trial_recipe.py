@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from elastrata.recipe.alternatives import replaced_keys, type_below
+from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.file import load_recipe
-from elastrata.recipe.length import in_steps
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
+from elastrata.recipe.value_types import replaced_keys, type_below
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.sweeps.space import Value
 from elastrata.tracking.store import tracking_uri

@@ -15,7 +15,7 @@ from elastrata.core.record import StepRecord
 from elastrata.core.step_message import Effort
 from elastrata.core.target import TargetConfig, reached
 from elastrata.trainer.checkpoint_manager import CheckpointManager
-from elastrata.trainer.held_out import HeldOut
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep

@@ -12,14 +12,12 @@ from elastrata.core.evaluate import OWN
 from elastrata.core.sparsity.config import GivenConfig
 from elastrata.core.sparsity.layers import layer_shapes
 from elastrata.core.sparsity.mask_file import read_masks
-from elastrata.recipe.length import in_steps
-from elastrata.recipe.phase import PhaseKeys
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
 from elastrata.tracking.tracker import DataInput
-from elastrata.trainer.evaluation_sets import found_sets, set_problems
-from elastrata.trainer.mixture_problems import limit_problems
-from elastrata.trainer.phase_data import phase_data
+from elastrata.trainer.data import limit_problems, phase_data
+from elastrata.trainer.evaluation import found_sets, set_problems
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (

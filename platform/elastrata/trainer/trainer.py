@@ -27,9 +27,9 @@ from elastrata.core.step import StepLoss
 from elastrata.core.step_message import Effort
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
+from elastrata.trainer.autotune import automatic
 from elastrata.trainer.engine import divided_model, phase_masks, training_loop, weight_average
-from elastrata.trainer.open_choices import automatic
-from elastrata.trainer.parent_weights import begin_with
+from elastrata.trainer.initial_weights import begin_with
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, in_turn
 from elastrata_pipelines.phase import Phase

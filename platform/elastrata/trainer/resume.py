@@ -1,8 +1,4 @@
-"""The newest state of a run: in memory or on storage, never one that the run has gone back behind.
-
-A state may be out of reach for a while, so that a group of workers continues from an older one.
-From then on the run is what that group makes of it, and the newer state counts no more.
-"""
+"""The state that a group of workers resumes from."""
 
 from __future__ import annotations
 

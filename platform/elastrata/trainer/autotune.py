@@ -1,37 +1,213 @@
-"""The automatic choices of a group of workers, which begins with what needs least memory, measures,
-and settles. Knows no Ray.
-
-Every kind of worker, by its memory, has a number of tokens of its own. All ranks know the choices
-of all kinds, as they compute them from the same numbers. They change how a step is cut and what is
-computed again, and neither samples nor order.
-"""
+"""The keys that are `auto`: what fits in memory and is fastest, corrected by what steps measure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastrata.core.device import peak_memory_bytes
+from elastrata.core.device import current_device, device_name, memory_of_worker, peak_memory_bytes
 from elastrata.core.events import Chosen, RanOut
 from elastrata.core.parallelize import GradientSync
-from elastrata.core.recomputation import Recomputation
+from elastrata.core.recomputation import Recomputation, way_at_first
+from elastrata.core.workload import Planned, model_spec
 from elastrata.planner.choice import (
     USABLE,
+    Choice,
     Choices,
     Correction,
     JointChoice,
     best_together,
+    budgets,
+    group_cluster,
+    group_layout,
+    phase_choices,
+    policies,
     smallest_together,
 )
-from elastrata.trainer.known_choices import KnownChoices
-from elastrata.trainer.out_of_memory import ran_out, refuse_what_never_fits, without, words
+from elastrata.recipe.recipe import PhaseKeys, Recipe
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep
+from elastrata_pipelines.phase import Phase
+from elastrata_pipelines.speeds import RankKind, RankKinds, different
 
+_ERROR = 1.1
+"""A plan errs by less than this factor: what it says is too much for a device's memory by more is
+refused."""
 _GIB = 2**30
+_DIVIDE = (
+    "more workers, or parallel.tensor, divide the model further; `elastrata plan` tells what fits"
+)
+
+
+def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
+    """The line for a group whose settings need more memory than this rank's device has: which ones
+    would fit by the plan. Not collective: the other ranks wait.
+
+    Args:
+        recipe: that is trained.
+        phases: of the run.
+    """
+    device = current_device()
+    memory = memory_of_worker(device, 1, recipe.workers.memory_gb)
+    name = device_name(device) if device.type == "cuda" else "CPU"
+    where = f"out of memory: {name}, {memory / _GIB:.1f} GiB"
+    if not isinstance(recipe.workload, Planned):
+        return f"{where}: a smaller micro_batch_tokens needs less"
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    pairs = zip(recipe.parts, phases, strict=True)
+    needs = [_phase(recipe, part, phase, name, world_size) for part, phase in pairs]
+    choices, taken = max(needs, key=lambda need: need[0].bytes(need[1]))
+    smaller = choices.smaller_than(taken)
+    fitting = [one for one in smaller.all if smaller.bytes(one) <= USABLE * memory]
+    tried = f"{where}: {_keys(taken)} does not fit"
+    if not fitting:
+        return f"{tried}, nor by the plan anything smaller on {world_size} workers; {_DIVIDE}"
+    best = smaller.best(lambda choice: choice in fitting)
+    return f"{tried}; {_keys(best)} does by the plan ({smaller.bytes(best) / _GIB:.1f} GiB)"
+
+
+def refuse_what_never_fits(
+    kinds: Sequence[Choices], memory: Sequence[float], names: Sequence[str]
+) -> None:
+    """Of what can be chosen not even the smallest may need clearly more than there is.
+
+    Args:
+        kinds: all that each kind of workers may choose; a single choice is taken as it is.
+        memory: of each kind, bytes of the worker that has least.
+        names: of each kind; that of an only one is not told.
+
+    Raises:
+        UserError: it does: a line for each kind.
+    """
+    lines = []
+    for choices, room, name in zip(kinds, memory, names, strict=True):
+        smallest = choices.smallest
+        needed = choices.bytes(smallest)
+        if len(choices.all) > 1 and needed > _ERROR * room:
+            who = f"a worker on {name}" if len(kinds) > 1 else "a worker"
+            lines.append(
+                f"micro_batch_tokens: 'auto': even with {words(smallest)} {who} is to need "
+                f"{needed / _GIB:.2f} GiB, and has {room / _GIB:.2f}; {_DIVIDE}"
+            )
+    if lines:
+        raise UserError(*lines)
+
+
+def ran_out(choice: Choice, group: str, device: torch.device) -> RanOut:
+    """A choice as one that ran out of memory.
+
+    Args:
+        choice: the one that was taken.
+        group: the kind of the group that took it.
+        device: that had too little memory.
+    """
+    text = f"{device_name(device)}: out of memory with {words(choice)}"
+    return RanOut(group=group, choice=asdict(choice), text=text)
+
+
+def without(choices: Choices, one: RanOut) -> Choices:
+    """Those that need less than the one that ran out of memory; all, where it is none of them."""
+    taken = next((choice for choice in choices.all if asdict(choice) == one.choice), None)
+    return choices.smaller_than(taken) if taken else choices
+
+
+def words(choice: Choice) -> str:
+    """A choice in a sentence."""
+    synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
+    return (
+        f"micro_batch_tokens {choice.micro_batch_tokens:,} and activation_checkpointing "
+        f"{choice.activation_checkpointing}{synced}"
+    )
+
+
+def _phase(
+    recipe: Recipe, part: PhaseKeys, phase: Phase, device: str, world_size: int
+) -> tuple[Choices, Choice]:
+    """All that could be chosen in a phase, and what the recipe says; where it leaves something
+    open, the smallest."""
+    found = phase.batches
+    spec = model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len)
+    given = found.tokens_per_micro_batch
+    sizes = sorted({given, *budgets(spec.seq_len, part.batch_size)})
+    layout = group_layout(recipe.parallel, world_size)
+    cluster = group_cluster(device, world_size, 1)
+    one = phase_choices(recipe, part, spec, sizes, layout, cluster)
+    every = replace(one, policies=policies(recipe), syncs=("step", "micro_batch"))
+    if recipe.is_automatic:
+        return every, one.smallest
+    way, sync = one.policies[0], one.syncs[0]
+    taken = Choice(micro_batch_tokens=given, activation_checkpointing=way, gradient_sync=sync)
+    return every, taken
+
+
+def _keys(choice: Choice) -> str:
+    sync = choice.gradient_sync
+    return (
+        f"micro_batch_tokens={choice.micro_batch_tokens} "
+        f"activation_checkpointing={choice.activation_checkpointing}"
+        + (f" parallel.gradient_sync={sync}" if sync != "step" else "")
+    )
+
+
+_CHOSEN = "chosen"
+"""The key of `Commit.extra`."""
+_USUAL = {"gradient_sync": "step"}
+"""Commits leave that out."""
+
+
+class KnownChoices:
+    """Choices that were measured, and the bytes that each needs."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, Any]] = {}
+
+    def state(self) -> dict[str, Any]:
+        """As a commit keeps it."""
+        return {_CHOSEN: self._values} if self._values else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what a commit's `extra` says."""
+        known = state.get(_CHOSEN)
+        self._values = {
+            key: found
+            for key, found in (known.items() if isinstance(known, dict) else ())
+            if isinstance(found, dict) and isinstance(found.get("bytes"), int)
+        }
+
+    def add(self, key: str, choice: Choice, needed: float) -> None:
+        """A group has settled on a choice.
+
+        Args:
+            key: of a kind of a group.
+            choice: its own.
+            needed: bytes.
+        """
+        values = {name: v for name, v in asdict(choice).items() if v != _USUAL.get(name)}
+        self._values[key] = {**values, "bytes": round(needed)}
+
+    def find(
+        self, keys: Sequence[str], choices: Sequence[Choices], memory: Sequence[float]
+    ) -> JointChoice | None:
+        """The choices that a group like this one has settled on, where they fit its workers, too.
+
+        Args:
+            keys: of each kind.
+            choices: of each kind.
+            memory: bytes that each kind has.
+        """
+        found = []
+        for key, own, room in zip(keys, choices, memory, strict=True):
+            values = dict(self._values.get(key, {}))
+            if values.pop("bytes", room + 1) > room:
+                return None
+            found += [one for one in own.all if asdict(one) == {**_USUAL, **values}]
+        are_alike = len({(one.activation_checkpointing, one.gradient_sync) for one in found}) == 1
+        return tuple(found) if len(found) == len(keys) and are_alike else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,3 +441,92 @@ class Automatic:
 def _peak(most: float, memory: float, name: str) -> str:
     room = f"{most / _GIB:.2f} GiB at the peak so far, of {memory / _GIB:.2f}"
     return f"{name}: {room}" if name else room
+
+
+def automatic(
+    recipe: Recipe,
+    phases: Sequence[Phase],
+    recompute: Callable[[Recomputation], None],
+    device: torch.device,
+    *,
+    world_size: int,
+    per_node: int,
+    synchronize: Callable[[GradientSync], None] = lambda _: None,
+    kinds: RankKinds = (),
+    data_rank: int = 0,
+) -> Automatic:
+    """A group's choices, as a recipe leaves them open. Collective.
+
+    Args:
+        recipe: that is trained.
+        phases: its data.
+        recompute: has the model's blocks compute again something else.
+        device: of this rank.
+        world_size: workers of the group.
+        per_node: of them, on this node.
+        synchronize: has the model's gradients summed at other times.
+        kinds: of the data ranks, by their memory; none: they are of one kind.
+        data_rank: of this rank.
+    """
+    there = different(kinds)
+    number = there.index(kinds[data_rank]) if kinds else 0
+    open_phases = []
+    if recipe.is_automatic:
+        name = device_name(device) if device.type == "cuda" else "CPU"
+        devices = _by_kind((number, (name, per_node)), world_size)
+        open_phases = [
+            PhaseChoices(
+                last_step=phase.last_step,
+                kinds=tuple(
+                    _choices(recipe, part, phase, kind, world_size, *devices[n])
+                    for n, kind in enumerate(there)
+                ),
+            )
+            for part, phase in zip(recipe.parts, phases, strict=True)
+        ]
+    return Automatic(
+        open_phases,
+        way_at_first(recipe.activation_checkpointing),
+        recompute,
+        device,
+        memory_of_worker(device, per_node, recipe.workers.memory_gb),
+        synchronize=synchronize,
+        names=[kind.name for kind in there],
+        kind=number,
+    )
+
+
+def _choices(
+    recipe: Recipe,
+    part: PhaseKeys,
+    phase: Phase,
+    kind: RankKind,
+    world_size: int,
+    device: str,
+    per_node: int,
+) -> Choices:
+    """All that a kind of ranks may choose in a phase."""
+    data = phase.batches
+    return phase_choices(
+        recipe,
+        part,
+        model_spec(recipe.workload, data.manifest.vocabulary, data.manifest.seq_len),
+        _budgets(data, kind),
+        group_layout(recipe.parallel, world_size),
+        group_cluster(device, world_size, per_node),
+    )
+
+
+def _budgets(data: Batches, kind: RankKind) -> list[int]:
+    """The numbers of tokens that a kind's micro-batches may have, ascending."""
+    sizes = (data.tokens_per_micro_batch, *data.larger_budgets)
+    return [size for size in sizes if kind.budget(size) == size] or [kind.budget(sizes[0])]
+
+
+def _by_kind(value: tuple[int, Any], world_size: int) -> dict[int, Any]:
+    """Of each kind the value of its first rank, on every rank: they may differ from machine to
+    machine."""
+    values = [value] * world_size
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return dict(reversed(values))

@@ -1,0 +1,227 @@
+"""The JSON Schema of recipe files, for editors, and the page of all keys, `docs/keys.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastrata.core.environment import installed_workloads
+from elastrata.core.workload import workload_class
+from elastrata.recipe.recipe import LENGTHS, Recipe
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_DEFS = "#/$defs/"
+_ANY_OF = {"oneOf": "anyOf"}
+_VARIANT = " (variant)"
+_HAS_MODEL = {"anyOf": [{"required": [key]} for key in ("workload", "begin_with")]}
+_HAS_LENGTH = {"anyOf": [{"required": [key]} for key in (*LENGTHS, "phases")]}
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema of a recipe file, with every installed workload.
+
+    A file with `extends` may leave out what its base says, and a phase what the recipe says; all
+    else must be whole.
+    """
+    defs: dict[str, Any] = {}
+    recipe = _hoisted(Recipe.model_json_schema(), defs)
+    del defs["Workload"]
+    described = recipe["properties"]["workload"]["description"]
+    recipe["properties"]["workload"] = {"anyOf": _workloads(defs), "description": described}
+    recipe["properties"]["phases"]["items"] = {"$ref": f"{_DEFS}Phase{_VARIANT}"}
+    recipe["required"] = [key for key in recipe["required"] if key != "workload"]
+    base = "A recipe's file or name; this one says only what is different."
+    schema = extending_schema("Recipe", {**recipe, "$defs": defs}, base)
+    whole = {"allOf": [schema["else"], _HAS_LENGTH, _HAS_MODEL]}
+    return {**schema, "title": "Elastrata recipe", "else": whole}
+
+
+def extending_schema(name: str, schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """The schema of a file that has to be whole, or extends another one and says any part.
+
+    Args:
+        name: of what the file holds.
+        schema: of a whole one.
+        base: the description of the key `extends`.
+    """
+    defs: dict[str, Any] = {}
+    whole = _hoisted(dict(schema), defs)
+    extends = {"type": "string", "description": base}
+    defs[name] = {**whole, "properties": {**whole["properties"], "extends": extends}}
+    variants = {f"{key}{_VARIANT}": _relaxed(value) for key, value in defs.items()}
+    return {
+        "$schema": DRAFT,
+        "type": "object",
+        "if": {"required": ["extends"]},
+        "then": {"$ref": f"{_DEFS}{name}{_VARIANT}"},
+        "else": {"$ref": f"{_DEFS}{name}"},
+        "$defs": {**defs, **variants},
+    }
+
+
+def _workloads(defs: dict[str, Any]) -> list[dict[str, Any]]:
+    """A reference to the schema of each installed workload."""
+    references = []
+    for name in sorted(installed_workloads()):
+        schema = _hoisted(workload_class(name).model_json_schema(), defs)
+        schema["properties"]["name"] = {"const": name, "description": "The workload."}
+        schema["required"] = sorted({*schema.get("required", []), "name"})
+        defs[f"workload {name}"] = schema
+        references.append({"$ref": f"{_DEFS}workload {name}"})
+    return references
+
+
+def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """The schema without its definitions, which go to `defs`."""
+    defs.update(schema.pop("$defs", {}))
+    return schema
+
+
+def _relaxed(schema: Any) -> Any:
+    """A schema in which nothing is required, down to the definitions it refers to. Sections that
+    only a required key told apart may then be any of several."""
+    if isinstance(schema, list):
+        return [_relaxed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        _ANY_OF.get(key, key): _variant(value) if key == "$ref" else _relaxed(value)
+        for key, value in schema.items()
+        if key != "discriminator" and not (key == "required" and isinstance(value, list))
+    }
+
+
+def _variant(reference: str) -> str:
+    return reference if reference.endswith(_VARIANT) else reference + _VARIANT
+
+
+Schema = Mapping[str, Any]
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "list",
+    "object": "section",
+    "null": "null",
+}
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+_INTRODUCTION = """\
+# Every key of a recipe
+
+`elastrata schema --keys` prints this page. A key below `phases` is as the one of the same name
+outside; one that several kinds of a section have (workloads, optimizers) is listed with each that
+differs. At the end are the keys of [a sweep](#every-key-of-a-sweep) and of
+[a cluster](#every-key-of-a-cluster).
+"""
+_SWEEP = """
+# Every key of a sweep
+
+Of [a sweep file](sweeps.md). `space.KEY` stands for any dotted key of the recipe.
+
+"""
+_CLUSTER = """
+# Every key of a cluster
+
+Of [a cluster file](planner.md#the-cluster) of `elastrata plan` and `elastrata simulate`. Those of
+Ray and KubeRay have [keys of their own](clusters.md).
+
+"""
+_ANY_KEY = "KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key, by its dotted path."""
+
+    path: str
+    values: str
+    """Which values it takes, in words."""
+    default: str
+    """As it is written; empty where the key is required or has none of its own."""
+    description: str
+
+
+def key_reference(recipe: Schema, *, sweep: Schema, cluster: Schema) -> str:
+    """Return the page.
+
+    Args:
+        recipe: the schema of recipes, with the installed workloads.
+        sweep: the schema of sweep files.
+        cluster: the schema of cluster files.
+    """
+    keys = recipe_keys(recipe)
+    tables = {"At the top": [key for key in keys if "." not in key.path]}
+    for key in (key for key in keys if "." in key.path):
+        tables.setdefault(key.path.partition(".")[0], []).append(key)
+    sections = "".join(f"\n## {name}\n\n{_table(below)}" for name, below in tables.items())
+    page = (f"{_INTRODUCTION}\n", sections, _SWEEP, _table(file_keys(sweep)))
+    return "".join((*page, _CLUSTER, _table(file_keys(cluster))))
+
+
+def recipe_keys(schema: Schema) -> list[Key]:
+    """Return all keys of a recipe but those below `phases`, which are the same once more."""
+    return [key for key in file_keys(schema) if not key.path.startswith("phases.")]
+
+
+def file_keys(schema: Schema) -> list[Key]:
+    """Return all keys of a file, such as a sweep's, that extends no other."""
+    return list(dict.fromkeys(_keys(schema.get("else", schema), schema.get("$defs", {}), "")))
+
+
+def _table(keys: Iterable[Key]) -> str:
+    lines = ["| key | values | default | |\n|---|---|---|---|"]
+    for key in keys:
+        cells = (f"`{key.path}`", key.values, key.default and f"`{key.default}`", key.description)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _keys(schema: Schema, defs: Schema, prefix: str) -> Iterator[Key]:
+    for branch in _alternatives(schema, defs):
+        for name, below in branch.get("properties", {}).items():
+            default = below.get("default")
+            is_plain = "default" in below and not isinstance(default, dict)
+            # pydantic does not repeat the description of a section that a key refers to.
+            described = {**defs.get(_referred(below), {}), **below}.get("description", "")
+            yield Key(
+                path=f"{prefix}{name}",
+                values=", ".join(dict.fromkeys(map(_words, _alternatives(below, defs)))),
+                default=json.dumps(default) if is_plain and default not in (None, []) else "",
+                description=" ".join(described.split()),
+            )
+            yield from _keys(below, defs, f"{prefix}{name}.")
+        for inner, added in (("items", ""), ("additionalProperties", f"{_ANY_KEY}.")):
+            if isinstance(branch.get(inner), Mapping):
+                yield from _keys(branch[inner], defs, prefix + added)
+
+
+def _referred(schema: Schema) -> str:
+    return str(schema.get("$ref", "")).rpartition("/")[2]
+
+
+def _alternatives(schema: Schema, defs: Schema) -> Iterator[Schema]:
+    """Yield each schema that may hold, with references followed."""
+    if "$ref" in schema:
+        yield from _alternatives(defs[_referred(schema)], defs)
+        return
+    branches = [branch for name in _BRANCHES for branch in schema.get(name, ())]
+    for branch in branches:
+        yield from _alternatives(branch, defs)
+    if not branches:
+        yield schema
+
+
+def _words(schema: Schema) -> str:
+    if values := [schema["const"]] if "const" in schema else schema.get("enum"):
+        return ", ".join(f"`{value}`" for value in values)
+    bounds = [f"{word} {schema[name]:,}" for name, word in _BOUNDS.items() if name in schema]
+    return f"{_TYPES.get(str(schema.get('type')), 'any')} {' and '.join(bounds)}".strip()

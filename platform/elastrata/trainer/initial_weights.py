@@ -1,0 +1,537 @@
+"""The weights that a run begins with, from another run or a folder: found, checked and loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastrata.checkpoints.commit import MARKER, Commit, commits, problems
+from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
+from elastrata.checkpoints.training_state import model_sizes, restore, restore_weights
+from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder, weights_folder
+from elastrata.core.counterpart import Counterpart, HasCounterpart
+from elastrata.core.first_weights import counted_rows, id_tables, sizes
+from elastrata.core.sharding import local, own_box
+from elastrata.core.workload import Workload
+from elastrata.recipe.begin_with import BeginConfig, is_run
+from elastrata.recipe.recipe import Recipe
+from elastrata.run.evidence import chosen_commit
+from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_recipe
+from elastrata.trainer.preflight import TrainingData
+from elastrata_pipelines.errors import UserError, nearest
+from elastrata_pipelines.format import Manifest, Vocabulary
+from elastrata_pipelines.format.manifest import TOKENIZER_DIR
+from elastrata_pipelines.preparation.tokenizer import TokenizerFiles
+from elastrata_pipelines.storage import Storage
+
+_KEY = "begin_with.weights"
+_OWN = ("begin_with.", "workload.", "data.")
+"""What lines begin with that name a key of their own."""
+
+
+def find_parent(
+    run: Storage, recipe: Recipe, data: TrainingData, warn: Callable[[str], None]
+) -> Parent | None:
+    """The parent of a run, None where its weights are drawn. One that has a checkpoint goes on from
+    there, and its parent is not looked at any more; until then it begins with the same weights as
+    the first time, or not at all.
+
+    Args:
+        run: its folder.
+        recipe: with the key `begin_with`.
+        data: what it trains on.
+        warn: called with a line for each thing that people should know.
+
+    Raises:
+        UserError: a line for each reason why it cannot begin so.
+    """
+    begin = recipe.begin_with
+    if begin is None:
+        return None
+    identity = read_identity(run)
+    before = identity.parent if identity else None
+    if before and commits(run.sub("checkpoints")):
+        return before
+    found = _found(begin, recipe, data, warn, before.commit if before else None)
+    if before and found.sha256 != before.sha256:
+        raise UserError(
+            f"{_KEY}: {begin.weights}: not the weights any more that the run began with: SHA-256 "
+            f"{found.sha256[:12]}..., expected {before.sha256[:12]}..."
+        )
+    if new := data.vocabulary.size - found.num_ids:
+        warn(f"{_KEY}: {begin.weights}: the rows of {new:,} new ids are drawn")
+    return found
+
+
+def _found(
+    begin: BeginConfig,
+    recipe: Recipe,
+    data: TrainingData,
+    warn: Callable[[str], None],
+    chosen: str | None,
+) -> Parent:
+    """What `begin_with` means; `chosen` is the checkpoint or revision that it meant before."""
+    try:
+        if is_run(begin.place):
+            return run_parent(begin, recipe, data, warn, chosen)
+        folder = weights_folder(begin.place, chosen or begin.revision)
+        return folder_parent(folder, begin, recipe, data, warn)
+    except UserError as error:
+        lines = (line if line.startswith(_OWN) else f"{_KEY}: {line}" for line in error.problems)
+        raise UserError(*lines) from None
+
+
+def run_parent(
+    begin: BeginConfig,
+    recipe: Recipe,
+    data: TrainingData,
+    warn: Callable[[str], None],
+    folder: str | None = None,
+) -> Parent:
+    """The checkpoint that `begin_with` means.
+
+    Args:
+        begin: names the run.
+        recipe: that begins with it.
+        data: what that trains on.
+        warn: called with a line for each thing that people should know.
+        folder: the checkpoint's name, where it was chosen before.
+
+    Raises:
+        UserError: a line for each reason why the recipe cannot begin with it.
+    """
+    run = Storage(begin.place)
+    identity = read_identity(run)
+    if identity is None:
+        raise UserError(f"{begin.weights}: no run here ({RUN_FILE} is missing)")
+    checkpoints = run.sub("checkpoints")
+    commit = chosen_commit(run, folder or begin.revision or "newest", _KEY)
+    if damaged := problems(checkpoints, commit):
+        raise UserError(f"{_KEY}: checkpoint {checkpoints.uri(commit.folder)}: {damaged[0]}")
+    before = read_recipe(run, identity)
+    given = _given(run, before, commit, identity.data[0], data, warn)
+    lines = fit_problems(given, begin, recipe, data)
+    if begin.optimizer:
+        lines += _optimizer_problems(before, recipe, given, data)
+    if lines:
+        raise UserError(*lines)
+    return Parent(
+        kind="run",
+        url=run.uri(),
+        sha256=checkpoints.sha256(commit.folder, MARKER),
+        num_ids=given.num_ids,
+        commit=commit.folder,
+        step=commit.step,
+        samples=commit.samples,
+        optimizer=begin.optimizer,
+    )
+
+
+def _given(
+    run: Storage,
+    before: Recipe,
+    commit: Commit,
+    data_set: DataSet,
+    data: TrainingData,
+    warn: Callable[[str], None],
+) -> GivenWeights:
+    """What a checkpoint holds, and what its run's data set tells of its ids."""
+    manifest, name = _manifest(data_set, data), f"{run.uri()}, step {commit.step}"
+    if manifest is None:
+        warn(f"{data_set.url}: not the data set of {name} any more: its ids are not checked")
+    return GivenWeights(
+        name=name,
+        workload=before.workload.name,
+        architecture=before.workload.architecture(),
+        sizes=model_sizes(run.sub("checkpoints"), commit),
+        num_ids=(manifest or data.train.manifest).vocabulary.size,
+        tokenizer=data_tokenizer(Storage(data_set.url), manifest) if manifest else None,
+    )
+
+
+def _manifest(data_set: DataSet, data: TrainingData) -> Manifest | None:
+    """That of the data set which a run was trained on; None where it is not there any more."""
+    if data_set.fingerprint == data.train.manifest.fingerprint:
+        return data.train.manifest
+    try:
+        found = Manifest.find(Storage(data_set.url))
+    except UserError:
+        return None
+    return found if found and found.fingerprint == data_set.fingerprint else None
+
+
+def _optimizer_problems(
+    before: Recipe, recipe: Recipe, given: GivenWeights, data: TrainingData
+) -> Iterator[str]:
+    """Why a state of that run's optimizer cannot be gone on with."""
+    theirs, ours = before.parts[-1].optimizer.name, recipe.parts[0].optimizer.name
+    if ours != theirs:
+        yield (
+            f"begin_with.optimizer: true: the run was trained with {theirs}, this recipe has "
+            f"{ours}: expected false, or optimizer.name {theirs}"
+        )
+    model = recipe.workload, data.vocabulary, data.seq_len
+    if given.num_ids != data.vocabulary.size or given.sizes != sizes(*model):
+        yield (
+            "begin_with.optimizer: true: the tables of ids have other sizes in "
+            f"{given.name}: expected false"
+        )
+
+
+def folder_parent(
+    folder: WeightsFolder,
+    begin: BeginConfig,
+    recipe: Recipe,
+    data: TrainingData,
+    warn: Callable[[str], None],
+) -> Parent:
+    """The folder that `begin_with` means, as a parent.
+
+    Raises:
+        UserError: a line for each reason why the recipe cannot begin with it.
+    """
+    name, tensors = begin.weights, folder.weights.tensors
+    config = folder.config()
+    architecture, table = _model(
+        recipe.workload, config, data.vocabulary, folder.storage.uri(CONFIG)
+    )
+    ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
+    names = table.known_names(tensors, ours)
+    left_out = [known for known in names if table.is_left_out(known)]
+    counting = {
+        known: tensors[stored]
+        for known, stored in names.items()
+        if not (table.is_unused(known) or known in left_out)
+    }
+    given = GivenWeights(
+        name=name,
+        workload=recipe.workload.name,
+        architecture=architecture,
+        counterpart=table,
+        sizes={n: t.shape for n, t in counting.items() if n not in table.tied},
+        num_ids=int(config.vocab_size),
+        tokenizer=_tokenizer(folder, warn, name),
+    )
+    lines = [*fit_problems(given, begin, recipe, data), *_type_problems(counting, name)]
+    if begin.optimizer:
+        lines.append("begin_with.optimizer: true: expected false: a folder has weights alone")
+    if lines := lines or [*_value_problems(folder.weights, names, table, ours, name)]:
+        raise UserError(*lines)
+    if left_out:
+        warn(f"{_KEY}: {name}: left out, as the model has no such part: {in_short(left_out)}")
+    return _parent(folder, begin.place, given.num_ids)
+
+
+def _parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
+    is_hubs = folder.hub_revision is not None
+    return Parent(
+        kind="hub" if is_hubs else "folder",
+        url=place if is_hubs else folder.storage.uri(),
+        sha256=folder.sha256(),
+        num_ids=num_ids,
+        commit=folder.hub_revision,
+    )
+
+
+def _model(
+    workload: Workload, config: Any, vocabulary: Vocabulary, where: str
+) -> tuple[dict[str, Any], Counterpart]:
+    """The keys of the workload that a configuration fixes, and where the tensors lie that it has:
+    those of the recipe's model, where that is the same."""
+    settings = None
+    try:
+        if isinstance(workload, HasCounterpart):
+            settings = workload.settings_of(config)
+    except UserError as error:
+        raise UserError(*(f"{where}: {line}" for line in error.problems)) from None
+    if settings is None or not isinstance(workload, HasCounterpart):
+        raise UserError(
+            f"{where}: a {config.model_type}: workload {workload.name} is none of these"
+        )
+    try:
+        theirs = type(workload).model_validate({**workload.model_dump(), **settings})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise UserError(f"{where}: no model of workload {workload.name} ({why})") from None
+    architecture = {k: v for k, v in theirs.architecture().items() if k in settings}
+    is_same = architecture.items() <= workload.architecture().items()
+    return architecture, (workload if is_same else theirs).counterpart(vocabulary)
+
+
+def _tokenizer(
+    folder: WeightsFolder, warn: Callable[[str], None], name: str
+) -> GivenTokenizer | None:
+    """The folder's tokenizer; None where it has none that is fast."""
+    files = folder.tokenizer()
+    if files is None:
+        warn(f"{_KEY}: {name}: no {TOKENIZER} in it: its ids are not checked")
+        return None
+    return GivenTokenizer(fingerprint=files.fingerprint, ids=files.ids)
+
+
+def _type_problems(counting: Mapping[str, StoredTensor], name: str) -> Iterator[str]:
+    by_type: dict[str, list[str]] = {}
+    for tensor, stored in counting.items():
+        if stored.dtype not in DTYPES:
+            by_type.setdefault(stored.dtype, []).append(tensor)
+    for dtype, tensors in by_type.items():
+        yield f"{_KEY}: {name}: {in_short(tensors)}: {dtype}, expected {' or '.join(DTYPES)}"
+
+
+def _value_problems(
+    weights: SafetensorsFolder,
+    names: Mapping[str, str],
+    table: Counterpart,
+    ours: Mapping[str, object],
+    name: str,
+) -> Iterator[str]:
+    """Tied tensors that differ, and biases that a model without them would lose."""
+    for tied, other in table.tied.items():
+        if tied in names and not torch.equal(
+            _whole(weights, names[tied]), _whole(weights, names[other])
+        ):
+            yield f"{_KEY}: {name}: {tied} differs from {other}, though the model ties them"
+    lost = [
+        bias
+        for bias in sorted(table.zeros(ours))
+        if bias in names and bool(_whole(weights, names[bias]).any())
+    ]
+    if lost:
+        yield f"{_KEY}: {name}: {in_short(lost)}: not all zeros: expected workload.bias true"
+
+
+def _whole(weights: SafetensorsFolder, name: str) -> Tensor:
+    stored = weights.tensors[name]
+    target = torch.empty(stored.shape)
+    weights.copy(name, tuple(slice(0, length) for length in stored.shape), target)
+    return target
+
+
+_NUMBER = re.compile(r"\d+")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenTokenizer:
+    """The tokenizer that weights were trained with, as far as it is known."""
+
+    fingerprint: str
+    ids: Mapping[str, int] | None
+    """By token; None: there are no files of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenWeights:
+    """Weights as they tell of themselves."""
+
+    name: str
+    """For messages: where they lie."""
+    workload: str
+    architecture: Mapping[str, Any]
+    """As `Workload.architecture` has it."""
+    sizes: Mapping[str, Shape]
+    """By the names of `counterpart`."""
+    counterpart: Counterpart = field(default_factory=Counterpart)
+    """Where parameters of ours lie in them; by default under the same names."""
+    num_ids: int
+    tokenizer: GivenTokenizer | None
+    """None: nobody knows."""
+
+
+def data_tokenizer(data: Storage, manifest: Manifest) -> GivenTokenizer:
+    """The tokenizer that a data set was prepared with."""
+    path = f"{TOKENIZER_DIR}/tokenizer.json"
+    has_files = any(entry.path == path for entry in manifest.files)
+    files = TokenizerFiles(data.read(path).decode(), "{}") if has_files else None
+    return GivenTokenizer(
+        fingerprint=manifest.tokenizer_fingerprint, ids=files.ids if files else None
+    )
+
+
+def fit_problems(
+    given: GivenWeights, begin: BeginConfig, recipe: Recipe, data: TrainingData
+) -> list[str]:
+    """A line for each reason why a recipe cannot begin with these weights."""
+    workload = recipe.workload
+    if workload.name != given.workload:
+        return [f"workload.name: {workload.name}: expected {given.workload}, as {given.name} has"]
+    ours = workload.architecture()
+    lines = [
+        f"workload.{key}: {ours.get(key)}: expected {value}, as {given.name} has"
+        for key, value in given.architecture.items()
+        if ours.get(key) != value and key not in begin.may_differ
+    ]
+    lines += [
+        f"begin_with.may_differ: {key}: no such key{nearest(key, ours)}"
+        for key in begin.may_differ
+        if key not in ours
+    ]
+    lines = lines or [f"{_KEY}: {line}" for line in _tensor_problems(given, recipe, data)]
+    return [*lines, *_vocabulary_problems(given, begin, data)]
+
+
+def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) -> Iterator[str]:
+    """Names first; shapes, where all names are right."""
+    model = recipe.workload, data.vocabulary, data.seq_len
+    ours, table = sizes(*model), given.counterpart
+    expected = {table.origin(name).name: table.origin(name).shape(s) for name, s in ours.items()}
+    expected |= {name: given.sizes.get(name, ()) for name in table.zeros(ours)}
+    tables = {table.origin(name).name for name in id_tables(*model)}
+    missing, extra = expected.keys() - given.sizes.keys(), given.sizes.keys() - expected.keys()
+    if missing:
+        hints = nearest(min(missing), extra)
+        yield f"{given.name}: lacks {in_short(missing)}{hints}"
+    if extra:
+        yield f"{given.name}: has {in_short(extra)}, which the model has not"
+    for name in sorted(expected.keys() & given.sizes.keys()):
+        first = 1 if name in tables else 0
+        if expected[name][first:] != given.sizes[name][first:]:
+            yield f"{given.name}: {name} has shape {given.sizes[name]}, expected {expected[name]}"
+        elif first and given.sizes[name][0] < given.num_ids:
+            yield (
+                f"{given.name}: {name} has {given.sizes[name][0]:,} rows, expected one for each of "
+                f"{given.num_ids:,} ids"
+            )
+
+
+def in_short(names: Iterable[str]) -> str:
+    """Names of tensors, sorted; those that differ in one number, such as a block's, as one:
+    `blocks.{0..11}.norm.weight`."""
+    by_form: dict[str, list[list[int]]] = {}
+    for name in names:
+        numbers = [int(number) for number in _NUMBER.findall(name)]
+        by_form.setdefault(_NUMBER.sub("#", name), []).append(numbers)
+    return ", ".join(_in_short(form, sorted(numbers)) for form, numbers in sorted(by_form.items()))
+
+
+def _in_short(form: str, numbers: list[list[int]]) -> str:
+    first, last = numbers[0], numbers[-1]
+    is_range = len(first) == 1 < len(numbers) == last[0] - first[0] + 1
+    if is_range:
+        return form.replace("#", f"{{{first[0]}..{last[0]}}}")
+    named = (_filled(form, one) for one in numbers)
+    return ", ".join(named)
+
+
+def _filled(form: str, numbers: list[int]) -> str:
+    values = iter(numbers)
+    return re.sub("#", lambda _: str(next(values)), form)
+
+
+def _vocabulary_problems(
+    given: GivenWeights, begin: BeginConfig, data: TrainingData
+) -> Iterator[str]:
+    num_ids, url = data.vocabulary.size, data.train.url
+    if wrong := _other_ids(given.tokenizer, Storage(url), data.train.manifest):
+        yield f"data.path: {url}: its tokenizer has other ids than that of {given.name}: {wrong}"
+    elif num_ids < given.num_ids:
+        yield (
+            f"data.path: {url}: its tokenizer has {num_ids:,} ids, {given.name} {given.num_ids:,}: "
+            "expected as many, or more"
+        )
+    elif num_ids > given.num_ids and not begin.extend_vocabulary:
+        yield (
+            f"begin_with.extend_vocabulary: false: the tokenizer of {url} has {num_ids:,} ids, "
+            f"{given.name} {given.num_ids:,}: expected true, which draws the rows of new ones"
+        )
+
+
+def _other_ids(theirs: GivenTokenizer | None, data: Storage, manifest: Manifest) -> str:
+    """The first tokens that have another id, or none; empty where all have their own, or nobody
+    knows."""
+    if theirs is None or theirs.fingerprint == manifest.tokenizer_fingerprint:
+        return ""
+    ours = data_tokenizer(data, manifest).ids
+    if theirs.ids is None or ours is None:
+        return f"its fingerprint is {manifest.tokenizer_fingerprint}, not {theirs.fingerprint}"
+    moved = sorted(
+        (number, token) for token, number in theirs.ids.items() if ours.get(token) != number
+    )
+    if not moved:
+        return ""
+    (number, token), more = moved[0], len(moved) - 1
+    also = f" (and {more:,} more)" if more else ""
+    return f"{token!r} is {ours.get(token)}, expected {number}{also}"
+
+
+def begin_with(
+    parent: Parent,
+    workload: Workload,
+    vocabulary: Vocabulary,
+    seq_len: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+) -> None:
+    """Reads what a parent has. Collective over all ranks.
+
+    Args:
+        parent: held against recipe and data before.
+        workload: of the model.
+        vocabulary: of its data.
+        seq_len: of its data.
+        model: with its first weights drawn, this rank's part of it.
+        optimizer: of its parameters; without a state.
+
+    Raises:
+        UserError: the parent is not there any more, or not as it was, or has numbers that are NaN
+            or infinite, of which training would say that its own steps made them.
+    """
+    if parent.kind != "run":
+        _read_folder(parent, workload, vocabulary, seq_len, model)
+        return
+    checkpoints = Storage(parent.url).sub("checkpoints")
+    commit = _commit(checkpoints, parent)
+    if parent.optimizer:
+        restore(checkpoints, commit, model, optimizer)
+    else:
+        given = model_sizes(checkpoints, commit)
+        rows = counted_rows(workload, vocabulary, seq_len, given, parent.num_ids)
+        restore_weights(checkpoints, commit, model, rows)
+    _check_finite(model, checkpoints.uri(commit.folder))
+
+
+@torch.no_grad()
+def _read_folder(
+    parent: Parent, workload: Workload, vocabulary: Vocabulary, seq_len: int, model: nn.Module
+) -> None:
+    """Every rank reads what its shards need, block by block."""
+    assert isinstance(workload, HasCounterpart)
+    weights = weights_folder(parent.url, parent.commit).weights
+    table = workload.counterpart(vocabulary)
+    ours = sizes(workload, vocabulary, seq_len)
+    files = table.known_names(weights.tensors, ours)
+    tables = id_tables(workload, vocabulary, seq_len)
+    for name, parameter in model.named_parameters():
+        origin, shard, (rows, *others) = table.origin(name), local(parameter), own_box(parameter)
+        if name in tables:  # the rows of later ids stay as they were drawn
+            rows = slice(min(rows.start, parent.num_ids), min(rows.stop, parent.num_ids))
+            shard = shard[: rows.stop - rows.start]
+        place = origin.box((rows, *others), parameter.shape[0])
+        weights.copy(files[origin.name], place, shard.T if origin.transposed else shard)
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module, where: str) -> None:
+    """Looks at this rank's part of every weight."""
+    for name, parameter in model.named_parameters():
+        shard = local(parameter)
+        if shard.numel() and not all(end.isfinite() for end in torch.aminmax(shard)):
+            raise UserError(f"{where}: {name}: has NaN or infinite numbers: expected finite ones")
+
+
+def _commit(checkpoints: Storage, parent: Parent) -> Commit:
+    assert parent.commit is not None
+    where = f"checkpoint {checkpoints.uri(parent.commit)}"
+    try:
+        if checkpoints.sha256(parent.commit, MARKER) != parent.sha256:
+            raise UserError(f"{where}: altered since the run began with it")
+        return Commit.from_json(checkpoints.read(parent.commit, MARKER), parent.commit)
+    except FileNotFoundError:
+        raise UserError(f"{where}: not there any more, and the run has to begin with it") from None
