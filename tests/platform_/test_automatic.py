@@ -26,7 +26,7 @@ from elastrata.planner.choice import (
     smallest_together,
 )
 from elastrata.planner.cluster import read_cluster
-from elastrata.planner.devices import DEVICES, GPU
+from elastrata.planner.devices import DEVICES, GPU, device_like
 from elastrata.planner.layout import Layout
 from elastrata.planner.operations import Machine
 from elastrata.planner.stack import elastrata
@@ -123,6 +123,28 @@ def test_no_step_needs_more_than_there_is(
         if not correction.is_over:
             correction.measured(choices, choice, tokens, USABLE * available - peak)
     assert needed(choice, choice.micro_batch_tokens) <= available
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10", "A10"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "A100-40GB-3g.20gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100-80GB-1g.10gb"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla T4", "T4"),
+        ("CPU", "CPU"),
+        ("NVIDIA RTX A6000", "A100-80GB"),
+    ],
+)
+def test_devices_are_known_by_their_drivers_names(name: str, known: str) -> None:
+    assert device_like(name).name == known
 
 
 def test_every_phase_chooses_and_the_second_goes_by_what_the_first_has_shown() -> None:

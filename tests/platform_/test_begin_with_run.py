@@ -18,6 +18,7 @@ from elastrata.checkpoints.training_state import (
     ModelTensors,
     load_full_model_state,
 )
+from elastrata.cli.main import run as run_here
 from elastrata.core.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
@@ -244,6 +245,40 @@ def test_a_run_with_a_checkpoint_needs_its_parent_no_more(folder: Path) -> None:
     recipe = Recipe.model_validate(_recipe(folder, str(source)))
     found = find_parent(Storage(str(child)), recipe, training_data(recipe), pytest.fail)
     assert found == before.parent
+
+
+def test_a_run_in_a_bucket_is_begun_with(folder: Path, parent: Path, bucket: str) -> None:
+    _upload(parent, f"{bucket}/runs/parent")
+    here, there = _begun(folder, f"{parent}@2"), _begun(folder, f"{bucket}/runs/parent@2")
+    expected, found = here.weights(), there.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert here.parent is not None
+    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/runs/parent"})
+    (line,) = _refused(folder, f"{bucket}/runs/parent@3")
+    assert line.startswith("begin_with.weights: 3: expected newest, best or one of the steps 2")
+
+
+def test_a_model_in_a_bucket_is_begun_with(
+    folder: Path, parent: Path, bucket: str, tmp_path: Path
+) -> None:
+    command = ["export", str(parent), "--out", str(tmp_path / "model"), "--shard-size", "20KB"]
+    assert run_here(command) == 0
+    _upload(tmp_path / "model", f"{bucket}/model")
+    here, there = _begun(folder, str(tmp_path / "model")), _begun(folder, f"{bucket}/model")
+    expected, found = here.weights(), there.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert here.parent is not None
+    assert there.parent == here.parent.model_copy(update={"url": f"{bucket}/model"})
+    _, second, *_ = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    Storage(bucket).write(b"", "model", second)
+    (line,) = _refused(folder, f"{bucket}/model")
+    assert line.startswith(f"begin_with.weights: {bucket}/model/{second}: truncated")
+
+
+def _upload(folder: Path, url: str) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            Storage(url).write(path.read_bytes(), *path.relative_to(folder).parts)
 
 
 def test_a_recipe_that_names_no_model_has_the_runs(folder: Path, parent: Path) -> None:
