@@ -49,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_hostile_recipe_is_refused_in_lines_or_sound(folder: Path, chunk: int) -> None:
     outcomes = [_outcome(folder, case) for case in hostile_recipes(chunk, CASES)]
-    assert 0 < sum(outcomes) < CASES, "all are sound, or none: nothing is tried"
+    assert not all(outcomes), "all are sound: nothing is tried"
+    # A later chunk may happen to have none that is sound.
+    assert chunk or any(outcomes), "none is sound: nothing is tried"
 
 
 def _outcome(folder: Path, case: Hostile) -> bool:

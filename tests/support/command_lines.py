@@ -158,6 +158,7 @@ _MEASURES = "measures for minutes to hours; its figures are in benchmarks/result
 NOT_RUN = {
     "make quickstart": f"{_INSTALLS}, then `elastrata quickstart`: test_quickstart.py",
     "make test": "runs this test",
+    "make house": "prints sizes: no result that a page states",
     "make check": "runs this test",
     "make e2e": "minutes of real runs: continuous integration runs it",
     "make bench NAME=balance BENCH_OPTIONS=...": _MEASURES,

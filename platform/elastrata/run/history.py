@@ -246,6 +246,8 @@ def _part_problems(storage: Storage, parts: Sequence[Part]) -> Iterator[str]:
             yield f"{where}: altered: its lines are not those that were sealed"
         elif part.has_torn_seal:
             yield f"{where}: altered: its seal is not its last line, or torn"
+        elif not part.lines and not seal:
+            yield f"{where}: empty: its lines are lost"
         elif not seal and is_sealed[part.name.writer]:
             yield f"{where}: altered: it has no seal"
         is_sealed[part.name.writer] |= seal is not None
