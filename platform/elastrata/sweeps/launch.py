@@ -17,7 +17,13 @@ from elastrata.run.history import part_names
 from elastrata.sweeps.config import SweepConfig, check_sweep
 from elastrata.sweeps.driver import Show, SweepDriver, slots
 from elastrata.sweeps.journal import Standings
-from elastrata.sweeps.result import SweepResult, check_same_sweep, read_journal, write_sweep
+from elastrata.sweeps.result import (
+    SweepResult,
+    check_same_sweep,
+    read_journal,
+    unknown_trials,
+    write_sweep,
+)
 from elastrata.sweeps.search import GridConfig
 from elastrata.sweeps.space import grid_points
 from elastrata.sweeps.trial_recipe import TrialJob, at_home
@@ -104,7 +110,11 @@ def check_journal(folder: Storage, config: SweepConfig) -> tuple[str, ...]:
     standings = Standings(config.metric, config.mode, journal.entries)
     trials = [folder.sub(TRIALS, trial.id) for trial in standings.trials.values() if trial.reports]
     gone = [trial for trial in trials if not part_names(trial.sub("history"))]
-    return (*journal.problems, *(f"{trial.uri()}: the history is gone" for trial in gone))
+    return (
+        *journal.problems,
+        *unknown_trials(folder, standings),
+        *(f"{trial.uri()}: the history is gone" for trial in gone),
+    )
 
 
 def _resources() -> dict[str, float]:

@@ -224,8 +224,20 @@ def read_result(folder: str) -> SweepResult:
         config=config,
         standings=standings,
         seconds=0.0,
-        problems=(*journal.problems, *_problems(storage, launches)),
+        problems=(
+            *journal.problems,
+            *unknown_trials(storage, standings),
+            *_problems(storage, launches),
+        ),
     )
+
+
+def unknown_trials(folder: Storage, standings: Standings) -> list[str]:
+    """A line for each folder of a trial that the journal does not name: its lines are lost."""
+    names = [name for name in list_names(folder, TRIALS) if name not in standings.trials]
+    return [
+        f"{folder.uri(TRIALS, name)}: not in the journal, whose lines are lost" for name in names
+    ]
 
 
 def _problems(folder: Storage, launches: Sequence[Mapping[str, Any]]) -> list[str]:
