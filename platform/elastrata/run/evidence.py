@@ -29,10 +29,10 @@ from elastrata.run.history import (
     HistoryWriter,
     Lineage,
     PartName,
-    has_unwritten_lines,
     part_names,
     read_lineage,
     read_part,
+    unwritten_entries,
 )
 from elastrata.run.ownership import look_at_driver
 from elastrata_pipelines.errors import UserError, nearest
@@ -64,9 +64,17 @@ class Evidence:
 
     def _unrecorded(self) -> Iterator[str]:
         """Yield a line if the history ends before the newest checkpoint: parts are lost."""
-        last = max((entry.get("step", 0) for entry in self.history.entries), default=0)
         newest = next(iter(self.counting), None)
-        if newest and newest.step > last and not has_unwritten_lines(newest):
+        if newest is None:
+            return
+        try:
+            entries = [*self.history.entries, *unwritten_entries(newest)]
+        except UserError as error:
+            yield str(error)
+            return
+        steps = {entry["step"] for entry in entries if entry["kind"] == "step"}
+        last = max((entry.get("step", 0) for entry in self.history.entries), default=0)
+        if newest.step > last and not set(range(last + 1, newest.step + 1)) <= steps:
             yield (
                 f"{self.run.uri('history')}: ends with step {last}, before checkpoint "
                 f"{newest.folder} of step {newest.step}"

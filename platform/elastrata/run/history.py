@@ -583,6 +583,12 @@ def without_history(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in extra.items() if key not in (_PART, _LINES, _HEAD)}
 
 
-def has_unwritten_lines(commit: Commit) -> bool:
-    """Return whether lines of the history travel in the commit."""
-    return bool(commit.extra.get(_LINES))
+def unwritten_entries(commit: Commit) -> list[dict[str, Any]]:
+    """Return the entries of the history that travel in a commit.
+
+    Raises:
+        UserError: one was altered.
+    """
+    lines = commit.extra.get(_LINES)
+    where = f"checkpoint {commit.folder}"
+    return [parse_entry(line.encode(), where) for line in str(lines or "").splitlines()]
