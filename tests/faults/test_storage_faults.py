@@ -26,7 +26,7 @@ from typing_extensions import override
 from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, commits, newest_verified
 from elastrata.checkpoints.dcp_reader import METADATA
-from elastrata.checkpoints.training_state import load_full_model_state, training_state
+from elastrata.checkpoints.training_state import ModelTensors, training_state
 from elastrata_pipelines.storage import Storage
 
 WIDTH = 128
@@ -349,4 +349,4 @@ def test_a_slow_file_system_does_not_hold_training_up(slow: Storage) -> None:
 
 def assert_saved(storage: Storage, weight: torch.Tensor) -> None:
     """The newest commit holds the state as it was when the save began."""
-    assert torch.equal(load_full_model_state(storage, commits(storage)[0])["weight"], weight)
+    assert torch.equal(ModelTensors(storage, commits(storage)[0])["weight"], weight)

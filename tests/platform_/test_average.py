@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.training_state import ModelTensors
 from elastrata.cli.main import run as run_here
 from elastrata.core.average import AVERAGE, AverageConfig, WeightAverage
 from elastrata.inference.evaluation import evaluate_run
@@ -113,7 +113,7 @@ def test_every_step_comes_in_and_training_stays_as_it_is(plain: Path, averaging:
 
 def test_without_it_checkpoints_are_what_they_were(plain: Path) -> None:
     checkpoints = Storage(str(plain)).sub("checkpoints")
-    assert load_full_model_state(checkpoints, commit_of(plain, 4), AVERAGE) == {}
+    assert not ModelTensors(checkpoints, commit_of(plain, 4), AVERAGE)
     with pytest.raises(UserError, match="has none: expected a run whose recipe has the section"):
         weights(plain, 4, "average")
 

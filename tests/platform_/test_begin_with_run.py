@@ -16,7 +16,6 @@ from elastrata.checkpoints.training_state import (
     MODEL,
     OPTIMIZER,
     ModelTensors,
-    load_full_model_state,
 )
 from elastrata.cli.main import run as run_here
 from elastrata.core.mesh import lone_group
@@ -74,7 +73,7 @@ def test_a_run_begins_with_the_checkpoint_that_is_named(
 ) -> None:
     begun = _begun(folder, f"{parent}{chosen}")
     (commit,) = (c for c in commits(Storage(str(parent)).sub("checkpoints")) if c.step == step)
-    expected = load_full_model_state(Storage(str(parent)).sub("checkpoints"), commit)
+    expected = dict(ModelTensors(Storage(str(parent)).sub("checkpoints"), commit))
     found = begun.weights()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

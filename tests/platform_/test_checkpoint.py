@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastrata.checkpoints.commit import commits, newest_verified, problems
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.training_state import ModelTensors
 from elastrata_pipelines.storage import Storage
 from support.checkpoint_ranks import run_scenario
 from support.forks import fork
@@ -90,7 +90,7 @@ def test_saved_at_two_ranks_loads_at_other_numbers(group: Group, tmp_path: Path)
         for name, value in loaded.tensors["after"].items():
             torch.testing.assert_close(value, saved.tensors["after"][name], msg=name)
 
-    whole = load_full_model_state(storage, commits(storage)[0])
+    whole = dict(ModelTensors(storage, commits(storage)[0]))
     expected = {
         name.removeprefix("model."): value
         for name, value in saved.tensors["saved"].items()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import load_full_model_state
+from elastrata.checkpoints.training_state import ModelTensors
 from elastrata.core.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
@@ -174,7 +174,7 @@ def test_checkpoints_go_on_in_any_layout(
     assert run[-1][1].terms == pytest.approx(evaluated.terms, rel=RELATIVE)
     assert last[-1].step == STEPS
 
-    saved = load_full_model_state(Storage(url), commits(Storage(url))[0])
+    saved = dict(ModelTensors(Storage(url), commits(Storage(url))[0]))
     manifest = training_data(Recipe.model_validate(recipe)).train.manifest
     workload = Recipe.model_validate(recipe).workload
     plain = workload.build_model(manifest.vocabulary, manifest.seq_len).state_dict()

@@ -122,6 +122,14 @@ def test_files_are_whole_or_not_there(storage: Replicas) -> None:
     assert set(storage.usage().values()) == {0}
 
 
+def test_stores_that_start_slowly_are_waited_for(
+    storage: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "_FIRST_LOOK_SECONDS", 0.0)
+    storage.write(b"late", folder_of(1), SHARDS[0])
+    assert storage.read(folder_of(1), SHARDS[0]) == b"late"
+
+
 def test_a_node_removed_takes_nothing_along(storage: Replicas, nodes: Nodes) -> None:
     leaving = nodes.add(0)
     writers = [on_node(node, Writer) for node in (head_id(), leaving.node_id)]

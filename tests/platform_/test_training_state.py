@@ -17,8 +17,8 @@ from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.checkpoints.dcp_reader import _MetadataUnpickler
 from elastrata.checkpoints.training_state import (
+    ModelTensors,
     load,
-    load_full_model_state,
     restore,
     training_state,
 )
@@ -75,7 +75,7 @@ def test_the_state_is_copied_before_save_returns(storage: Storage) -> None:
         saving.save({"model": {"x": live}}, step=step, samples=0, tokens=0)
         live.fill_(-1)
     saving.close()
-    found = [load_full_model_state(storage, commit)["x"] for commit in commits(storage)]
+    found = [ModelTensors(storage, commit)["x"] for commit in commits(storage)]
     assert [value.unique().tolist() for value in found] == [[2.0], [1.0]]
 
 

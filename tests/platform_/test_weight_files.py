@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import ModelTensors, load_full_model_state
 from elastrata.core.weight_files import (
     INDEX,
     WeightForm,
@@ -22,8 +20,6 @@ from elastrata.core.weight_files import (
     write_weights,
 )
 from elastrata_pipelines.errors import UserError
-from elastrata_pipelines.storage import Storage
-from support.lone_run import lone_run
 
 SIZES = (3, 5, 2, 40, 1, 1, 4)
 
@@ -76,16 +72,6 @@ def test_no_more_is_held_than_a_file_and_a_tensor(tmp_path: Path) -> None:
     write_weights(tmp_path, weights(), WeightForm(shard_bytes=2000))
     assert len(list(tmp_path.glob("*.safetensors"))) == 10
     assert 2000 <= most <= 2000 + 2 * 400
-
-
-def test_the_tensors_of_a_commit_are_read_one_by_one(tmp_path: Path) -> None:
-    checkpoints = Storage(str(lone_run(tmp_path))).sub("checkpoints")
-    commit = commits(checkpoints)[0]
-    whole, found = load_full_model_state(checkpoints, commit), ModelTensors(checkpoints, commit)
-    assert list(found) == list(whole)
-    assert len(found) == len(whole) > 10
-    assert "nothing" not in found
-    torch.testing.assert_close(dict(found), whole, rtol=0, atol=0)
 
 
 def test_forms_that_cannot_be_are_told_at_once() -> None:

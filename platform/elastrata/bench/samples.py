@@ -42,11 +42,6 @@ class Lengths:
 def choose_lengths(wanted: str | None, *, seq_len: int, prepared: bool) -> Lengths:
     """The lengths that `--lengths` names.
 
-    Args:
-        wanted: `data`, `full`, or a JSON file; None: `data` where there is a data set, else `full`.
-        seq_len: tokens of a full sample.
-        prepared: whether there is a data set.
-
     Raises:
         UserError: no such file, or no histogram in it.
     """
@@ -104,12 +99,6 @@ def _checked(counts: Any, where: str, *, first_length: int) -> tuple[int, ...]:
 def check_fits(recipe: Recipe, spec: DataSpec, name: str, histogram: tuple[int, ...]) -> None:
     """Makes sure that the recipe's model and micro-batches can take such samples.
 
-    Args:
-        recipe: what would train on them.
-        spec: what they are made of.
-        name: of the lengths, for the message.
-        histogram: `histogram[s]` samples have s tokens, up to the longest.
-
     Raises:
         UserError: one line for each reason why they cannot.
     """
@@ -162,11 +151,6 @@ class Samples:
 
 def bench_samples(recipe: Recipe, wanted: str | None, *, steps: int) -> Samples:
     """The first steps of a lone rank, each of the recipe's full batch size.
-
-    Args:
-        recipe: a data set that is not prepared is needed for `data` only.
-        wanted: `data`, `full` or a JSON file, see `choose_lengths`.
-        steps: how many.
 
     Raises:
         UserError: the lengths, the data set and the recipe do not fit; one line for each reason.

@@ -236,14 +236,7 @@ def replica_saver(
     warn: Callable[[str], None],
     stager: Stager | None = None,
 ) -> DurableSaver:
-    """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply.
-
-    Args:
-        storage: a `Replicas`.
-        attempt: number of this group of workers.
-        warn: called with one line when a save has failed.
-        stager: as that of `DurableSaver`.
-    """
+    """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply."""
     return DurableSaver(
         storage,
         keep_last=1,
@@ -260,11 +253,6 @@ def _agree_on_attempt(
     storage: CommitStorage, group: dist.ProcessGroup, attempt: int | None
 ) -> tuple[int, str]:
     """The number of this attempt to save into `storage`, and its random token; equal on all ranks.
-
-    Args:
-        storage: listed for earlier attempts where `attempt` is not given.
-        group: of the ranks.
-        attempt: the number, where it is known already.
 
     Raises:
         RuntimeError: rank 0 cannot list the storage.

@@ -221,11 +221,7 @@ def folders(storage: CommitStorage) -> list[FolderName]:
 
 
 def commits(storage: CommitStorage) -> list[Commit]:
-    """All commits with a readable marker, the newest first. Their files are not looked at.
-
-    Args:
-        storage: the run's folder of checkpoints.
-    """
+    """All commits with a readable marker, the newest first. Their files are not looked at."""
     return [found for found in markers(storage).values() if isinstance(found, Commit)]
 
 

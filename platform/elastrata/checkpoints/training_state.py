@@ -53,12 +53,6 @@ def restore(
 
     Collective over all ranks, if torch.distributed is initialised. Gradients are dropped.
 
-    Args:
-        storage: the run's folder of checkpoints.
-        commit: one of its commits.
-        model: with its parameters allocated, sharded in whatever way.
-        optimizers: of the same kind and over the same parameters as those saved.
-
     Raises:
         UserError: the commit holds another model or another optimizer.
     """
@@ -80,11 +74,6 @@ def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
 
     Collective over all ranks, if torch.distributed is initialised. What the commit holds beyond
     `state` is left alone.
-
-    Args:
-        storage: the run's folder of checkpoints.
-        commit: one of its commits.
-        state: nested dicts of tensors; sharded where they are DTensors.
 
     Raises:
         UserError: a tensor is not in the commit, or has another shape there.
@@ -126,72 +115,31 @@ def restore_weights(
 
 
 def part_is_saved(storage: CommitStorage, commit: Commit, part: str) -> bool:
-    """Whether a commit has that part of the state.
-
-    Raises:
-        UserError: its metadata is missing or altered.
-    """
-    names = read_metadata(storage, commit).state_dict_metadata
-    return any(name.startswith(f"{part}.") for name in names)
+    """Return True if a commit has tensors of that part of the state."""
+    return bool(_entries(read_metadata(storage, commit), part))
 
 
 def model_sizes(storage: CommitStorage, commit: Commit) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model in a commit.
-
-    Raises:
-        UserError: as `read_metadata`.
-    """
-    prefix = f"{MODEL}."
-    return {
-        name.removeprefix(prefix): tuple(entry.size)
-        for name, entry in read_metadata(storage, commit).state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
+    """Return the shape of every tensor of the model in a commit."""
+    entries = _entries(read_metadata(storage, commit), MODEL)
+    return {name: tuple(entry.size) for name, entry in entries.items()}
 
 
-def load_full_model_state(
-    storage: CommitStorage, commit: Commit, part: str = MODEL
-) -> dict[str, Tensor]:
-    """The model of a commit, or another part of its state that has the model's names, as plain
-    tensors in main memory, read by this process alone."""
-    metadata = read_metadata(storage, commit)
+def _entries(metadata: Metadata, part: str) -> dict[str, TensorStorageMetadata]:
+    """Return what a commit's metadata says of the tensors of a part of the state, by name."""
     prefix = f"{part}."
-    model = {
-        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+    return {
+        name.removeprefix(prefix): entry
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    read_alone(storage, commit, metadata, {part: model})
-    return model
 
 
 @torch.no_grad()
 def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Puts whole tensors into a model that this process has alone.
-
-    Args:
-        model: with its parameters allocated.
-        state: of all its tensors, by name.
-    """
+    """Puts whole tensors into a model that this process has alone."""
     for name, tensor in _tensors(get_model_state_dict(model)).items():
         local(tensor).copy_(state[name])
-
-
-def read_alone(
-    storage: CommitStorage, commit: Commit, metadata: Metadata, state: dict[str, Any]
-) -> None:
-    """Reads a commit into plain tensors of its own shapes, by this process alone.
-
-    Args:
-        storage: the run's folder of checkpoints.
-        commit: one of its commits.
-        metadata: of the commit, by `read_metadata`.
-        state: nested dicts of tensors.
-
-    Raises:
-        RuntimeError: reading failed.
-    """
-    _read(storage, commit, metadata, state, alone=True)
 
 
 def _load(
@@ -293,11 +241,6 @@ class ModelTensors(Mapping[str, Tensor]):
     """The plain tensors of a commit's model, by name. Each is read when it is asked for, into main
     memory, by this process alone, and is nobody's afterwards but the caller's.
 
-    Args:
-        storage: the run's folder of checkpoints.
-        commit: one of its commits.
-        part: of the state: the model, or another that has tensors of the model's names.
-
     Raises:
         UserError: the commit's metadata is missing or altered.
     """
@@ -305,18 +248,14 @@ class ModelTensors(Mapping[str, Tensor]):
     def __init__(self, storage: CommitStorage, commit: Commit, part: str = MODEL) -> None:
         self._storage, self._commit, self._part = storage, commit, part
         self._metadata = read_metadata(storage, commit)
-        prefix = f"{part}."
-        self._entries = {
-            name.removeprefix(prefix): entry
-            for name, entry in self._metadata.state_dict_metadata.items()
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+        self._entries = _entries(self._metadata, part)
 
     @override
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_alone(self._storage, self._commit, self._metadata, {self._part: {name: tensor}})
+        state = {self._part: {name: tensor}}
+        _read(self._storage, self._commit, self._metadata, state, alone=True)
         return tensor
 
     @override

@@ -87,10 +87,6 @@ class WeightsFolder:
 def weights_folder(place: str, revision: str | None) -> WeightsFolder:
     """The folder of that path or URL, or the model of that name in the hub.
 
-    Args:
-        place: path, URL or name.
-        revision: of a model in the hub; None: its newest.
-
     Raises:
         UserError: there is none.
     """

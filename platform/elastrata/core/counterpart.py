@@ -79,12 +79,7 @@ class Counterpart:
         return {origin.name for name, origin in self.origins.items() if name not in known}
 
     def known_names(self, given: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
-        """The names of a file, by those that they have here.
-
-        Args:
-            given: the names in the file.
-            ours: the parameters of our model.
-        """
+        """The names of a file, by those that they have here."""
         ours = list(ours)
         known = {*(self.origin(name).name for name in ours), *self.zeros(ours), *self.tied}
         found = {}

@@ -204,14 +204,7 @@ def substitutions(
 ) -> list[str]:
     """One line for each; empty where there is all that is asked for.
 
-    Workloads have keys of their own, and `Workload.substitutions` for them.
-
-    Args:
-        capabilities: of the machine.
-        dtype: the model is to be computed in.
-        compile: whether it is to be compiled.
-        skip_zeros: whether 2:4 kernels are to multiply.
-    """
+    Workloads have keys of their own, and `Workload.substitutions` for them."""
     lines = []
     if dtype == torch.bfloat16 and not capabilities.has_bf16:
         lines.append(

@@ -96,13 +96,7 @@ def evaluation_metrics(workload: Workload, sets: Iterable[NamedSet] = ()) -> lis
 
 
 def evaluated(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
-    """What an evaluation tells.
-
-    Args:
-        step: steps done.
-        losses: by name of the set; `OWN` among them.
-        seconds: that it took.
-    """
+    """What an evaluation tells."""
     metrics = _values(losses[OWN])
     for name, loss in losses.items():
         if name != OWN:
@@ -119,13 +113,6 @@ def held_out_step(
     batches: Batches, *, samples: int, rank: int, num_ranks: int, kinds: RankKinds = ()
 ) -> RankStep:
     """This rank's part of the held-out data. All ranks get equally many micro-batches.
-
-    Args:
-        batches: of that data.
-        samples: so many of it, or all.
-        rank: this data rank.
-        num_ranks: data ranks.
-        kinds: of them, by their memory; none: they are of one kind.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -151,16 +138,7 @@ def evaluate(
     *,
     is_primary: bool = True,
 ) -> StepLoss:
-    """Mean loss and metrics over the held-out data. Collective; the model trains on after it.
-
-    Args:
-        forward_backward: through the model.
-        workload: its workload.
-        micro_batches: this rank's; all ranks have equally many.
-        vocabulary: the data set's.
-        device: the model's.
-        is_primary: whether this rank's sums over samples are added up, as `DataRank` has it.
-    """
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
     batches = [
         workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
     ]

@@ -144,13 +144,7 @@ class _Operation:
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it lasts, parameters of modules that are made take memory only while they get their
-    numbers.
-
-    Args:
-        names: of the parameters, in the order in which modules get them.
-        targets: what becomes of their numbers, by name.
-        draws: whether they get any.
-    """
+    numbers."""
 
     def __init__(
         self, names: Sequence[str | None], targets: Mapping[str, Tensor], *, draws: bool

@@ -36,11 +36,7 @@ class ForwardBackward(Protocol):
         """
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Loss]:
-        """Forward only. Collective; the model trains on after it.
-
-        Args:
-            batches: from `ready`; all ranks have equally many.
-        """
+        """Forward only. Collective; the model trains on after it."""
 
     def recomputes(self, share: float) -> None:
         """From now on blocks compute so much of their forward pass again in the backward pass."""
@@ -53,13 +49,7 @@ class ForwardBackward(Protocol):
 
 
 class WholeModel(ForwardBackward):
-    """A model that every rank has all blocks of.
-
-    Args:
-        model: as `parallelize` returned it.
-        workload: its workload.
-        gradient_sync: when gradients are summed over ranks.
-    """
+    """A model that every rank has all blocks of."""
 
     def __init__(
         self, model: nn.Module, workload: Workload, gradient_sync: GradientSync = "step"

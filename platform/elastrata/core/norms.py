@@ -39,13 +39,7 @@ class StageRanks:
 
 class ModelNorm:
     """The norm of a model's gradient, an fp32 or float64 scalar; collective, and the same on every
-    rank.
-
-    Args:
-        model: as `parallelize` returned it, or this rank's stages.
-        measure: the norm of what this rank's stages have.
-        pipeline: the ranks that have all stages; None: there are none.
-    """
+    rank."""
 
     def __init__(
         self, model: nn.Module, measure: Measure, pipeline: StageRanks | None = None
@@ -123,11 +117,7 @@ def reproducible_norm(tensors: Sequence[Tensor]) -> Tensor:
     "Fast Reproducible Floating-Point Summation", ARITH 2013): the relative error is below 1e-9 for
     a billion values, however uneven, and below 1e-12 for a hundred million.
 
-    Collective where a tensor is sharded, over all ranks; waits for no device.
-
-    Args:
-        tensors: float32, of any shapes; DTensors over all ranks.
-    """
+    Collective where a tensor is sharded, over all ranks; waits for no device."""
     shards = [local(tensor) for tensor in tensors]
     is_sharded = any(isinstance(t, DTensor) for t in tensors)
     device = shards[0].device
@@ -152,12 +142,7 @@ class BucketNorm:
     collective where there are other ranks.
 
     With tensor parallelism the ranks of a group have parts of some tensors and the whole of others,
-    with equal gradients: of the squares of these each rank adds its share.
-
-    Args:
-        module: the bucket.
-        groups: the ranks that have other parts of it, axis by axis of the mesh.
-    """
+    with equal gradients: of the squares of these each rank adds its share."""
 
     def __init__(self, module: FSDPModule, groups: Sequence[dist.ProcessGroup]) -> None:
         runs = groupby(_sizes_and_shares(module), itemgetter(1))

@@ -28,13 +28,7 @@ OptimizerConfig = Annotated[
 def build_optimizer(
     config: OptimizerKeys, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Optimizer:
-    """The optimizer over `model`'s parameters as they are now, sharded or not.
-
-    Args:
-        config: one of the optimizers' configurations.
-        model: with its parameters allocated.
-        blocks: its repeated blocks, whose matrices some optimizers treat apart.
-    """
+    """The optimizer over `model`'s parameters as they are now, sharded or not."""
     groups = config.groups(model, blocks)
     return config.build([group for group in groups if group.parameters])
 

@@ -27,11 +27,7 @@ class OwnTime(Protocol):
         """The passes of a step begin."""
 
     def effort(self, work: float) -> Effort:
-        """The rank's share in the passes of the newest step that is measured by now.
-
-        Args:
-            work: of the rank's rows in the step that is trained, whose passes were asked for.
-        """
+        """The rank's share in the passes of the newest step that is measured by now."""
 
     def close(self) -> None:
         """Nothing more is measured."""

@@ -46,11 +46,7 @@ class AtOnce(Background):
 
 
 class BackgroundThread(Background):
-    """A thread of its own; it lasts until `close`.
-
-    Args:
-        device: of the work.
-    """
+    """A thread of its own; it lasts until `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,14 +106,7 @@ class Prefetch(Iterator[RankStep]):
     soon as a step is taken.
 
     Nobody is told of a step that was read and never taken: a run continues from the last one that
-    it has trained on, so none is lost.
-
-    Args:
-        stream: of the steps that are left.
-        prepare: makes a step ready; not collective.
-        foreseen: a step as it will be cut, where that is known before the step before it is done.
-        background: where that is done; None: nothing is done ahead.
-    """
+    it has trained on, so none is lost."""
 
     def __init__(
         self,

@@ -18,11 +18,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 class Readback:
     """Numbers on their way from a device into main memory: the host waits once for all of them, and
-    not for what the device was asked for after them.
-
-    Args:
-        numbers: shape [n].
-    """
+    not for what the device was asked for after them."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

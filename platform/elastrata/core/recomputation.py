@@ -55,13 +55,7 @@ def recompute(block: nn.Module, way: Recomputation, *, compile: bool = False) ->
     al. 2022 (arXiv 2205.05198) do, would save little here: neither kernel keeps the scores, which
     is what grows with the square of the length.
 
-    May be called again, between steps, with another way.
-
-    Args:
-        block: whose forward pass it is.
-        way: what is computed again.
-        compile: whether the forward pass is compiled, too.
-    """
+    May be called again, between steps, with another way."""
     vars(block).pop("forward", None)
     forward = _compiled(block.forward) if compile and way != "selective" else block.forward
     if way == "full":

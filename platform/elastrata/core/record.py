@@ -138,11 +138,7 @@ class StepRecord:
 
 
 def losses_by_source(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of the sources, by name.
-
-    Args:
-        metrics: of an evaluation, by metric name; others are passed over.
-    """
+    """Those of the sources, by name."""
     parts = [(name.split("/"), loss) for name, loss in metrics.items()]
     return {name[2]: loss for name, loss in parts if len(name) == 3 and name[1] == "loss"}
 

@@ -199,11 +199,7 @@ class Reduction(DefaultReduceScatter):
         return None
 
     def _over_copies(self, gradient: Tensor) -> None:
-        """Over `copies`, in place. Collective.
-
-        Args:
-            gradient: shape [shard], fp32; summed over the ranks of this copy.
-        """
+        """Over `copies`, in place. Collective."""
         sent = gradient.to(self._dtype)
         work = dist.all_reduce(sent, group=self._copies, async_op=True)
         self._then(work, lambda: gradient.copy_(sent))
@@ -220,9 +216,6 @@ class DeterministicReduceScatter(ReduceScatter):
     all but the last.
 
     The ranks exchange as much as in a ring's reduce-scatter; it takes memory for two more shards.
-
-    Args:
-        exchange: between the ranks; None: at once.
     """
 
     def __init__(self, exchange: Exchange | None = None) -> None:
@@ -249,15 +242,7 @@ class DeterministicReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collective.
-
-        Args:
-            output_tensor: shape [shard]; this rank's shard of the sum, or zeros.
-            input_tensor: shape [num_ranks * shard]; this rank's gradient, shard after shard.
-            group: the ranks.
-            op: must be a sum; FSDP is told so elsewhere.
-            async_op: must be false.
-        """
+        """Collective."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
         received = torch.empty_like(input_tensor)

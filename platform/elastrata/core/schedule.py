@@ -126,12 +126,7 @@ def learning_rate(config: ScheduleConfig, *, peak: float, step: int, steps: int)
 
 
 def _left(config: ScheduleConfig, done: float) -> float:
-    """The share that is left of the way from the peak to the final rate, from 1 down to 0.
-
-    Args:
-        config: its shape counts; where that is `wsd`, that of its decay.
-        done: share of the decay's steps that are done.
-    """
+    """The share that is left of the way from the peak to the final rate, from 1 down to 0."""
     match config.decay.shape if config.shape == "wsd" else config.shape:
         case "constant":
             return 1.0

@@ -46,12 +46,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def resharded(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Other values, sharded as `tensor` is; on whatever device they are.
-
-    Args:
-        tensor: plain or sharded.
-        shard: this rank's of the other values.
-    """
+    """Other values, sharded as `tensor` is; on whatever device they are."""
     if not isinstance(tensor, DTensor):
         return shard
     # `DTensor.from_local` would copy them to the device of the mesh.
@@ -96,11 +91,7 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_box(like: Tensor) -> tuple[slice, ...]:
-    """The place of this rank's shard, maybe empty, in the whole tensor: a range in each dim.
-
-    Args:
-        like: says how it is divided; its values do not matter.
-    """
+    """The place of this rank's shard, maybe empty, in the whole tensor: a range in each dim."""
     part = own_part(torch.empty(like.shape, device="meta"), like)
     starts, offset = [], part.storage_offset()
     for stride in torch.empty(like.shape, device="meta").stride():

@@ -55,12 +55,7 @@ class StepHooks:
         return False
 
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first forward pass.
-
-        Args:
-            step: the run's, counted from 1.
-            optimizer: over the model's parameters.
-        """
+        """Before the first forward pass."""
 
     def before_clip(self, optimizer: torch.optim.Optimizer, *, finite: Tensor) -> None:
         """After the backward passes.
@@ -203,12 +198,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def share_of(batches: Sequence[Batch], weights: Mapping[str, float]) -> float:
     """The share of these micro-batches in the weight of the global batch, 0 to 1: the mean over
-    the loss terms that have weight. Adds up to 1 over all ranks.
-
-    Args:
-        batches: this rank's.
-        weights: per loss term the weight of the global batch.
-    """
+    the loss terms that have weight. Adds up to 1 over all ranks."""
     shares = [
         sum(batch.weights.get(term, 0.0) for batch in batches) / total
         for term, total in weights.items()
@@ -243,12 +233,7 @@ class LossSums:
         return added_up[first : len(self.keys)]
 
     def means(self, added_up: Sequence[float], weights: Mapping[str, float]) -> StepLoss:
-        """The means over the global batch, from sums over all ranks.
-
-        Args:
-            added_up: in the order of the keys; more behind them does not count.
-            weights: per loss term that of the global batch.
-        """
+        """The means over the global batch, from sums over all ranks."""
         means: dict[str, dict[str, float]] = {"term": {}, "metric": {}}
         for (kind, name), value in zip(self.keys, added_up, strict=False):
             weight = weights[self.per[kind, name]]

@@ -37,13 +37,7 @@ class StepMessage:
 
     @classmethod
     def read(cls, numbers: Sequence[float], names: Sequence[str], world_size: int) -> StepMessage:
-        """What the numbers say.
-
-        Args:
-            numbers: `written` of all ranks, added up.
-            names: of the sums.
-            world_size: number of ranks.
-        """
+        """What the numbers say."""
         action, num_ready, *rest = numbers
         slots = num_slots(world_size)
         efforts, sums = rest[:slots], rest[slots:]
@@ -75,17 +69,7 @@ def written(
     is_primary: bool,
 ) -> Tensor:
     """What this rank adds: float64, on `device`, shape [2 + slots + number of names]. Waits for no
-    device.
-
-    Args:
-        action: asked of all ranks, on rank 0; elsewhere `Action.GO_ON`, which is 0.
-        effort: of this rank.
-        next_sums: what this rank adds to the sums of the next step; None: it is not ready.
-        names: of the sums, sorted, the same on every rank.
-        device: of the losses.
-        world_size: number of ranks.
-        is_primary: whether this rank's sums are added up.
-    """
+    device."""
     is_ready = next_sums is not None and sorted(next_sums) == list(names)
     adds = next_sums if is_ready and is_primary else None
     sums = [adds[name] if adds else 0.0 for name in names]

@@ -34,12 +34,7 @@ class TargetConfig(Config):
 
 
 def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
-    """Whether an evaluation reached the target; no evaluation reaches none.
-
-    Args:
-        target: None: the run ends with its last step alone.
-        metrics: what the evaluation reported, by metric name; empty where there was none.
-    """
+    """Whether an evaluation reached the target; no evaluation reaches none."""
     if target is None or not math.isfinite(value := metrics.get(target.metric, math.nan)):
         return False
     if target.at_least is not None:
@@ -50,12 +45,5 @@ def reached(target: TargetConfig | None, metrics: Mapping[str, float]) -> bool:
 def is_over(
     step: int, metrics: Mapping[str, float], *, steps: int, target: TargetConfig | None
 ) -> bool:
-    """Whether a run has come to its end with this step.
-
-    Args:
-        step: steps done.
-        metrics: what the evaluation after this very step reported.
-        steps: of the whole run.
-        target: at which it ends before.
-    """
+    """Whether a run has come to its end with this step."""
     return step >= steps or reached(target, metrics)

@@ -130,10 +130,6 @@ def check_harness() -> None:
 class Tasks:
     """The tasks of some names.
 
-    Args:
-        names: of tasks, or of groups of tasks.
-        include: a folder with tasks' YAML files, beside those that the harness brings.
-
     Raises:
         UserError: the harness is not installed, or has no such tasks.
     """
@@ -157,10 +153,6 @@ class Tasks:
 
     def evaluate(self, folder: Path, options: TaskOptions) -> TaskResults:
         """Gives them to a model, in the numbers it is stored in, on the GPU where there is one.
-
-        Args:
-            folder: of a language model with its tokenizer.
-            options: how.
 
         Raises:
             UserError: a task cannot be asked; its data cannot be had, for one.

@@ -44,9 +44,6 @@ def load_shim() -> None:
 def shim(torch_folder: Path) -> Path:
     """The library for a version of torch; compiled where it is not in the cache.
 
-    Args:
-        torch_folder: where torch is installed.
-
     Raises:
         UserError: there is no compiler, or it cannot compile the library.
     """

@@ -68,15 +68,7 @@ _LARGEST_UINT16 = 2**16
 def rank_steps(
     recipe: Recipe, tokens: int, spec: DataSpec, rank: DataRank, lengths: Sequence[Ints]
 ) -> Iterator[RankStep]:
-    """A rank's part of steps, as the deal has it.
-
-    Args:
-        recipe: whose batches these are, without phases.
-        tokens: of a micro-batch, at most.
-        spec: the form of samples.
-        rank: among the data ranks.
-        lengths: of the samples of every step's global batch, each of shape [batch_size].
-    """
+    """A rank's part of steps, as the deal has it."""
     rng = np.random.default_rng(recipe.seed)
     parallel = recipe.parallel
     virtual = parallel.virtual_ranks

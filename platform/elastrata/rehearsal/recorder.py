@@ -38,13 +38,7 @@ Axes = Callable[[dist.ProcessGroup], tuple[str, int]]
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it lasts, numbers that the device has made read as 1, and the ledger is kept.
 
-    Within a `FakeTensorMode`.
-
-    Args:
-        fake: the mode; what happens in others, where DTensor tries out operators, is not entered.
-        ledger: that is kept.
-        axes: names the groups of collectives.
-    """
+    Within a `FakeTensorMode`."""
 
     def __init__(self, fake: FakeTensorMode, ledger: Ledger, axes: Axes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -75,13 +75,7 @@ def fake_ranks(ledger: Ledger, world_size: int | None, rank: int) -> Iterator[Ax
     """While it lasts, process groups have all their ranks, of which one is there.
 
     Collectives end at once and leave in tensors what is in them; objects come from every other rank
-    as they are on this one.
-
-    Args:
-        ledger: notes the groups that are made.
-        world_size: ranks of the default group; None: it is not made.
-        rank: this one.
-    """
+    as they are on this one."""
     axes = Axes()
     with ExitStack() as patches:
         for original, replacement in _replacements(ledger).items():

@@ -52,10 +52,6 @@ class ReplicaRegistry:
     async def assign(self, node: str, group: str) -> list[Any]:
         """The stores that take the files of the processes on a node.
 
-        Args:
-            node: where the writer runs.
-            group: its group of workers; a new group lets go of the stores of the one before.
-
         Returns:
             One on the same node; one more on another node, where there is one that answers.
 
@@ -72,6 +68,9 @@ class ReplicaRegistry:
             except (OSError, ray.exceptions.RayError):  # a node that is dead, but not known to be
                 self._assigned[node] = [node]
         return stores
+
+    async def ping(self) -> None:
+        """Answer, so that a caller knows it lives."""
 
     async def listing(self) -> Listing:
         """The files that there are, by the stores that answer at once."""

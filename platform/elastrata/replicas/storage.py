@@ -30,6 +30,8 @@ from elastrata.replicas.registry import (
 from elastrata.replicas.store import CHUNK_BYTES, answered
 
 _ANSWER_SECONDS = 5.0
+_FIRST_LOOK_SECONDS = 5.0
+"""If the stores take longer than this to start, the registry is asked whether it still lives."""
 _CHUNKS_UNDER_WAY = 2
 _CHUNK_SECONDS = 20.0
 """How long a chunk may take to all its stores: some 1 MB/s at worst."""
@@ -118,7 +120,7 @@ class Replicas:
         """
         path = "/".join(parts)
         group = group_of(path.partition("/")[0])
-        upload = _Upload(self._assigned("assign", self.node, group), path)
+        upload = _Upload(self._assigned_stores(group), path)
         try:
             yield cast("IO[bytes]", upload)
             upload.finish()
@@ -147,12 +149,16 @@ class Replicas:
                 problem = error
         raise problem
 
-    def _assigned(self, question: str, *args: Any) -> list[Any]:
-        """The stores for a node's files. They may take a minute to start; a registry that is away
-        for seconds is not waited for."""
-        answer = getattr(self.registry, question).remote(*args)
+    def _assigned_stores(self, group: str) -> list[Any]:
+        """Return the stores for this node's files.
+
+        They may take a minute to start; a registry that does not answer for seconds is given up.
+        """
+        answer = self.registry.assign.remote(self.node, group)
         deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
-        while not ray.wait([answer], timeout=_ANSWER_SECONDS)[0] and time.monotonic() < deadline:
+        while not ray.wait([answer], timeout=_FIRST_LOOK_SECONDS)[0]:
+            if time.monotonic() > deadline:
+                break
             self._ask(_ANSWER_SECONDS, "ping")
         return cast("list[Any]", answered(answer, 0.0))
 
@@ -194,12 +200,7 @@ def newest_replica(
 ) -> Commit | None:
     """The newest commit whose every file is there; None where there is none or nobody answers.
 
-    It answers within some seconds and never raises.
-
-    Args:
-        storage: the replicas.
-        counts: whether a commit of that attempt and step counts; the others are passed over.
-    """
+    It answers within some seconds and never raises."""
     with suppress(Exception):
         for commit in commits(storage):
             if counts(*commit.place) and not size_problems(storage, commit):
@@ -216,12 +217,7 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
 
 
 class _Upload(io.RawIOBase):
-    """A stream for writing; what goes into it is a file when `finish` returns.
-
-    Args:
-        stores: all get the file.
-        path: of the file.
-    """
+    """A stream for writing; what goes into it is a file when `finish` returns."""
 
     def __init__(self, stores: list[Any], path: str) -> None:
         self.stores = stores

@@ -104,13 +104,7 @@ def step_seconds(recipe: Recipe, pace: Pace, *, group: int) -> Callable[[int], f
     """Return the seconds of a step by the workers that compute: those of the slowest one.
 
     The global batch stays what it is; its first one is dealt, by the engine's own order and deal,
-    to all numbers of workers that occur, to within 1%.
-
-    Args:
-        recipe: its data, batch and model.
-        pace: of its steps.
-        group: workers that compute a sample together.
-    """
+    to all numbers of workers that occur, to within 1%."""
     work = recipe.workload.work(data_spec(recipe).vocabulary)
     costs = work(np.sort(_first_lengths(recipe))[::-1])
 
@@ -431,16 +425,7 @@ def conditions(
     workers: int,
     group: int,
 ) -> Conditions:
-    """The conditions that a recipe gives its run.
-
-    Args:
-        recipe: that is trained.
-        step_seconds: by the workers that compute.
-        recovery: seconds by what happened.
-        parameters: of its model.
-        workers: as many as it may have.
-        group: that compute a sample together.
-    """
+    """The conditions that a recipe gives its run."""
     own = _STATE_BYTES * parameters / workers
     return Conditions(
         steps=recipe.steps_in_all,

@@ -108,14 +108,7 @@ def _kind(text: str) -> Kind:
 
 
 def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> Iterator[Event]:
-    """Draw events: all workers at the start, then losses and returns at exponential times.
-
-    Args:
-        workers: that are wanted, and there at the start.
-        rates: how often they go, and how long they are away.
-        seconds: until when.
-        seed: of the draws.
-    """
+    """Draw events: all workers at the start, then losses and returns at exponential times."""
     draw = np.random.default_rng(seed)
     yield Event(0.0, "join", workers)
     coming: list[float] = []

@@ -46,18 +46,7 @@ def attempt(
     target: TargetConfig | None,
     measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
 ) -> Iterator[TrainedStep]:
-    """Trains until the run's end, or until nobody asks for more. Collective.
-
-    Args:
-        trainer: this rank's part of the model.
-        manager: keeps what the steps did, and the state.
-        held_out: what the model is evaluated on, and when.
-        stream: this rank's part of the steps that are left.
-        start: where the run is.
-        steps: of the whole run.
-        target: where the run ends earlier.
-        measured: called with every step and the efforts of all ranks.
-    """
+    """Trains until the run's end, or until nobody asks for more. Collective."""
     if at_once := held_out.due_at_once():
         manager.evaluated(0, *trainer.evaluate(at_once))
     steps_done = trainer.steps(

@@ -46,12 +46,7 @@ _DIVIDE = (
 
 def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
     """The line for a group whose settings need more memory than this rank's device has: which ones
-    would fit by the plan. Not collective: the other ranks wait.
-
-    Args:
-        recipe: that is trained.
-        phases: of the run.
-    """
+    would fit by the plan. Not collective: the other ranks wait."""
     device = current_device()
     memory = memory_of_worker(device, 1, recipe.workers.memory_gb)
     name = device_name(device) if device.type == "cuda" else "CPU"
@@ -76,11 +71,6 @@ def refuse_what_never_fits(
 ) -> None:
     """Of what can be chosen not even the smallest may need clearly more than there is.
 
-    Args:
-        kinds: all that each kind of workers may choose; a single choice is taken as it is.
-        memory: of each kind, bytes of the worker that has least.
-        names: of each kind; that of an only one is not told.
-
     Raises:
         UserError: it does: a line for each kind.
     """
@@ -99,13 +89,7 @@ def refuse_what_never_fits(
 
 
 def ran_out(choice: Choice, group: str, device: torch.device) -> RanOut:
-    """A choice as one that ran out of memory.
-
-    Args:
-        choice: the one that was taken.
-        group: the kind of the group that took it.
-        device: that had too little memory.
-    """
+    """A choice as one that ran out of memory."""
     text = f"{device_name(device)}: out of memory with {words(choice)}"
     return RanOut(group=group, choice=asdict(choice), text=text)
 
@@ -180,26 +164,14 @@ class KnownChoices:
         }
 
     def add(self, key: str, choice: Choice, needed: float) -> None:
-        """A group has settled on a choice.
-
-        Args:
-            key: of a kind of a group.
-            choice: its own.
-            needed: bytes.
-        """
+        """A group has settled on a choice."""
         values = {name: v for name, v in asdict(choice).items() if v != _USUAL.get(name)}
         self._values[key] = {**values, "bytes": round(needed)}
 
     def find(
         self, keys: Sequence[str], choices: Sequence[Choices], memory: Sequence[float]
     ) -> JointChoice | None:
-        """The choices that a group like this one has settled on, where they fit its workers, too.
-
-        Args:
-            keys: of each kind.
-            choices: of each kind.
-            memory: bytes that each kind has.
-        """
+        """Return what a group like this one has settled on, if its workers have room for it."""
         found = []
         for key, own, room in zip(keys, choices, memory, strict=True):
             values = dict(self._values.get(key, {}))
@@ -259,12 +231,7 @@ class Automatic:
 
     def cut(self, stream: Iterable[RankStep], tell: Callable[[Chosen], None]) -> Iterator[RankStep]:
         """The steps, each cut as it is chosen when it is asked for: the step before it is
-        done by then, and is measured. Collective.
-
-        Args:
-            stream: this rank's part of all steps that are left.
-            tell: called with every choice that is to be recorded.
-        """
+        done by then, and is measured. Collective."""
         for part in stream:
             if news := self._prepare(part.step):
                 tell(news)
@@ -455,19 +422,7 @@ def automatic(
     kinds: RankKinds = (),
     data_rank: int = 0,
 ) -> Automatic:
-    """A group's choices, as a recipe leaves them open. Collective.
-
-    Args:
-        recipe: that is trained.
-        phases: its data.
-        recompute: has the model's blocks compute again something else.
-        device: of this rank.
-        world_size: workers of the group.
-        per_node: of them, on this node.
-        synchronize: has the model's gradients summed at other times.
-        kinds: of the data ranks, by their memory; none: they are of one kind.
-        data_rank: of this rank.
-    """
+    """A group's choices, as a recipe leaves them open. Collective."""
     there = different(kinds)
     number = there.index(kinds[data_rank]) if kinds else 0
     open_phases = []

@@ -47,11 +47,6 @@ class PhaseData:
 def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) -> PhaseData:
     """The data of a phase, and what it is evaluated on.
 
-    Args:
-        recipe: of the run.
-        part: the phase.
-        sets: further held-out data sets, by name.
-
     Raises:
         UserError: one line for each thing that is wrong.
     """
@@ -277,12 +272,7 @@ _ALIKE = {
 
 
 def mixture_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> list[str]:
-    """A line for each source that cannot be mixed with the others.
-
-    Args:
-        part: the phase.
-        manifests: of its sources.
-    """
+    """A line for each source that cannot be mixed with the others."""
     return [*_unlike(part, manifests), *_twice(part, manifests), *_too_small(part, manifests)]
 
 
@@ -327,13 +317,7 @@ def _too_small(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
 def limit_problems(
     recipe: Recipe, phases: Sequence[Phase], origin: Origin[str] | None
 ) -> list[str]:
-    """A line for each source that the run would go through more often than it may.
-
-    Args:
-        recipe: of the run, its lengths in steps.
-        phases: that it asks for.
-        origin: where it goes on from another one.
-    """
+    """A line for each source that the run would go through more often than it may."""
     try:
         placed = one_after_another(phases, origin)
     except ValueError:

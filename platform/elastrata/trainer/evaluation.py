@@ -48,13 +48,7 @@ def found_sets(config: EvaluationConfig) -> tuple[dict[str, FoundSet], list[str]
 def set_problems(
     sets: Mapping[str, FoundSet], training: Sequence[Manifest], held_out: Sequence[Batches | None]
 ) -> Iterator[str]:
-    """A line for each thing of the sets that does not go with the data of the run.
-
-    Args:
-        sets: by name.
-        training: a manifest of each phase's data.
-        held_out: what is held out of it, by phase.
-    """
+    """A line for each thing of the sets that does not go with the data of the run."""
     if sets and None in held_out:
         yield (
             "evaluation.sets: nothing is held out of the training data, which they are beside: "

@@ -43,12 +43,6 @@ def find_parent(
     there, and its parent is not looked at any more; until then it begins with the same weights as
     the first time, or not at all.
 
-    Args:
-        run: its folder.
-        recipe: with the key `begin_with`.
-        data: what it trains on.
-        warn: called with a line for each thing that people should know.
-
     Raises:
         UserError: a line for each reason why it cannot begin so.
     """
@@ -96,13 +90,6 @@ def run_parent(
     folder: str | None = None,
 ) -> Parent:
     """The checkpoint that `begin_with` means.
-
-    Args:
-        begin: names the run.
-        recipe: that begins with it.
-        data: what that trains on.
-        warn: called with a line for each thing that people should know.
-        folder: the checkpoint's name, where it was chosen before.
 
     Raises:
         UserError: a line for each reason why the recipe cannot begin with it.
@@ -470,14 +457,6 @@ def begin_with(
     optimizer: Optimizer,
 ) -> None:
     """Reads what a parent has. Collective over all ranks.
-
-    Args:
-        parent: held against recipe and data before.
-        workload: of the model.
-        vocabulary: of its data.
-        seq_len: of its data.
-        model: with its first weights drawn, this rank's part of it.
-        optimizer: of its parameters; without a state.
 
     Raises:
         UserError: the parent is not there any more, or not as it was, or has numbers that are NaN

@@ -108,10 +108,6 @@ def _input(url: str, manifest: Manifest, purpose: Literal["training", "evaluatio
 def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingData:
     """Finds the data sets of a recipe and checks that it can train on them.
 
-    Args:
-        recipe: of the run.
-        origin: where it goes on from another one; None: it is no fork.
-
     Raises:
         UserError: one line for each thing that is wrong.
     """

@@ -139,14 +139,6 @@ class Trainer:
     ) -> Generator[tuple[StepRecord, Action]]:
         """Trains.
 
-        Args:
-            stream: this rank's part of all steps that are left.
-            start: where the run is.
-            chose: called with every choice that is to be recorded.
-            asked: what is to be done after the step.
-            before_change: called before anything of `state` may change.
-            measured: called with every step and the efforts of all ranks.
-
         Yields:
             The record of every step, and what all ranks agree to do after it. Nothing goes on
             beside the training once this is closed.

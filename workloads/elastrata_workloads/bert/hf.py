@@ -76,13 +76,6 @@ def export(
     The decoder's weight and bias are not in the file: transformers ties them to the word embedding
     and to `cls.predictions.bias`, as this model does.
 
-    Args:
-        shape: the model's shape.
-        state: the model's full state dict; each tensor is asked for once.
-        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
-        path: the folder to write; made where it is missing.
-        form: of the weights.
-
     Raises:
         UserError: transformers has no model of that shape.
     """

@@ -39,12 +39,7 @@ class BertStage(nn.Module):
     """Some blocks of a model under the names they have there; with the embeddings where the first
     is among them, with the heads where the last one is.
 
-    The heads have the table of word embeddings with them, which is their decoder.
-
-    Args:
-        model: whose modules it takes.
-        blocks: numbers from 0.
-    """
+    The heads have the table of word embeddings with them, which is their decoder."""
 
     def __init__(self, model: BertModel, blocks: Sequence[int]) -> None:
         super().__init__()

@@ -226,12 +226,7 @@ class Llama:
 
     @staticmethod
     def counterpart(shape: GptShape, more: Mapping[str, str] = MappingProxyType({})) -> Counterpart:
-        """Where our parameters lie in it: the same tensors under other names.
-
-        Args:
-            shape: the model's.
-            more: names within a block, ours and theirs, that Llama has not.
-        """
+        """Where our parameters lie in it: the same tensors under other names."""
         outside = {name: Origin(name=theirs) for name, theirs in _LLAMA_OUTSIDE.items()}
         if shape.tied_embeddings:
             del outside["head"]
@@ -331,13 +326,6 @@ def export(
     """Writes config.json, generation_config.json, the weights and the tokenizer's files.
 
     A tied head is not in the file: transformers ties it to the token embedding, as this model does.
-
-    Args:
-        shape: the model's shape.
-        state: the model's full state dict; each tensor is asked for once.
-        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
-        path: the folder to write; made where it is missing.
-        form: of the weights.
 
     Raises:
         UserError: transformers has no model of that shape.

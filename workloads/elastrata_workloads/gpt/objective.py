@@ -18,15 +18,7 @@ def collate(
     """The micro-batch of these samples.
 
     Positions start anew in every document of a packed sample, and no document's last token predicts
-    the first of the next.
-
-    Args:
-        rows: the samples.
-        pad_id: what the batch without samples is filled with.
-        seed: the run's.
-        dropout: whether the batch carries dropout keys.
-        terms: of the loss; every prediction counts in each.
-    """
+    the first of the next."""
     if not len(rows):
         return filler(rows, pad_id=pad_id, dropout=dropout, terms=terms)
     tokens = rows.tokens.astype(np.int64)

@@ -245,10 +245,6 @@ class Gpt(UnpaddedTransformer):
 def from_transformers(folder: Path | str) -> tuple[Gpt, dict[str, Tensor]]:
     """Reads a folder that transformers' `save_pretrained` or `elastrata export` has written.
 
-    Args:
-        folder: with config.json and weights of GPT2LMHeadModel, LlamaForCausalLM or
-            Qwen3ForCausalLM.
-
     Returns:
         The workload, and the state dict for its model with as many ids as the folder's model has.
 

@@ -131,15 +131,7 @@ def export(
     form: WeightForm,
 ) -> None:
     """Writes config.json, the weights and the tokenizer's files. The decoder's weight is not in the
-    file: transformers ties it to the token embedding, as this model does.
-
-    Args:
-        shape: the model's shape.
-        state: the model's full state dict; each tensor is asked for once.
-        tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
-        path: the folder to write; made where it is missing.
-        form: of the weights.
-    """
+    file: transformers ties it to the token embedding, as this model does."""
     # Imported here: it takes seconds, and workers never export.
     from transformers import AutoTokenizer, ModernBertConfig
 

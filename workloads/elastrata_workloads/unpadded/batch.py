@@ -134,14 +134,7 @@ def unpadded(
 
 
 def filler(rows: Rows, *, pad_id: int, dropout: bool, terms: Sequence[str]) -> UnpaddedBatch:
-    """The micro-batch without samples.
-
-    Args:
-        rows: none.
-        pad_id: what it is filled with.
-        dropout: whether batches carry keys of dropout.
-        terms: of the loss.
-    """
+    """The micro-batch without samples."""
     zeros = torch.zeros(FILLER_TOKENS, dtype=torch.int64)
     return UnpaddedBatch(
         weights=dict.fromkeys(terms, 0.0) | source_weights(rows, None),
@@ -173,12 +166,7 @@ def equally_long(batches: Sequence[Batch], multiple: int) -> list[Batch]:
 
 
 def sources_of(rows: Rows, predicted: npt.NDArray[np.int64]) -> Tensor | None:
-    """The number of the source of every prediction, shape [P]; None where there is no mixture.
-
-    Args:
-        rows: the samples.
-        predicted: indices into their tokens.
-    """
+    """The number of the source of every prediction, shape [P]; None where there is no mixture."""
     if rows.sources is None:
         return None
     return torch.from_numpy(np.repeat(rows.sources, rows.lengths)[predicted].astype(np.int64))
@@ -200,13 +188,7 @@ def source_weights(rows: Rows, sources: Tensor | None) -> dict[str, float]:
 def source_losses(
     each: Tensor | None, sources: Tensor | None, names: tuple[str, ...]
 ) -> dict[str, Metric]:
-    """The loss of each source; none where there is no mixture.
-
-    Args:
-        each: loss of every prediction, shape [P].
-        sources: numbers of their sources, shape [P].
-        names: of all sources.
-    """
+    """The loss of each source; none where there is no mixture."""
     if each is None or sources is None:
         return {}
     sums = torch.zeros(len(names), dtype=torch.float64, device=each.device)

@@ -18,14 +18,7 @@ from elastrata.core.weight_files import WeightForm, write_weights
 def in_blocks(
     num_layers: int, ours: str, theirs: str, modules: Mapping[str, Origin]
 ) -> dict[str, Origin]:
-    """Rows for the modules of every block, from those of one.
-
-    Args:
-        num_layers: number of blocks.
-        ours: before the number of a block, with us: `blocks`.
-        theirs: likewise with them: `model.layers`.
-        modules: of a block.
-    """
+    """Rows for the modules of every block, from those of one."""
     return {
         f"{ours}.{layer}.{name}": replace(origin, name=f"{theirs}.{layer}.{origin.name}")
         for layer in range(num_layers)

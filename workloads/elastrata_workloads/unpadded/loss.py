@@ -21,24 +21,12 @@ from elastrata_workloads.unpadded.batch import UnpaddedBatch, source_losses
 
 
 def terms_of(term: str, z_loss: float) -> tuple[str, ...]:
-    """The terms that every prediction counts in.
-
-    Args:
-        term: the cross entropy's.
-        z_loss: its coefficient; 0: there is none.
-    """
+    """The terms that every prediction counts in."""
     return (term, "z") if z_loss else (term,)
 
 
 def prediction_loss(term: str, logits: Tensor, batch: UnpaddedBatch, z_loss: float = 0.0) -> Loss:
-    """Cross-entropy sum, in fp32 whatever the model computes in, and the number of right answers.
-
-    Args:
-        term: what it is called.
-        logits: shape [P, V]; maybe divided over ranks.
-        batch: what `logits` were computed from.
-        z_loss: coefficient of the squared logarithm of each prediction's sum of exponentials.
-    """
+    """Return the sum of cross-entropies, always in fp32, and the number of right answers."""
     with_each = batch.sources is not None
     found = cross_entropy(logits, batch.targets, with_squares=z_loss > 0, with_each=with_each)
     terms = {term: found.total}
@@ -53,12 +41,7 @@ _AT_ONCE_ON_CPU = 2**20
 
 def of_ids(logits: Tensor, num_ids: int) -> Tensor:
     """The logits of ids, where the table of the vocabulary has rows that are none: these become
-    -inf, in place where that can be.
-
-    Args:
-        logits: shape [P, V].
-        num_ids: the first so many are ids.
-    """
+    -inf, in place where that can be."""
     if not isinstance(logits, DTensor):
         return _without_others(logits, num_ids)
     part = logits.to_local()
@@ -122,16 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         with_squares: bool,
         with_each: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The sums over all columns, from this rank's.
-
-        Args:
-            ctx: torch's.
-            logits: shape [P, C].
-            targets: shape [P]: counted from this rank's first column, so maybe none of its own.
-            group: the ranks, in the order of columns; None: this one has all.
-            with_squares: whether the third sum is wanted.
-            with_each: whether the numbers that the first is the sum of are.
-        """
+        """The sums over all columns, from this rank's."""
         told = logits.new_empty(4, len(targets), dtype=torch.float32)
         for rows in _portions(logits):
             told[:, rows] = _statistics(logits[rows], targets[rows])

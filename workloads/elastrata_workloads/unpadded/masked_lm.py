@@ -156,14 +156,6 @@ def masked(
 ) -> UnpaddedBatch:
     """The micro-batch of these samples; the same sample always gets the same masks.
 
-    Args:
-        rows: the samples, maybe none.
-        vocabulary: their ids.
-        seed: the run's.
-        rule: how many tokens are masked.
-        dropout: whether the batch carries dropout keys.
-        terms: of the loss that every prediction counts in.
-
     Raises:
         ValueError: no mask token.
     """
@@ -187,12 +179,7 @@ def masked(
 
 
 def unmaskable(name: str, manifest: Manifest) -> list[str]:
-    """A line per reason why a data set's tokens cannot be masked.
-
-    Args:
-        name: of the workload that would.
-        manifest: the data set's.
-    """
+    """A line per reason why a data set's tokens cannot be masked."""
     vocabulary, lines = manifest.vocabulary, []
     if vocabulary.mask_id is None:
         lines.append(

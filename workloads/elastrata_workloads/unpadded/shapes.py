@@ -28,12 +28,7 @@ def is_gated(activation: Activation) -> bool:
 
 
 def has_varlen(capability: tuple[int, int] | None, dtype: torch.dtype) -> bool:
-    """Whether flash attention takes tensors of that type on such a device.
-
-    Args:
-        capability: compute capability of the GPU; None: no GPU.
-        dtype: of query, key and value.
-    """
+    """Whether flash attention takes tensors of that type on such a device."""
     return capability is not None and capability >= _LEAST_CAPABILITY and dtype in _DTYPES
 
 
@@ -52,13 +47,7 @@ def shares_heads(varlen_attn: Callable[..., object]) -> bool:
 
 
 def substitution(kernel: Kernel, capabilities: DeviceCapabilities, dtype: torch.dtype) -> list[str]:
-    """A line where a recipe's `workload.attention` asks for a kernel that is not there.
-
-    Args:
-        kernel: that it asks for.
-        capabilities: of the machine.
-        dtype: of query, key and value.
-    """
+    """A line where a recipe's `workload.attention` asks for a kernel that is not there."""
     if kernel != "varlen" or has_varlen(capabilities.capability, dtype):
         return []
     lacks = has_varlen(capabilities.capability, torch.bfloat16)

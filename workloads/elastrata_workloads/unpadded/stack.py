@@ -74,12 +74,7 @@ class Embeddings(nn.Module):
 
 
 class Stack(nn.Module):
-    """A whole model. Who derives from it makes `embeddings`, `blocks`, `norm` and `head`.
-
-    Args:
-        num_ids: the first so many rows of the vocabulary's table are ids.
-        is_tied: whether the head is given that table.
-    """
+    """A whole model. Who derives from it makes `embeddings`, `blocks`, `norm` and `head`."""
 
     embeddings: Embeddings
     blocks: nn.ModuleList
@@ -104,12 +99,7 @@ class StackStage(nn.Module):
     """Some blocks of a model under the names they have there; with the embeddings where the first
     is among them, with norm and head where the last one is.
 
-    A tied head has the table of the vocabulary with it.
-
-    Args:
-        model: whose modules it takes.
-        blocks: numbers from 0.
-    """
+    A tied head has the table of the vocabulary with it."""
 
     def __init__(self, model: Stack, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -176,13 +166,7 @@ def plan(model: Stack, size: int, *, sequence: bool) -> dict[str, ParallelStyle]
     """The style of every module: heads, feed-forwards and the vocabulary are divided.
 
     As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et
-    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is.
-
-    Args:
-        model: a whole one.
-        size: ranks.
-        sequence: whether tokens are divided, too, between the matrices.
-    """
+    al. 2022, arXiv 2205.05198). Logits stay divided over the vocabulary where it is."""
     layout, names = hidden_layout(sequence), {name for name, _ in model.named_modules()}
     num_rows = model.embeddings.tokens.num_embeddings
     styles: dict[str, ParallelStyle] = {

@@ -76,14 +76,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Shape [T, E], the same on every rank.
-
-        Args:
-            ctx: torch's.
-            rows: shape [R, E].
-            ids: shape [T]: counted from this rank's first row, so maybe none of its own.
-            group: the ranks.
-        """
+        """Shape [T, E], the same on every rank."""
         is_elsewhere = (ids < 0) | (ids >= rows.shape[_ROWS])
         ids = ids.masked_fill(is_elsewhere, 0)
         hidden = F.embedding(ids, rows).masked_fill_(is_elsewhere[..., None], 0.0)

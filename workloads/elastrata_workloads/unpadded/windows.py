@@ -171,14 +171,6 @@ def compiled_by_runs(
     """`by_runs` as one node of a compiled graph, which would else break there, or be made anew for
     every list of lengths. On CPUs; key and value have as many heads as query.
 
-    Args:
-        query: see `by_runs`.
-        key: see `by_runs`.
-        value: see `by_runs`.
-        offsets: shape [G + 1]: starts of the segments, then T.
-        causal: see `by_runs`.
-        window: see `by_runs`.
-
     Returns:
         Shape [T, H, D]; and what the backward pass needs beside it, shape [T, H].
     """

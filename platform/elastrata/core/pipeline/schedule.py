@@ -57,11 +57,6 @@ def bubble(
     (p - 1) / (v m + p - 1) interleaved with v stages on a rank (Narayanan et al. 2021,
     arXiv 2104.04473, section 2.2, over the whole step).
 
-    Args:
-        order: what each rank does, in order.
-        costs: of a forward pass through each stage.
-        recomputed: the share of a forward pass that a backward pass computes again.
-
     Raises:
         ValueError: no rank can go on, as each waits for what never comes.
     """
@@ -211,17 +206,7 @@ class _Run:
 
 
 class Pipeline(ForwardBackward):
-    """This rank's part of a pipeline.
-
-    Args:
-        stages: those of this rank.
-        workload: of the model.
-        mesh: of all ranks, with an axis `pipeline`.
-        parallel: the recipe's.
-        dtype: of the hidden states.
-        device: of this rank.
-        recomputed: the share of a forward pass that a backward pass computes again.
-    """
+    """This rank's part of a pipeline."""
 
     def __init__(
         self,

@@ -75,13 +75,7 @@ def stage_spans(
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline; with the last one, the loss.
-
-    Args:
-        part: of the model.
-        workload: its workload.
-        is_last: whether it returns the loss.
-    """
+    """One stage of a pipeline; with the last one, the loss."""
 
     def __init__(self, part: nn.Module, workload: Workload, *, is_last: bool) -> None:
         super().__init__()
@@ -94,12 +88,7 @@ class Stage(nn.Module):
         self._is_last = is_last
 
     def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
-        """The input of the next stage; from the last one, the micro-batch's share in the loss.
-
-        Args:
-            hidden: what came from the stage before.
-            batch: the micro-batch, the same in all stages.
-        """
+        """The input of the next stage; from the last one, the micro-batch's share in the loss."""
         part: Any = self.part if hidden is None else partial(self.part, hidden=hidden)
         if not self._is_last:
             return cast(Tensor, part(batch))
@@ -125,13 +114,7 @@ class Stages:
 
 def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) -> dict[int, range]:
     """The blocks of each of this rank's stages, by number: stage s is at place s mod `pipeline` of
-    the axis `pipeline`.
-
-    Args:
-        costs: of all blocks.
-        mesh: with an axis `pipeline`.
-        parallel: the recipe's.
-    """
+    the axis `pipeline`."""
     spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
     numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
     return {number: spans[number] for number in numbers}
@@ -150,18 +133,7 @@ def cut_in_stages(
 ) -> Stages:
     """Divides the blocks' matrices over the axis `tensor`, cuts the blocks into stages of about
     equal costs, and takes of these the ones of this rank. Each is then treated like a whole model
-    by `parallelize`.
-
-    Args:
-        model: plain; on the meta device, or with the same weights on every rank.
-        workload: its workload.
-        costs: of its blocks, as `PipelineParallel.block_costs` has them.
-        mesh: as `rank_mesh` returned it, with an axis `pipeline`.
-        precision: see `parallelize`.
-        activation_checkpointing: see `parallelize`.
-        compile: see `parallelize`.
-        parallel: the recipe's.
-    """
+    by `parallelize`."""
     if parallel.tensor > 1:
         assert isinstance(workload, TensorParallel)
         workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)

@@ -57,12 +57,7 @@ def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
 
 def sparse_matrices(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters that may be held at zero, by name: the matrices of the blocks, each of which
-    is applied once to every token.
-
-    Args:
-        model: plain or sharded, with its numbers or without.
-        blocks: its repeated blocks.
-    """
+    is applied once to every token."""
     return block_matrices(dict(model.named_parameters()), blocks)
 
 
@@ -79,12 +74,7 @@ def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
     """The share of weights that is to be zero, of every layer that is to be sparse; 0 where a file
-    says which.
-
-    Args:
-        config: a recipe's.
-        shapes: of all layers that may be sparse.
-    """
+    says which."""
     sparse = layers_named(shapes, config.layers)
     if isinstance(config, GivenConfig):
         return dict.fromkeys(sparse, 0.0)
@@ -130,12 +120,7 @@ _NUM_NEAREST = 3
 
 
 def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
-    """One for each thing that cannot work.
-
-    Args:
-        config: a phase's.
-        shapes: of all layers that may be sparse.
-    """
+    """One for each thing that cannot work."""
     yield from _unknown_layers(("layers",), config.layers, shapes)
     sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
     if isinstance(config, LevelKeys):
@@ -252,13 +237,6 @@ def sparsity_plan(
     config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
 ) -> SparsityPlan:
     """The plan of a phase.
-
-    Args:
-        config: the phase's; None: dense.
-        shapes: of all layers that may be sparse.
-        work: FLOPs of the forward pass for a sample by its length.
-        seq_len: tokens of the sample whose FLOPs are counted.
-        steps: of the phase.
 
     Raises:
         UserError: a file of masks is missing or that of another model.

@@ -1,7 +1,7 @@
 """A file of masks: which weights of a model are held at zero, a bit for each.
 
 A safetensors file: for every layer its mask, row by row and packed into bytes, and in the metadata
-`format`, `shapes` (the layers' rows and columns in JSON) and, since format 2, `checksum`. That
+`format`, `shapes` (the layers' rows and columns in JSON) and `checksum`. That
 library is imported where a file is read or written: training does without it.
 """
 
@@ -22,7 +22,7 @@ from elastrata_pipelines.storage import Storage
 
 MASKS_FILE = "masks.safetensors"
 """The name that `elastrata export` gives it."""
-_WITHOUT_CHECKSUM, _FORMAT = "elastrata masks 1", "elastrata masks 2"
+_FORMAT = "elastrata masks 2"
 _LENGTH_BYTES = 8
 _MOST_BYTES = 2**36
 """Eight weights a byte: more than any model has."""
@@ -45,10 +45,6 @@ def packed_masks(masks: Mapping[str, Tensor]) -> bytes:
 
 def read_masks(path: str, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """The masks of a file, by layer, whole; of the layers that it has.
-
-    Args:
-        path: of the file, or its URL.
-        shapes: rows and columns of the model's layers that may be sparse.
 
     Raises:
         UserError: there is no such file, it is no file of masks, or it is that of another model.
@@ -100,8 +96,7 @@ def _content(data: bytes) -> tuple[dict[str, Tensor], dict[str, Shape]]:
         mask = packed[name]
         if mask.dtype != torch.uint8 or mask.shape != (-(-rows * columns // 8),):
             raise ValueError(f"{name}: not a bit for each of {rows} x {columns} weights")
-    known = told["format"] == _WITHOUT_CHECKSUM and "checksum" not in told
-    if not known and (told["format"], told["checksum"]) != (_FORMAT, _checksum(packed, shapes)):
+    if (told["format"], told["checksum"]) != (_FORMAT, _checksum(packed, shapes)):
         raise ValueError("altered, or of an unknown format")
     return packed, shapes
 

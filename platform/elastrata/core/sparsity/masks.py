@@ -92,12 +92,7 @@ class Masks(StepHooks):
 
     @override
     def before_step(self, step: int, optimizer: Optimizer) -> None:
-        """Takes up the masks of the phase that begins with that step, if one does. Collective.
-
-        Args:
-            step: the run's, counted from 1.
-            optimizer: over the matrices.
-        """
+        """Takes up the masks of the phase that begins with that step, if one does. Collective."""
         before, number = self._sparsity, self._phase_of(step)
         self._step_of_phase = step - sum(phase.steps for phase in self._phases[:number])
         if number == self._number:
@@ -172,12 +167,7 @@ class Masks(StepHooks):
         return {MASKS: dict(self._masks)} if _is_stored(self._sparsity) else {}
 
     def restore(self, step: int, load: Callable[[dict[str, Any]], None]) -> None:
-        """Goes on as after that step. Collective.
-
-        Args:
-            step: the run's, counted from 1.
-            load: fills tensors with what `state` gave then.
-        """
+        """Goes on as after that step. Collective."""
         self._number = self._phase_of(step)
         config = self._sparsity
         if config is not None and _is_stored(config):

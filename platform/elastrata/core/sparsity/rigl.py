@@ -86,12 +86,7 @@ def sums_over_shards(matrices: Sequence[Tensor], values: Tensor) -> Tensor:
 def of_all_stages(
     values: Mapping[str, Value], pipeline: dist.ProcessGroup | None
 ) -> dict[str, Value]:
-    """The values of all layers, the same on every rank. Collective over the ranks of a pipeline.
-
-    Args:
-        values: of this rank's layers, by name.
-        pipeline: the ranks that have the model's stages between them; None: this one has all.
-    """
+    """The values of all layers, the same on every rank. Collective over the ranks of a pipeline."""
     if pipeline is None:
         return dict(values)
     heard: list[dict[str, Value]] = [{}] * pipeline.size()
@@ -100,12 +95,7 @@ def of_all_stages(
 
 
 def counts_over_shards(is_meant: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[int]:
-    """How many elements of each whole matrix are true; collective likewise.
-
-    Args:
-        is_meant: this rank's shards, of booleans.
-        matrices: say how they are sharded.
-    """
+    """How many elements of each whole matrix are true; collective likewise."""
     if not is_meant:
         return []
     counts = torch.stack([torch.count_nonzero(shard) for shard in is_meant])[:, None]
@@ -284,12 +274,7 @@ def _two_of_four(matrix: Tensor, name_key: int) -> Tensor:
 
 
 def element_hashes(key: int, elements: Tensor) -> Tensor:
-    """`hashing.combine(key, elements)`: no two elements of one key have the same.
-
-    Args:
-        key: 64 bits, such as `hashing.key` gives.
-        elements: int64, at least 0, of any shape.
-    """
+    """`hashing.combine(key, elements)`: no two elements of one key have the same."""
     return _mix(elements ^ _signed(int(mix(key))))
 
 
@@ -320,13 +305,7 @@ _LATER = -(1 << 63)
 
 
 def drop_fraction(config: RiglConfig, step: int, steps: int) -> float:
-    """The share of weights that step `step` of a phase replaces; 0 where it is none of an update.
-
-    Args:
-        config: the phase's.
-        step: counted from 1.
-        steps: of the phase.
-    """
+    """Return the share of weights that a step of a phase replaces; 0 if it changes no masks."""
     end = config.until * steps
     if step % config.schedule.every or step >= end:
         return 0.0
@@ -364,14 +343,7 @@ def updated(
 
 def adapted(matrix: Tensor, mask: Tensor, name_key: int, count: int) -> Tensor:
     """A mask with `count` zeros made from another one: weights that were zero stay so first, in the
-    order of their hashes, then the smallest of the others become zero. Collective likewise.
-
-    Args:
-        matrix: weights in fp32, sharded or not.
-        mask: this rank's shard of the mask so far.
-        name_key: of the hashes.
-        count: zeros of the whole matrix.
-    """
+    order of their hashes, then the smallest of the others become zero. Collective likewise."""
     place = elements(matrix)
     drawn = element_hashes(name_key, place) & (_LARGEST << _PLACE_BITS)
     keys = torch.where(mask, drawn | place, _LATER | _by_size(local(matrix)) | place)
