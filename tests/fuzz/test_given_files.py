@@ -16,7 +16,7 @@ import pytest
 from elastrata.planner.cluster import read_cluster
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.simulation.simulate import read_recovery
-from elastrata.simulation.trace import Event, read_trace, write_trace
+from elastrata.simulation.trace import read_trace
 from support.mutations import Mutation, mutated, mutated_json, mutations, quick, seeds
 from support.verdict import read_or_refused
 
@@ -32,7 +32,7 @@ CLUSTER = {
     "price": 3.5,
     "spot_price": 1.25,
 }
-EVENTS = (Event(0.0, "join", 8), Event(60.5, "lose", 2), Event(90, "drain"), Event(99, "driver"))
+EVENTS = "seconds,event,workers\n0,join,8\n60.5,lose,2\n90,drain,1\n99,driver,1\n"
 MEDIANS = {
     kind: {"next_step_after_s": {"median": seconds}}
     for kind, seconds in (
@@ -52,7 +52,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in READERS:
         (folder / name).mkdir()
     (folder / "cluster.yaml" / "cluster.yaml").write_text(dump_yaml(CLUSTER), encoding="utf-8")
-    write_trace(EVENTS, folder / "trace.csv" / "trace.csv")
+    (folder / "trace.csv" / "trace.csv").write_text(EVENTS, encoding="utf-8")
     (folder / "recovery.json" / "recovery.json").write_text(
         json.dumps({"kinds": MEDIANS}), encoding="utf-8"
     )

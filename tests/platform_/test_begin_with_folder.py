@@ -159,15 +159,17 @@ def _altered(folder: Path, to: Path, kind: str, **changes: torch.Tensor | None) 
     return str(to)
 
 
-def test_missing_and_other_tensors_are_all_named(
+def test_missing_and_other_tensors_are_named(
     folder: Path, losses: dict[str, float], tmp_path: Path
 ) -> None:
-    gone = {f"transformer.h.{layer}.mlp.c_fc.bias": None for layer in range(2)}
+    names = ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    gone = {f"transformer.h.{layer}.{name}.bias": None for layer in range(2) for name in names}
     extra = {"transformer.adapter.weight": torch.zeros(3)}
     model = _altered(folder, tmp_path / "m", "gpt2", **gone, **extra)
     missing, other = _refused(folder, "gpt2", begin_with=model)
     where = f"begin_with.weights: {model}"
-    assert missing.startswith(f"{where}: lacks transformer.h.{{0..1}}.mlp.c_fc.bias")
+    assert missing.startswith(f"{where}: lacks transformer.h.0.attn.c_proj.bias, ")
+    assert "transformer.h.1.attn.c_proj.bias and 2 more" in missing
     assert other == f"{where}: has transformer.adapter.weight, which the model has not"
 
 

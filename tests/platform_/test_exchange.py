@@ -47,7 +47,7 @@ def rehearsed(overrides):
         ])
         weights = total_weights(batches)
         train_step(divided.forward_backward, optimizer, batches, weights=weights, clip=divided.clip)
-        kinds = {(c.kind, c.ranks) for c in ledger.entries.collectives}
+        kinds = {(c.kind, c.ranks) for c in ledger.entries.messages}
     exchanges = sorted(ranks for kind, ranks in kinds if "all_to_all" in kind or "alltoall" in kind)
     return exchanges, [[*group, count] for group, count in ledger.groups.items()]
 

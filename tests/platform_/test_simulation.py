@@ -23,7 +23,7 @@ from elastrata.simulation.simulate import (
     sweep,
     young_seconds,
 )
-from elastrata.simulation.trace import Event, Rates, drawn_events, read_trace, write_trace
+from elastrata.simulation.trace import Event, Rates, drawn_events, read_trace
 from elastrata_pipelines.errors import UserError
 from support.documented import documented_keys
 from support.synthetic import write_data_set
@@ -98,12 +98,6 @@ def test_the_time_is_accounted_for() -> None:
     assert min(parts[:4]) > 0
     assert sum(parts) == pytest.approx(found.seconds)
     assert found.worker_seconds <= 4 * found.seconds
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    events = list(drawn_events(8, Rates(lost_per_hour=0.5), seconds=DAY, seed=0))
-    write_trace(events, tmp_path / "trace.csv")
-    assert [e.kind for e in read_trace(str(tmp_path / "trace.csv"))] == [e.kind for e in events]
 
 
 def test_every_mistake_of_a_trace_is_told_with_its_line(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def waits_of_a_few_lines(ledger: Ledger) -> list[tuple[str, str, int]]:
     torch.cuda.synchronize()
     torch.cuda.Event().synchronize()
     waits = ledger.take().waits
-    return [(wait.reason, wait.line.function, count) for wait, count in waits.items()]
+    return [(wait.reason, wait.function, wait.count) for wait in waits]
 
 
 def memory_in_use(ledger: Ledger) -> list[int]:
@@ -72,8 +72,8 @@ def messages_on_a_mesh(ledger: Ledger) -> dict[str, Any]:
     dist.all_gather_object(objects, "mine")
     dist.new_group(backend="gloo")
     messages = [
-        (one.kind, one.axis, one.ranks, one.dtype, amount.count, amount.bytes)
-        for one, amount in ledger.take().collectives.items()
+        (one.kind, one.axis, one.ranks, one.dtype, one.count, one.bytes)
+        for one in ledger.take().messages
     ]
     return {"messages": messages, "objects": objects, "gloo groups": ledger.groups["gloo", 8]}
 
@@ -114,4 +114,4 @@ def own_time_of_steps(ledger: Ledger) -> tuple[list[tuple[float, float]], int]:
         effort = own.effort(10.0 * step)
         told.append((effort.seconds, effort.work))
     own.close()
-    return told, sum(ledger.take().waits.values())
+    return told, sum(wait.count for wait in ledger.take().waits)

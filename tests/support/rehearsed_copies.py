@@ -35,9 +35,7 @@ def copies_of_a_large_state(ledger: Ledger, ranks: int) -> dict[str, Any]:
         ledger.take()
         copy = stager.stage(state, step)
         entries = ledger.take()
-        saves.append(
-            [(c.direction, c.pinned, c.waits, a.count, a.bytes) for c, a in entries.copies.items()]
-        )
+        saves.append([(c.direction, c.pinned, c.waits, c.count, c.bytes) for c in entries.copies])
         assert not entries.waits
         buffers.append([id(bucket.host) for bucket in copy._buckets])
         staged = copy.state["model"]["blocks.0.0"]

@@ -28,13 +28,10 @@ def entries_of_a_step(
     """Of a recipe's third step: its waits by reason and line, its copies by direction with whether
     they wait, and whether the device itself skips updates."""
     entries, on_device = _third_step(ledger, name, overrides)
-    waits = [
-        (wait.reason, f"{wait.line.place} {wait.line.function}", count)
-        for wait, count in entries.waits.items()
-    ]
+    waits = [(wait.reason, f"{wait.line} {wait.function}", wait.count) for wait in entries.waits]
     copies: Counter[tuple[str, bool]] = Counter()
-    for copy, amount in entries.copies.items():
-        copies[copy.direction, copy.waits] += amount.count
+    for copy in entries.copies:
+        copies[copy.direction, copy.waits] += copy.count
     return waits, [(*key, count) for key, count in copies.items()], on_device
 
 

@@ -8,9 +8,10 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -19,24 +20,10 @@ _HERE = str(Path(__file__).parent)
 _PYTHON = sysconfig.get_path("stdlib")
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a program."""
-
-    file: str
-    """With the name of its folder, such as `core/step.py`."""
-    number: int
-    function: str
-
-    @property
-    def place(self) -> str:
-        """As compilers say it, such as `core/step.py:83`."""
-        return f"{self.file}:{self.number}" if self.number else self.file
-
-
-def current_line() -> Line:
-    """The innermost line that is neither torch's nor Python's; torch's own where it has no caller,
-    as in the threads of a backward pass."""
+def current_line() -> tuple[str, str]:
+    """Return the innermost line that belongs neither to torch nor to Python, such as
+    `core/step.py:83`, and its function; torch's own line if it has no caller, as in the threads of
+    a backward pass."""
     frame: FrameType | None = sys._getframe(1)
     torchs = None
     while frame is not None:
@@ -46,80 +33,105 @@ def current_line() -> Line:
         elif not _is_pythons(file) and not file.startswith(_HERE):
             return _line(frame)
         frame = frame.f_back
-    return _line(torchs) if torchs else Line("torch", 0, "")
+    return _line(torchs) if torchs else ("torch", "")
 
 
 def _is_pythons(file: str) -> bool:
     return file.startswith("<") or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
-def _line(frame: FrameType) -> Line:
+def _line(frame: FrameType) -> tuple[str, str]:
     code, path = frame.f_code, Path(frame.f_code.co_filename)
-    return Line(f"{path.parent.name}/{path.name}", frame.f_lineno, code.co_name)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}", code.co_name
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A kind of message between ranks."""
+@dataclass(kw_only=True)
+class MessageFigures:
+    """Collectives of one kind over one axis, in a step."""
 
     kind: str
     """As torch calls it, such as `all_gather_into_tensor`."""
     axis: str
     """The mesh's name for the ranks that take part, such as `shard`; `world` for all of them."""
     ranks: int
-    """So many take part."""
     dtype: str
     device: str
     """cuda or cpu: of the numbers that are sent."""
+    count: int = 0
+    bytes: int = 0
+    """Of the largest tensor that is given or received, over all of them."""
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A place of copies between host and device."""
+@dataclass(kw_only=True)
+class CopyFigures:
+    """Copies between host and device of one line."""
 
     direction: str
     """`to device` or `to host`."""
-    line: Line
+    line: str
+    function: str
     pinned: bool
-    """Whether the host's memory is page-locked."""
+    """True if the host's memory is page-locked."""
     waits: bool
-    """Whether the host waits for the device: of all copies, those that are `non_blocking` between
-    the device and page-locked memory alone let it go on."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A place where the host waits for the device."""
-
-    reason: str
-    """`item`: reads a number. `copy to host`, `copy to device`: see `Copy.waits`. `shape`: the
-    size of a result depends on numbers. Else the function that waits."""
-    line: Line
-
-
-@dataclass
-class Amount:
-    """How often, and how many bytes in all."""
-
+    """True if the host waits for the device: it does for all copies but those that are
+    `non_blocking` between the device and page-locked memory."""
     count: int = 0
     bytes: int = 0
 
-    def add(self, size: int) -> None:
-        """One more, of so many bytes."""
-        self.count += 1
-        self.bytes += size
+
+@dataclass(kw_only=True)
+class WaitFigures:
+    """Waits of the host for the device in one line."""
+
+    reason: str
+    """`item`: reads a number. `copy to host`, `copy to device`: see `CopyFigures.waits`. `shape`:
+    the size of a result depends on numbers. Else the function that waits."""
+    line: str
+    function: str
+    count: int = 0
 
 
-@dataclass
 class Entries:
-    """All that happened between two looks at a ledger."""
+    """The events between two looks at a ledger."""
 
-    collectives: dict[Collective, Amount] = field(default_factory=dict)
-    """Bytes: of the largest tensor that is given or received."""
-    copies: dict[Copy, Amount] = field(default_factory=dict)
-    waits: Counter[Wait] = field(default_factory=Counter)
-    flops: int = 0
-    """Of matrix products, convolutions and attention, by torch's formulas."""
+    def __init__(self) -> None:
+        self.flops = 0
+        """Of matrix products, convolutions and attention, by torch's formulas."""
+        self._messages: dict[tuple[Any, ...], MessageFigures] = {}
+        self._copies: dict[tuple[Any, ...], CopyFigures] = {}
+        self._waits: dict[tuple[Any, ...], WaitFigures] = {}
+
+    def add_message(self, size: int, **kind: Any) -> None:
+        """Count a message; `kind` has the first fields of `MessageFigures`."""
+        one = self._messages.setdefault(tuple(kind.values()), MessageFigures(**kind))
+        one.count, one.bytes = one.count + 1, one.bytes + size
+
+    def add_copy(self, size: int, **kind: Any) -> None:
+        """Count a copy; `kind` has the first fields of `CopyFigures`."""
+        one = self._copies.setdefault(tuple(kind.values()), CopyFigures(**kind))
+        one.count, one.bytes = one.count + 1, one.bytes + size
+
+    def add_wait(self, reason: str, line: str, function: str) -> None:
+        """Count a wait."""
+        wait = WaitFigures(reason=reason, line=line, function=function)
+        self._waits.setdefault((reason, line, function), wait).count += 1
+
+    @property
+    def messages(self) -> list[MessageFigures]:
+        """By axis and kind."""
+        made = self._messages.values()
+        return sorted(made, key=lambda one: (one.axis, one.kind, one.dtype, one.device))
+
+    @property
+    def copies(self) -> list[CopyFigures]:
+        """Largest first."""
+        made = self._copies.values()
+        return sorted(made, key=lambda one: (-one.bytes, one.line, one.direction))
+
+    @property
+    def waits(self) -> list[WaitFigures]:
+        """By line."""
+        return sorted(self._waits.values(), key=lambda one: (one.line, one.reason))
 
 
 class Ledger:
@@ -145,28 +157,32 @@ class Ledger:
         """The peak counts from here."""
         self.peak_bytes = self.live_bytes
 
-    def collective(self, collective: Collective, size: int) -> None:
-        """A message of so many bytes."""
+    def collective(self, size: int, **kind: Any) -> None:
+        """Enter a message; `kind` has the first fields of `MessageFigures`."""
         with self._lock:
-            self.entries.collectives.setdefault(collective, Amount()).add(size)
+            self.entries.add_message(size, **kind)
 
     def copy(self, direction: str, size: int, *, pinned: bool, non_blocking: bool) -> None:
-        """A copy of so many bytes, `to device` or `to host`."""
-        waits, line = not (pinned and non_blocking), current_line()
+        """Enter a copy, `to device` or `to host`."""
+        waits, (line, function) = not (pinned and non_blocking), current_line()
         with self._lock:
-            copy = Copy(direction, line, pinned, waits)
-            self.entries.copies.setdefault(copy, Amount()).add(size)
+            self.entries.add_copy(
+                size, direction=direction, line=line, function=function, pinned=pinned, waits=waits
+            )
             if waits:
-                self.entries.waits[Wait(f"copy {direction}", line)] += 1
-
-    def flops(self, number: int) -> None:
-        """An operator of so many."""
-        self.entries.flops += number
+                self.entries.add_wait(f"copy {direction}", line, function)
 
     def host_waits(self, reason: str) -> None:
-        """The host waits for the device."""
+        """Enter a wait of the host for the device."""
         with self._lock:
-            self.entries.waits[Wait(reason, current_line())] += 1
+            self.entries.add_wait(reason, *current_line())
+
+    def made_groups(self) -> list[GroupFigures]:
+        """Return the process groups that were made so far."""
+        return [
+            GroupFigures(backend=backend, ranks=ranks, count=count)
+            for (backend, ranks), count in sorted(self.groups.items())
+        ]
 
     def sees(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Counts memory of the device that is new, until it is freed."""
@@ -189,43 +205,6 @@ class Ledger:
     def _freed(self, key: int) -> None:
         with self._lock:
             self.live_bytes -= self._sizes.pop(key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageFigures:
-    """Collectives of one kind over one axis, in a step."""
-
-    kind: str
-    axis: str
-    ranks: int
-    dtype: str
-    device: str
-    count: int
-    bytes: int
-    """Of the largest tensor that is given or received, over all of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyFigures:
-    """Copies between host and device of one line."""
-
-    direction: str
-    line: str
-    function: str
-    pinned: bool
-    waits: bool
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitFigures:
-    """Waits of the host for the device in one line."""
-
-    reason: str
-    line: str
-    function: str
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,49 +282,3 @@ class GraphFigures:
     """Graphs that were made after the first step."""
     next_group: int
     """Graphs that the next group of workers made in the same processes, as after a fault."""
-
-
-def messages(entries: Entries) -> list[MessageFigures]:
-    """Those of a step, in a fixed order."""
-
-    def figures(message: Collective, amount: Amount) -> MessageFigures:
-        return MessageFigures(**vars(message), **vars(amount))
-
-    made = [figures(message, amount) for message, amount in entries.collectives.items()]
-    return sorted(made, key=lambda one: (one.axis, one.kind, one.dtype, one.device))
-
-
-def copies(entries: Entries) -> list[CopyFigures]:
-    """Those of a step, largest first."""
-
-    def figures(copy: Copy, amount: Amount) -> CopyFigures:
-        return CopyFigures(
-            direction=copy.direction,
-            line=copy.line.place,
-            function=copy.line.function,
-            pinned=copy.pinned,
-            waits=copy.waits,
-            **vars(amount),
-        )
-
-    made = [figures(copy, amount) for copy, amount in entries.copies.items()]
-    return sorted(made, key=lambda one: (-one.bytes, one.line, one.direction))
-
-
-def waits(entries: Entries) -> list[WaitFigures]:
-    """Those of a step, by line."""
-
-    def figures(wait: Wait, count: int) -> WaitFigures:
-        line = wait.line
-        return WaitFigures(reason=wait.reason, line=line.place, function=line.function, count=count)
-
-    made = [figures(wait, count) for wait, count in entries.waits.items()]
-    return sorted(made, key=lambda one: (one.line, one.reason))
-
-
-def groups(ledger: Ledger) -> list[GroupFigures]:
-    """Those that were made so far."""
-    return [
-        GroupFigures(backend=backend, ranks=ranks, count=count)
-        for (backend, ranks), count in sorted(ledger.groups.items())
-    ]

@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from elastrata.checkpoints.staging import Stager
 from elastrata.checkpoints.training_state import training_state
 from elastrata.core.events import Action
+from elastrata.core.loop import Loop
 from elastrata.core.mesh import DataRank, data_rank
 from elastrata.core.optimizer import build_optimizer
 from elastrata.core.sharding import local
+from elastrata.core.sparsity.masks import Masks
 from elastrata.core.step import total_weights
 from elastrata.core.workload import Planned
 from elastrata.planner.choice import group_layout
@@ -42,20 +45,10 @@ from elastrata.rehearsal.ledger import (
     Ledger,
     RankFigures,
     SavingFigures,
-    copies,
-    groups,
-    messages,
-    waits,
 )
 from elastrata.rehearsal.session import rehearsal
 from elastrata.trainer import engine
-from elastrata.trainer.engine import (
-    DividedModel,
-    divided_model,
-    phase_masks,
-    training_loop,
-    weight_average,
-)
+from elastrata.trainer.engine import DividedModel, divided_model, weight_average
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep
@@ -237,7 +230,7 @@ def rehearse_rank(task: Task, rank: int) -> RankFigures:
             rank=rank,
             parameters=parameters,
             build=build,
-            groups=groups(ledger),
+            groups=ledger.made_groups(),
             micro_batches=len(steps[-1].micro_batches),
             micro_batch_tokens=max(len(rows.tokens) for rows in steps[-1].micro_batches),
             formula_flops=_formula(task, steps[-1]),
@@ -257,19 +250,7 @@ def _steps(
 ) -> dict[str, Any]:
     """The figures of the second of these steps, in which the third one is made ready, and of a copy
     of the state after it."""
-    optimizer = build_optimizer(
-        recipe.optimizer, divided.model, recipe.workload.blocks(divided.model)
-    )
-    masks = phase_masks(recipe, divided)
-    loop = training_loop(
-        recipe,
-        divided.clip,
-        task.spec.vocabulary,
-        DEVICE,
-        task.world_size,
-        is_primary=place.is_primary,
-        masks=masks,
-    )
+    optimizer, masks, loop = _made_ready(task, recipe, divided, is_primary=place.is_primary)
     with track(divided.model) as peak:
         average = weight_average(recipe, divided.model)
         run = loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
@@ -285,12 +266,29 @@ def _steps(
     return {
         "peak_bytes": peak.bytes,
         "memory": peak.by_kind,
-        "messages": messages(entries),
-        "copies": copies(entries),
-        "waits": waits(entries),
+        "messages": entries.messages,
+        "copies": entries.copies,
+        "waits": entries.waits,
         "flops": entries.flops,
         "saving": _saving(state, ledger),
     }
+
+
+def _made_ready(
+    task: Task, recipe: Recipe, divided: DividedModel, *, is_primary: bool
+) -> tuple[Optimizer, Masks | None, Loop]:
+    blocks = recipe.workload.blocks(divided.model)
+    masks = engine.phase_masks(recipe, divided)
+    loop = engine.training_loop(
+        recipe,
+        divided.clip,
+        task.spec.vocabulary,
+        DEVICE,
+        task.world_size,
+        is_primary=is_primary,
+        masks=masks,
+    )
+    return build_optimizer(recipe.optimizer, divided.model, blocks), masks, loop
 
 
 def _saving(state: dict[str, Any], ledger: Ledger) -> SavingFigures:
@@ -305,8 +303,8 @@ def _saving(state: dict[str, Any], ledger: Ledger) -> SavingFigures:
     return SavingFigures(
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         tensors=len(tensors),
-        copies=copies(entries),
-        waits=waits(entries),
+        copies=entries.copies,
+        waits=entries.waits,
     )
 
 
@@ -381,21 +379,10 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
 def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> Iterator[object]:
     """These steps of a rank, as it takes them in a group of workers of its own."""
     recipe, spec = task.recipe, task.spec
-    divided = engine.divided_model(
+    divided = divided_model(
         recipe, spec.vocabulary, spec.seq_len, DEVICE, task.world_size, draws=False
     )
-    blocks = recipe.workload.blocks(divided.model)
-    optimizer = build_optimizer(recipe.optimizer, divided.model, blocks)
-    masks = engine.phase_masks(recipe, divided)
-    loop = engine.training_loop(
-        recipe,
-        divided.clip,
-        spec.vocabulary,
-        DEVICE,
-        task.world_size,
-        is_primary=is_primary,
-        masks=masks,
-    )
+    optimizer, _, loop = _made_ready(task, recipe, divided, is_primary=is_primary)
     return loop.run(divided.forward_backward, optimizer, steps, Start(), lambda: Action.GO_ON)
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from elastrata.rehearsal.ledger import Collective, Ledger
+from elastrata.rehearsal.ledger import Ledger
 
 _aten = torch.ops.aten
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in _WRITES_AT and any(map(_is_mask, args[1])) and not _is_number(args[2]):
             self._shape_waits(args[0])
         if (count := flop_registry.get(func.overloadpacket)) is not None:
-            self._ledger.flops(count(*args, **kwargs, out_val=out))
+            self._ledger.entries.flops += count(*args, **kwargs, out_val=out)
         self._ledger.sees([t.untyped_storage() for t in _tensors(out) if t.is_cuda])
 
     def _enter_collective(
@@ -121,15 +121,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = [sum(map(_size, _tensors(given))) for given in lists]
         largest = max(tensors, key=_size, default=None)
         axis, ranks = self._axes(_group(args, kwargs))
-        collective = Collective(
+        alone = _size(largest) if largest is not None else 0
+        self._ledger.collective(
+            max([alone, *sizes]),
             kind=kind,
             axis=axis,
             ranks=ranks,
             dtype=str(largest.dtype).removeprefix("torch.") if largest is not None else "none",
             device=largest.device.type if largest is not None else "none",
         )
-        alone = _size(largest) if largest is not None else 0
-        self._ledger.collective(collective, max([alone, *sizes]))
 
     def _enter_copy(self, source: Any, target: Any, non_blocking: Any) -> None:
         if not isinstance(source, Tensor) or source.device.type == target.device.type:

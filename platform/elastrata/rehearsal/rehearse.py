@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from elastrata.core.workload import Planned, model_spec
@@ -54,10 +52,11 @@ def figures(request: Request) -> Rehearsal:
     """
     asked = task(request)
     recipe, cluster = asked.recipe, asked.cluster
-    calls: list[Callable[[], Any]] = [partial(rehearse_rank, asked, rank) for rank in ranks(asked)]
-    if request.graphs and recipe.compile:
-        calls.append(partial(rehearse_graphs, asked, 0))
-    done = side_by_side(calls)
+    numbers, graphs = ranks(asked), request.graphs and recipe.compile
+    context = multiprocessing.get_context("fork")  # which has fake CUDA
+    with ProcessPoolExecutor(len(numbers) + graphs, mp_context=context) as processes:
+        rehearsed = [processes.submit(rehearse_rank, asked, number) for number in numbers]
+        compiled = processes.submit(rehearse_graphs, asked, 0) if graphs else None
     return Rehearsal(
         recipe=request.recipe,
         device=cluster.device.name,
@@ -68,8 +67,8 @@ def figures(request: Request) -> Rehearsal:
         batch_size=recipe.batch_size,
         seq_len=asked.spec.seq_len,
         memory_bytes=cluster.device.memory_bytes,
-        ranks=[one for one in done if isinstance(one, RankFigures)],
-        graphs=next((one for one in done if isinstance(one, GraphFigures)), None),
+        ranks=[rank.result() for rank in rehearsed],
+        graphs=compiled.result() if compiled else None,
     )
 
 
@@ -133,38 +132,3 @@ def ranks(task: Task) -> list[int]:
         stack = machine_of(recipe, task.cluster).stack
         numbers = fullest(blocks_of_stages(model, stack, group_layout(recipe.parallel, devices)))
     return [devices // stages * number for number in sorted(numbers)]
-
-
-def side_by_side(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results, in order.
-
-    Raises:
-        RuntimeError: one of them raised, or its process died.
-    """
-    context = multiprocessing.get_context("fork")
-    begun = []
-    for call in calls:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(theirs, call))
-        process.start()
-        theirs.close()
-        begun.append((process, ours))
-    return [_result(process, answers) for process, answers in begun]
-
-
-def _answer(answers: Connection, call: Callable[[], Any]) -> None:
-    try:
-        answers.send((True, call()))
-    except BaseException:
-        answers.send((False, traceback.format_exc()))
-
-
-def _result(process: Any, answers: Connection) -> Any:
-    try:
-        done, value = answers.recv()
-    except EOFError:
-        done, value = False, "its process died"
-    process.join()
-    if not done:
-        raise RuntimeError(value)
-    return value

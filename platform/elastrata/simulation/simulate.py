@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -459,9 +459,7 @@ def simulate(
     )
 
 
-def sweep(
-    at: Conditions, events: Events, *, seconds: float, factors: Sequence[float] = ()
-) -> IntervalSweep | None:
+def sweep(at: Conditions, events: Events, *, seconds: float) -> IntervalSweep | None:
     """The goodput with durable checkpoints more and less often; None where nothing is lost, or a
     checkpoint costs nothing.
 
@@ -470,7 +468,6 @@ def sweep(
             to a durable checkpoint.
         events: what happens.
         seconds: until when.
-        factors: intervals over Young's that are tried.
     """
     kinds = ("driver",) if at.hot_every else ("driver", "lose")
     first = Run(at).replay(events(), seconds)
@@ -484,9 +481,8 @@ def sweep(
         return max(1, round(interval / step))
 
     young = young_seconds(at.checkpoint_seconds, between)
-    tried = factors or _TRIED
     goodput = {}
-    for interval in sorted({steps(young * factor) for factor in tried}):
+    for interval in sorted({steps(young * factor) for factor in _TRIED}):
         other = replace(at, checkpoint_every=interval)
         goodput[interval] = Run(other).replay(events(), seconds).goodput
     return IntervalSweep(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,6 @@ import numpy as np
 
 from elastrata.recipe.yaml_values import read_text
 from elastrata_pipelines.errors import UserError, nearest
-from elastrata_pipelines.storage import write_whole
 
 Kind = Literal["join", "lose", "drain", "kill", "driver"]
 KINDS: tuple[Kind, ...] = ("join", "lose", "drain", "kill", "driver")
@@ -135,10 +134,3 @@ def drawn_events(workers: int, rates: Rates, *, seconds: float, seed: int) -> It
 
 def _next(draw: np.random.Generator, now: float, per_hour: float) -> float:
     return float(now + draw.exponential(_HOUR / per_hour)) if per_hour > 0 else float("inf")
-
-
-def write_trace(events: Iterable[Event], path: Path) -> None:
-    """Writes events so that `read_trace` reads them."""
-    lines = [",".join(_COLUMNS)]
-    lines += [f"{event.seconds:.3f},{event.kind},{event.workers}" for event in events]
-    write_whole(path, ("\n".join(lines) + "\n").encode())

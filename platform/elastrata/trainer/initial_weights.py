@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,7 +300,7 @@ def _whole(weights: SafetensorsFolder, name: str) -> Tensor:
     return target
 
 
-_NUMBER = re.compile(r"\d+")
+_MOST_NAMED = 4
 Shape = tuple[int, ...]
 
 
@@ -388,28 +387,11 @@ def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) ->
             )
 
 
-def in_short(names: Iterable[str]) -> str:
-    """Names of tensors, sorted; those that differ in one number, such as a block's, as one:
-    `blocks.{0..11}.norm.weight`."""
-    by_form: dict[str, list[list[int]]] = {}
-    for name in names:
-        numbers = [int(number) for number in _NUMBER.findall(name)]
-        by_form.setdefault(_NUMBER.sub("#", name), []).append(numbers)
-    return ", ".join(_in_short(form, sorted(numbers)) for form, numbers in sorted(by_form.items()))
-
-
-def _in_short(form: str, numbers: list[list[int]]) -> str:
-    first, last = numbers[0], numbers[-1]
-    is_range = len(first) == 1 < len(numbers) == last[0] - first[0] + 1
-    if is_range:
-        return form.replace("#", f"{{{first[0]}..{last[0]}}}")
-    named = (_filled(form, one) for one in numbers)
-    return ", ".join(named)
-
-
-def _filled(form: str, numbers: list[int]) -> str:
-    values = iter(numbers)
-    return re.sub("#", lambda _: str(next(values)), form)
+def in_short(names: Collection[str]) -> str:
+    """Return the first of some tensors' names, sorted, and the number of the others."""
+    more = len(names) - _MOST_NAMED
+    also = f" and {more:,} more" if more > 0 else ""
+    return ", ".join(sorted(names)[:_MOST_NAMED]) + also
 
 
 def _vocabulary_problems(

@@ -12,7 +12,8 @@ from elastrata.core.counterpart import Counterpart
 from elastrata.core.weight_files import WeightForm
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.bert.shape import BertShape
-from elastrata_workloads.unpadded.hf import IdRows, write_folder
+from elastrata_workloads.unpadded import hf
+from elastrata_workloads.unpadded.hf import IdRows
 
 _SECOND_HEAD = (r"bert\.pooler\..*", r"cls\.seq_relationship\..*")
 _DECODER = "cls.predictions.decoder"
@@ -81,26 +82,22 @@ def export(
     """
     if shape.qk_norm:
         raise UserError("workload.qk_norm: true: transformers has no such model")
-    # Imported here: it takes seconds, and workers never export.
-    from transformers import BertConfig
-
-    config = BertConfig(
-        architectures=["BertForPreTraining" if shape.next_sentence else "BertForMaskedLM"],
-        vocab_size=shape.num_ids,
-        pad_token_id=shape.pad_id,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        intermediate_size=shape.intermediate_size,
-        max_position_embeddings=shape.max_positions,
-        layer_norm_eps=shape.layer_norm_eps,
-        hidden_dropout_prob=shape.dropout,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=shape.initializer_range,
-        hidden_act="gelu",
-        type_vocab_size=2,
-        tie_word_embeddings=True,
-        dtype=form.dtype_name,
-    )
+    values = {
+        "vocab_size": shape.num_ids,
+        "pad_token_id": shape.pad_id,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_positions,
+        "layer_norm_eps": shape.layer_norm_eps,
+        "hidden_dropout_prob": shape.dropout,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": shape.initializer_range,
+        "hidden_act": "gelu",
+        "type_vocab_size": 2,
+        "tie_word_embeddings": True,
+    }
+    architecture = "BertForPreTraining" if shape.next_sentence else "BertForMaskedLM"
     weights = IdRows(state, _ROWS_PER_ID, shape.num_ids).items()
-    write_folder(path, [config], weights, tokenizer, form)
+    hf.export("BertConfig", architecture, values, weights, tokenizer, path, form)

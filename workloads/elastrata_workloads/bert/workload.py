@@ -172,21 +172,12 @@ class Bert(MaskedTransformer):
 
     def shape(self, vocabulary: Vocabulary) -> BertShape:
         """The model's shape with that vocabulary."""
+        size = vocabulary.size
         return BertShape(
-            num_ids=vocabulary.size,
-            num_embeddings=self.num_rows(vocabulary.size),
+            **self.same_in(BertShape),
+            num_ids=size,
+            num_embeddings=self.num_rows(size),
             pad_id=vocabulary.pad_id,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            intermediate_size=self.inner_size,
-            max_positions=self.max_positions,
-            layer_norm_eps=self.layer_norm_eps,
-            dropout=self.dropout,
-            initializer_range=self.initializer_range,
-            next_sentence=self.next_sentence,
-            qk_norm=self.qk_norm,
-            attention=self.attention,
         )
 
     @property

@@ -13,7 +13,8 @@ from elastrata.core.counterpart import Counterpart, Origin
 from elastrata.core.weight_files import WeightForm
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.gpt.shape import GptShape
-from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
+from elastrata_workloads.unpadded import hf
+from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters
 
 _GPT2_TOKENS, _GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
 _GPT2_QKV = ("query", "key", "value")
@@ -331,24 +332,15 @@ def export(
         UserError: transformers has no model of that shape.
     """
     family = family_of(shape)
-    # Imported here: it takes seconds, and workers never export.
-    import transformers
-    from transformers import AutoTokenizer, GenerationConfig
-
-    special: dict[str, Any] = dict.fromkeys(_SPECIAL)
-    if tokenizer is not None:
-        loaded = AutoTokenizer.from_pretrained(tokenizer)
-        special = {name: getattr(loaded, name) for name in special}
-    make_config: Any = getattr(transformers, family.config_class)
-    config = make_config(
-        architectures=[family.architecture],
-        dtype=form.dtype_name,
-        **special,
-        **family.to_config(shape),
-    )
-    # Padding is told apart by its mask; text generation warns where no id is named for it.
-    padding = {"pad_token_id": special["eos_token_id"]}
-    make_config = GenerationConfig
-    generation = make_config(**special, **padding)
     weights = family.counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
-    write_folder(path, (config, generation), weights, tokenizer, form)
+    hf.export(
+        family.config_class,
+        family.architecture,
+        family.to_config(shape),
+        weights,
+        tokenizer,
+        path,
+        form,
+        special=_SPECIAL,
+        generates=True,
+    )

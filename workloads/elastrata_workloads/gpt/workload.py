@@ -205,27 +205,9 @@ class Gpt(UnpaddedTransformer):
 
     def shape(self, num_ids: int) -> GptShape:
         """The model's shape with a vocabulary of so many ids."""
-        return GptShape(
-            num_ids=num_ids,
-            num_embeddings=self.num_rows(num_ids),
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads or self.num_heads,
-            intermediate_size=self.inner_size,
-            max_positions=self.max_positions,
-            positions=self.positions,
-            rotary_base=self.rotary_base,
-            activation=self.activation,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            bias=self.bias,
-            qk_norm=self.qk_norm,
-            tied_embeddings=self.tied_embeddings,
-            dropout=self.dropout,
-            initializer_range=self.initializer_range,
-            attention=self.attention,
-        )
+        heads = {"num_kv_heads": self.num_kv_heads or self.num_heads}
+        same = {**self.same_in(GptShape), **heads}
+        return GptShape(**same, num_ids=num_ids, num_embeddings=self.num_rows(num_ids))
 
     @property
     @override

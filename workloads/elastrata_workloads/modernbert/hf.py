@@ -11,7 +11,8 @@ from torch import Tensor
 from elastrata.core.counterpart import Counterpart, Origin
 from elastrata.core.weight_files import WeightForm
 from elastrata_workloads.modernbert.shape import ModernBertShape
-from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters, write_folder
+from elastrata_workloads.unpadded import hf
+from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _TOKENS = "model.embeddings.tok_embeddings"
@@ -132,19 +133,14 @@ def export(
 ) -> None:
     """Writes config.json, the weights and the tokenizer's files. The decoder's weight is not in the
     file: transformers ties it to the token embedding, as this model does."""
-    # Imported here: it takes seconds, and workers never export.
-    from transformers import AutoTokenizer, ModernBertConfig
-
-    special: dict[str, Any] = dict.fromkeys(_SPECIAL)
-    if tokenizer is not None:
-        loaded = AutoTokenizer.from_pretrained(tokenizer)
-        special = {name: getattr(loaded, name) for name in special}
-    make_config: Any = ModernBertConfig
-    config = make_config(
-        architectures=["ModernBertForMaskedLM"],
-        dtype=form.dtype_name,
-        **special,
-        **to_config(shape),
-    )
     weights = counterpart(shape).to_theirs(IdRows(state, _ROWS_PER_ID, shape.num_ids))
-    write_folder(path, [config], weights, tokenizer, form)
+    hf.export(
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        to_config(shape),
+        weights,
+        tokenizer,
+        path,
+        form,
+        special=_SPECIAL,
+    )

@@ -140,23 +140,12 @@ class ModernBert(MaskedTransformer):
 
     def shape(self, vocabulary: Vocabulary) -> ModernBertShape:
         """The model's shape with that vocabulary."""
+        size = vocabulary.size
         return ModernBertShape(
-            num_ids=vocabulary.size,
-            num_embeddings=self.num_rows(vocabulary.size),
+            **self.same_in(ModernBertShape),
+            num_ids=size,
+            num_embeddings=self.num_rows(size),
             pad_id=vocabulary.pad_id,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            intermediate_size=self.inner_size,
-            max_positions=self.max_positions,
-            window=self.window,
-            global_every=self.global_every,
-            global_rotary_base=self.global_rotary_base,
-            local_rotary_base=self.local_rotary_base,
-            norm_eps=self.norm_eps,
-            attention_dropout=self.attention_dropout,
-            initializer_range=self.initializer_range,
-            attention=self.attention,
         )
 
     @property

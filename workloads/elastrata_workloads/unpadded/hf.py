@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,26 +67,48 @@ class IdRows(Mapping[str, Tensor]):
         return name in self.state
 
 
-def write_folder(
-    path: Path,
-    configs: Iterable[Any],
+def export(
+    config_class: str,
+    architecture: str,
+    values: Mapping[str, Any],
     weights: Iterable[tuple[str, Tensor]],
     tokenizer: Path | None,
+    path: Path,
     form: WeightForm,
+    *,
+    special: Sequence[str] = (),
+    generates: bool = False,
 ) -> None:
-    """Writes the configurations, the weights and the tokenizer's files.
+    """Writes config.json, the weights and the tokenizer's files.
 
     Args:
-        path: the folder to write; made where it is missing.
-        configs: of transformers: the model's, and that of its generation where it has one.
+        config_class: transformers' class of the configuration.
+        architecture: transformers' class of the model.
+        values: of the configuration.
         weights: names and tensors of transformers' state dict; each is asked for once. Tied ones
             may be left out: transformers ties them again.
         tokenizer: folder with the tokenizer's files, copied in; None: no tokenizer.
+        path: the folder to write; made where it is missing.
         form: of the weights.
+        special: names of ids that the configuration takes from the tokenizer.
+        generates: whether the model writes text: generation_config.json is written, too.
     """
+    # Imported here: it takes seconds, and workers never export.
+    import transformers
+    from transformers import AutoTokenizer, GenerationConfig
+
+    ids: dict[str, Any] = dict.fromkeys(special)
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
+        loaded = AutoTokenizer.from_pretrained(tokenizer) if special else None
+        ids = {name: getattr(loaded, name) for name in special}
         shutil.copytree(tokenizer, path, dirs_exist_ok=True)
-    for config in configs:
-        config.save_pretrained(path)
+    make_config: Any = getattr(transformers, config_class)
+    make_config(
+        architectures=[architecture], dtype=form.dtype_name, **ids, **values
+    ).save_pretrained(path)
+    if generates:
+        # Padding is known by its mask; text generation warns if no id is named for it.
+        make_config = GenerationConfig
+        make_config(**ids, pad_token_id=ids["eos_token_id"]).save_pretrained(path)
     write_weights(path, weights, form)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Self
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -76,29 +77,6 @@ def check_weights(num_layers: int, hidden_size: int, intermediate_size: int | No
         )
 
 
-def tensor_problems(tensor: int, sizes: Mapping[str, int]) -> list[str]:
-    """A line if some of a model's sizes, by recipe key, are no multiples of `parallel.tensor`."""
-    if all(size % tensor == 0 for size in sizes.values()):
-        return []
-    common = math.gcd(*sizes.values())
-    closest = min(_divisors(common), key=lambda n: abs(n - tensor))
-    named = ", ".join(f"workload.{name} ({size})" for name, size in sizes.items())
-    return [
-        f"parallel.tensor: {tensor}: expected a divisor of {named}; the nearest that is one is "
-        f"{closest}"
-    ]
-
-
-def stage_problems(num_stages: int, num_layers: int) -> list[str]:
-    """A line if a model has fewer blocks than a pipeline has stages."""
-    if num_stages <= num_layers:
-        return []
-    return [
-        f"parallel.pipeline: {num_stages} stages in all: expected at most workload.num_layers "
-        f"({num_layers}), a block for each"
-    ]
-
-
 def _divisors(number: int) -> list[int]:
     """All of them, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -144,6 +122,12 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
         """Width of the feed-forward."""
         return self.intermediate_size or 4 * self.hidden_size
 
+    def same_in(self, shape: type[Any]) -> dict[str, Any]:
+        """Return the values of the fields that a shape and this workload have alike."""
+        names = {field.name for field in fields(shape)} & type(self).model_fields.keys()
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "intermediate_size": self.inner_size}
+
     def num_rows(self, num_ids: int) -> int:
         """Rows of the embedding table for so many ids."""
         return num_ids + -num_ids % self.embedding_multiple
@@ -178,8 +162,17 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def tensor_problems(self, size: int) -> list[str]:
-        """A line for each size that so many ranks do not divide equally."""
-        return tensor_problems(size, self.divided_sizes())
+        """A line if some of its sizes are no multiples of `parallel.tensor`."""
+        sizes = self.divided_sizes()
+        if all(total % size == 0 for total in sizes.values()):
+            return []
+        common = math.gcd(*sizes.values())
+        closest = min(_divisors(common), key=lambda n: abs(n - size))
+        named = ", ".join(f"workload.{name} ({total})" for name, total in sizes.items())
+        return [
+            f"parallel.tensor: {size}: expected a divisor of {named}; the nearest that is one is "
+            f"{closest}"
+        ]
 
     def divided_sizes(self) -> dict[str, int]:
         """Those that tensor parallelism divides, by key."""
@@ -198,8 +191,13 @@ class UnpaddedTransformer(Planned, TensorParallel, PipelineParallel, HasCounterp
 
     @override
     def stage_problems(self, num_stages: int) -> list[str]:
-        """A line where there are fewer blocks than stages."""
-        return stage_problems(num_stages, self.num_layers)
+        """A line if there are fewer blocks than stages."""
+        if num_stages <= self.num_layers:
+            return []
+        return [
+            f"parallel.pipeline: {num_stages} stages in all: expected at most workload.num_layers "
+            f"({self.num_layers}), a block for each"
+        ]
 
     @override
     def stage(self, model: nn.Module, blocks: Sequence[int]) -> nn.Module:

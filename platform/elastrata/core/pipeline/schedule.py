@@ -358,9 +358,7 @@ class Pipeline(ForwardBackward):
             (1 + len(names),), float(peak_memory_bytes(self._device)), **_like(self._device)
         )
         if loss:
-            told[1:] = torch.stack(
-                [*loss.terms.values(), *(m.total for m in loss.metrics.values())]
-            )
+            told[1:] = torch.stack(names.numbers(loss))
         heard = [torch.empty_like(told) for _ in range(self._group.size())]
         dist.all_gather(heard, told, group=self._group)
         self._memory = Readback(torch.stack([numbers[0] for numbers in heard]))

@@ -128,11 +128,21 @@ def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
             path = ("levels", str(number), "layers")
             yield from _unknown_layers(path, given.layers, sparse)
     if isinstance(config, BlockConfig):
-        yield from _indivisible(sparse, config.block)
+        line = "expected a divisor of the {rows} rows and {columns} columns of {name}"
+        both = config.block, config.block
+        yield from _misfit(sparse, "block", both, f"{config.block}: {line}")
     if isinstance(config, TwoFourConfig):
-        yield from _not_in_fours(sparse)
+        line = (
+            "'two_four': expected layers with rows of a multiple of four weights, not {columns} "
+            "as in {name}; leave it out of sparsity.layers"
+        )
+        yield from _misfit(sparse, "method", (1, _NEIGHBOURS), line)
         if config.kernels:
-            yield from _not_for_kernels(sparse)
+            line = (
+                f"true: expected layers of multiples of {MULTIPLE} rows and columns, not "
+                "{rows} by {columns} as {name}; leave it out of sparsity.layers"
+            )
+            yield from _misfit(sparse, "kernels", (MULTIPLE, MULTIPLE), line)
 
 
 def _unknown_layers(
@@ -154,36 +164,11 @@ def _nearest(pattern: str, shapes: Shapes) -> list[str]:
     return get_close_matches(pattern, known, n=_NUM_NEAREST, cutoff=0.0)
 
 
-def _indivisible(sparse: Shapes, block: int) -> Iterator[Problem]:
+def _misfit(sparse: Shapes, key: str, multiples: tuple[int, int], line: str) -> Iterator[Problem]:
+    """One for the first layer whose rows or columns are no such multiples."""
     for name, (rows, columns) in sparse.items():
-        if rows % block or columns % block:
-            yield (
-                ("block",),
-                f"sparsity.block: {block}: expected a divisor of the {rows} rows and {columns} "
-                f"columns of {name}",
-            )
-            return
-
-
-def _not_in_fours(sparse: Shapes) -> Iterator[Problem]:
-    for name, (_, columns) in sparse.items():
-        if columns % _NEIGHBOURS:
-            yield (
-                ("method",),
-                f"sparsity.method: 'two_four': expected layers with rows of a multiple of four "
-                f"weights, not {columns} as in {name}; leave it out of sparsity.layers",
-            )
-            return
-
-
-def _not_for_kernels(sparse: Shapes) -> Iterator[Problem]:
-    for name, (rows, columns) in sparse.items():
-        if rows % MULTIPLE or columns % MULTIPLE:
-            yield (
-                ("kernels",),
-                f"sparsity.kernels: true: expected layers of multiples of {MULTIPLE} rows and "
-                f"columns, not {rows} by {columns} as {name}; leave it out of sparsity.layers",
-            )
+        if rows % multiples[0] or columns % multiples[1]:
+            yield (key,), f"sparsity.{key}: " + line.format(name=name, rows=rows, columns=columns)
             return
 
 
