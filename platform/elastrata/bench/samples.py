@@ -239,20 +239,29 @@ class RandomSteps:
             (hand,) = dealt.hands
             yield RankStep(
                 step=done + 1,
-                rows=self._rows(lengths[hand.rows], done * self.batch_size, rng),
+                rows=random_rows(
+                    lengths[hand.rows],
+                    done * self.batch_size + np.arange(self.batch_size),
+                    num_ids=self.num_ids,
+                    pairs=self.pairs,
+                    rng=rng,
+                ),
                 cuts=hand.cuts,
                 imbalance=dealt.imbalance,
                 rounds=dealt.rounds,
             )
 
-    def _rows(self, lengths: Ints, first: int, rng: np.random.Generator) -> Rows:
-        """Samples of these lengths, with ids from `first` on."""
-        dtype = np.uint16 if self.num_ids <= _LARGEST_UINT16 else np.uint32
-        return Rows(
-            sample_ids=np.arange(first, first + len(lengths), dtype=np.uint64),
-            epochs=np.zeros(len(lengths), dtype=np.int64),
-            lengths=lengths,
-            tokens=rng.integers(self.num_ids, size=int(lengths.sum()), dtype=dtype),
-            second_starts=lengths // 2 if self.pairs else None,
-            is_next=rng.random(len(lengths)) < 0.5 if self.pairs else None,
-        )
+
+def random_rows(
+    lengths: Ints, ids: Ints, *, num_ids: int, pairs: bool, rng: np.random.Generator
+) -> Rows:
+    """Return samples of these lengths and ids, with random tokens below `num_ids`."""
+    dtype = np.uint16 if num_ids <= _LARGEST_UINT16 else np.uint32
+    return Rows(
+        sample_ids=ids.astype(np.uint64),
+        epochs=np.zeros(len(lengths), dtype=np.int64),
+        lengths=lengths,
+        tokens=rng.integers(num_ids, size=int(lengths.sum()), dtype=dtype),
+        second_starts=lengths // 2 if pairs else None,
+        is_next=rng.random(len(lengths)) < 0.5 if pairs else None,
+    )

@@ -56,8 +56,6 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 def versions() -> dict[str, str]:
     """Version by package, of those that are installed here, Python and CUDA included."""
-    import torch
-
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -26,7 +26,9 @@ from elastrata.core.sharding import local, own_part
 from elastrata.core.workload import Workload
 from elastrata_pipelines.format import Vocabulary
 
-_Hook = Callable[[nn.Module, str, nn.Parameter], None]
+_when_registered: Any = register_module_parameter_registration_hook
+"""Calls a function with every parameter that any module gets, while its block lasts. Untyped, as
+torch declares that hooks return something."""
 _SET = ("aten::zero_", "aten::fill_")
 """In-place operators that leave nothing of what was there, beside those that draw."""
 
@@ -41,7 +43,7 @@ class Outline:
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         registered: list[nn.Parameter] = []
         self._build = build
-        with _Registered(lambda _, __, parameter: registered.append(parameter)):
+        with _when_registered(lambda _, __, parameter: registered.append(parameter)):
             self.model = meta_model(build)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._names = [names.get(id(parameter)) for parameter in registered]
@@ -64,7 +66,7 @@ class Outline:
     @torch.no_grad()
     def _build_again(self, divided: nn.Module, *, draws: bool) -> None:
         drawing = _Drawing(self._names, dict(divided.named_parameters()), draws=draws)
-        with torch.device("cpu"), drawing, _Registered(drawing.registered):
+        with torch.device("cpu"), drawing, _when_registered(drawing.registered):
             model = self._build()
         drawing.finish()
         buffers = dict(divided.named_buffers())
@@ -243,20 +245,6 @@ def _operation(
     state = torch.get_rng_state() if is_random else None
     place = (target.size(), target.stride(), target.storage_offset())
     return _Operation(func, place, kept, named, state)
-
-
-class _Registered:
-    """While it lasts, a function sees every parameter that any module gets."""
-
-    def __init__(self, function: _Hook) -> None:
-        self._function = function
-
-    def __enter__(self) -> None:
-        hook: Any = self._function  # torch declares that hooks return something
-        self._handle = register_module_parameter_registration_hook(hook)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 def meta_model(build: Callable[[], nn.Module]) -> nn.Module:

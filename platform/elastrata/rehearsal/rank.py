@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from elastrata.bench.samples import random_rows
 from elastrata.checkpoints.staging import Stager
 from elastrata.checkpoints.training_state import training_state
 from elastrata.core.events import Action
@@ -52,10 +53,7 @@ from elastrata.trainer.engine import DividedModel, divided_model, weight_average
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep
-from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
-
-_LARGEST_UINT16 = 2**16
 
 
 def rank_steps(
@@ -80,7 +78,13 @@ def rank_steps(
         hand = dealt.hands[rank.rank]
         yield RankStep(
             step=number + 1,
-            rows=_rows(batch[hand.rows], hand.rows, spec, rng),
+            rows=random_rows(
+                batch[hand.rows],
+                hand.rows,
+                num_ids=spec.vocabulary.size,
+                pairs=spec.pairs,
+                rng=rng,
+            ),
             cuts=hand.cuts,
             imbalance=dealt.imbalance,
             rounds=dealt.rounds,
@@ -109,18 +113,6 @@ def varying(recipe: Recipe, spec: DataSpec, steps: int) -> list[Ints]:
         rng.integers(least, spec.seq_len + 1, size=recipe.batch_size, dtype=np.int64)
         for _ in range(steps)
     ]
-
-
-def _rows(lengths: Ints, ids: Ints, spec: DataSpec, rng: np.random.Generator) -> Rows:
-    dtype = np.uint16 if spec.vocabulary.size <= _LARGEST_UINT16 else np.uint32
-    return Rows(
-        sample_ids=ids.astype(np.uint64),
-        epochs=np.zeros(len(lengths), dtype=np.int64),
-        lengths=lengths,
-        tokens=rng.integers(spec.vocabulary.size, size=int(lengths.sum()), dtype=dtype),
-        second_starts=lengths // 2 if spec.pairs else None,
-        is_next=rng.random(len(lengths)) < 0.5 if spec.pairs else None,
-    )
 
 
 _TOTAL = "Total"
@@ -339,18 +331,6 @@ def _planned(task: Task, step: RankStep) -> dict[str, Any]:
 _STEPS = 3
 
 
-class Counting:
-    """A backend of torch.compile that runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """One more."""
-        self.graphs += 1
-        return graph.forward
-
-
 def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
     """Graphs, breaks and recompilations over some steps whose lengths vary, and those of the first
     one in another group of workers of the same processes, as after a fault."""
@@ -361,8 +341,8 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
         shortened(step, fewest)
         for step in rank_steps(task.recipe, task.tokens, task.spec, place, lengths)
     ]
-    with _counted() as backend, rehearsal(task.device, world_size=task.world_size, rank=rank):
-        after = [backend.graphs for _ in _of_new_group(task, place.is_primary, steps)]
+    with _counted() as made, rehearsal(task.device, world_size=task.world_size, rank=rank):
+        after = [len(made) for _ in _of_new_group(task, place.is_primary, steps)]
         breaks = dict(counters["graph_break"])
         for _ in _of_new_group(task, place.is_primary, steps[:1]):
             pass
@@ -372,7 +352,7 @@ def rehearse_graphs(task: Task, rank: int) -> GraphFigures:
         breaks=sum(breaks.values()),
         reasons=[reason.splitlines()[0] for reason in breaks],
         recompilations=after[-1] - after[0],
-        next_group=backend.graphs - after[-1],
+        next_group=len(made) - after[-1],
     )
 
 
@@ -387,9 +367,13 @@ def _of_new_group(task: Task, is_primary: bool, steps: Sequence[RankStep]) -> It
 
 
 @contextmanager
-def _counted() -> Iterator[Counting]:
-    """Whatever is compiled goes to a counting backend, wherever it is compiled."""
-    backend, compiled = Counting(), torch.compile
+def _counted() -> Iterator[list[torch.fx.GraphModule]]:
+    """Yield the graphs that are compiled, wherever that is; they run as they are."""
+    made, compiled = list[torch.fx.GraphModule](), torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **{**kwargs, "backend": backend})
@@ -399,4 +383,4 @@ def _counted() -> Iterator[Counting]:
         patch.object(torch, "compile", compile),
         torch._dynamo.config.patch(specialize_float=True),
     ):
-        yield backend
+        yield made

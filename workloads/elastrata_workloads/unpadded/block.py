@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from elastrata_workloads.unpadded.attention import ProjectedAttention
 from elastrata_workloads.unpadded.batch import Segments
 from elastrata_workloads.unpadded.dropout import HiddenDropout
-from elastrata_workloads.unpadded.shapes import Activation, BlockShape, is_gated
+from elastrata_workloads.unpadded.shapes import Activation, BlockShape
 
 _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -23,56 +23,25 @@ _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 arXiv 1606.08415; Shazeer 2020, arXiv 2002.05202)."""
 
 
-def feed_forward(
-    hidden_size: int, intermediate_size: int, *, activation: Activation, bias: bool
-) -> FeedForward | GatedFeedForward:
-    """The module with that activation."""
-    kind = GatedFeedForward if is_gated(activation) else FeedForward
-    return kind(hidden_size, intermediate_size, _FUNCTIONS[activation], bias=bias)
-
-
 class FeedForward(nn.Module):
-    """Wider, through the activation, and back."""
+    """Wider, through the activation, and back; if gated, the activation is applied to the gate
+    alone."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: Callable[[Tensor], Tensor],
-        *,
-        bias: bool,
-    ) -> None:
+    def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.activation = activation
-        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        hidden, inner = shape.attention.hidden_size, shape.intermediate_size
+        self.activation = _FUNCTIONS[shape.activation]
+        self.gate = nn.Linear(hidden, inner, bias=shape.bias) if shape.gated else None
+        self.up = nn.Linear(hidden, inner, bias=shape.bias)
+        self.down = nn.Linear(inner, hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Shape [T, E] to [T, E]."""
-        out: Tensor = self.down(self.activation(self.up(hidden)))
-        return out
-
-
-class GatedFeedForward(nn.Module):
-    """The same with a gate: the activation is applied to that alone."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: Callable[[Tensor], Tensor],
-        *,
-        bias: bool,
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Shape [T, E] to [T, E]."""
-        out: Tensor = self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+        if self.gate is None:
+            inner = self.activation(self.up(hidden))
+        else:
+            inner = self.activation(self.gate(hidden)) * self.up(hidden)
+        out: Tensor = self.down(inner)
         return out
 
 
@@ -86,9 +55,7 @@ class Block(nn.Module):
         self.attention = ProjectedAttention(shape.attention)
         self.attention_dropout = HiddenDropout(shape.attention_dropout, site=1)
         self.feed_forward_norm = shape.norm.over(hidden)
-        self.feed_forward = feed_forward(
-            hidden, shape.intermediate_size, activation=shape.activation, bias=shape.bias
-        )
+        self.feed_forward = FeedForward(shape)
         self.feed_forward_dropout = HiddenDropout(shape.feed_forward_dropout, site=2)
 
     def forward(
