@@ -20,6 +20,7 @@ class ForwardBackward(Protocol):
 
     def ready(self, batches: Sequence[Batch]) -> list[Batch]:
         """Prepares micro-batches for the model."""
+        return list(batches)
 
     def train(
         self, batches: Sequence[Batch], weights: Mapping[str, float], *, rounds: int
@@ -46,6 +47,7 @@ class ForwardBackward(Protocol):
 
     def figures(self) -> Mapping[str, Any]:
         """Fields of the `StepRecord` of the last step."""
+        return {}
 
 
 class WholeModel(ForwardBackward):
@@ -57,10 +59,6 @@ class WholeModel(ForwardBackward):
         self._model = model
         self._workload = workload
         self._gradient_sync = gradient_sync
-
-    @override
-    def ready(self, batches: Sequence[Batch]) -> list[Batch]:
-        return list(batches)
 
     @override
     def train(
@@ -93,10 +91,6 @@ class WholeModel(ForwardBackward):
     @override
     def synchronizes(self, when: GradientSync) -> None:
         self._gradient_sync = when
-
-    @override
-    def figures(self) -> Mapping[str, Any]:
-        return {}
 
 
 def weighted(loss: Loss, weights: Mapping[str, float]) -> torch.Tensor:

@@ -133,73 +133,57 @@ class Loop:
         prepare = partial(self._prepared, forward_backward)
         background = self.background(self.device)
         own = own_time(self.device, self.blocks if self.world_size > 1 else ())
-        with closing(own), Prefetch(stream, prepare, foreseen, background) as steps:
-            yield from self._trained(
-                forward_backward, optimizer, steps, cut, start, asked, before_change, own, measured
-            )
-
-    def _trained(
-        self,
-        forward_backward: ForwardBackward,
-        optimizer: torch.optim.Optimizer,
-        steps: Prefetch,
-        cut: Cut,
-        start: Start,
-        asked: Callable[[], Action],
-        before_change: Callable[[], None],
-        own: OwnTime,
-        measured: Callable[[RankStep, Sequence[Effort]], None],
-    ) -> Generator[tuple[StepRecord, Action]]:
         samples, tokens = start.samples, start.tokens
-        forget_peak(self.device)
         known: Mapping[str, float] | None = None
-        stopwatch, dealt_by = Stopwatch(), Speeds()
-        for rank_step in cut(steps):
-            stopwatch.passed("seconds_waiting_for_data")
-            ready, action = steps.ready(rank_step), asked()
-            batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
-            check_same_deal(batch, rank_step.speeds)
-            stopwatch.passed("seconds_collating")
-            if self.hooks.changes_before(rank_step.step):
-                before_change()
-            self.hooks.before_step(rank_step.step, optimizer)
-            lr = self.learning_rate(rank_step.step - 1)
-            set_learning_rate(optimizer, lr)
-            names = sorted(ready.sums) if steps.reads_ahead else []
-            own.begin()
-            result = train_step(
-                forward_backward,
-                optimizer,
-                ready.batches,
-                weights=_weights(batch),
-                clip=self.clip,
-                rounds=rank_step.rounds,
-                is_primary=self.is_primary,
-                hooks=self.hooks,
-                more=partial(self._told, action, own, rank_step.work, steps, names),
-                before_change=before_change,
-            )
-            if result.skipped and self.on_nonfinite == "stop":
-                raise TrainingError(_nonfinite(rank_step.step, result))
-            message = StepMessage.read(result.more, names, self.world_size)
-            known = message.next_sums
-            samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
-            record = StepRecord(
-                samples=samples,
-                tokens=tokens,
-                lr=lr,
-                **self._step_fields(rank_step),
-                speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
-                **_effort_fields(message.efforts),
-                **forward_backward.figures(),
-                **_loss_fields(result),
-                **_batch_fields(batch),
-                **self.hooks.figures(int(batch["tokens"])),
-                **self._time_fields(stopwatch, batch["flops"]),
-            )
-            measured(rank_step, message.efforts)
-            yield record, message.action
-            stopwatch, dealt_by = Stopwatch(), rank_step.speeds
+        with closing(own), Prefetch(stream, prepare, foreseen, background) as steps:
+            forget_peak(self.device)
+            stopwatch, dealt_by = Stopwatch(), Speeds()
+            for rank_step in cut(steps):
+                stopwatch.passed("seconds_waiting_for_data")
+                ready, action = steps.ready(rank_step), asked()
+                batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
+                check_same_deal(batch, rank_step.speeds)
+                stopwatch.passed("seconds_collating")
+                if self.hooks.changes_before(rank_step.step):
+                    before_change()
+                self.hooks.before_step(rank_step.step, optimizer)
+                lr = self.learning_rate(rank_step.step - 1)
+                set_learning_rate(optimizer, lr)
+                names = sorted(ready.sums) if steps.reads_ahead else []
+                own.begin()
+                result = train_step(
+                    forward_backward,
+                    optimizer,
+                    ready.batches,
+                    weights=_weights(batch),
+                    clip=self.clip,
+                    rounds=rank_step.rounds,
+                    is_primary=self.is_primary,
+                    hooks=self.hooks,
+                    more=partial(self._told, action, own, rank_step.work, steps, names),
+                    before_change=before_change,
+                )
+                if result.skipped and self.on_nonfinite == "stop":
+                    raise TrainingError(_nonfinite(rank_step.step, result))
+                message = StepMessage.read(result.more, names, self.world_size)
+                known = message.next_sums
+                samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
+                record = StepRecord(
+                    samples=samples,
+                    tokens=tokens,
+                    lr=lr,
+                    **self._step_fields(rank_step),
+                    speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
+                    **_effort_fields(message.efforts),
+                    **forward_backward.figures(),
+                    **_loss_fields(result),
+                    **_batch_fields(batch),
+                    **self.hooks.figures(int(batch["tokens"])),
+                    **self._time_fields(stopwatch, batch["flops"]),
+                )
+                measured(rank_step, message.efforts)
+                yield record, message.action
+                stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
     def _told(
         self, action: Action, own: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
