@@ -1,4 +1,4 @@
-"""The channel: nothing that was sent is lost, whoever sends it and whatever becomes of it."""
+"""The channel: nothing that was sent is lost, no matter who sends it and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import ray
 
-from elastrata.cluster.control_channel import Receiver, open_channel
-from elastrata.cluster.event_sender import Sender, tell
+from elastrata.cluster.control_channel import Receiver, Sender, open_channel, tell
 from elastrata.core.events import (
     Action,
     Committed,
@@ -47,11 +46,13 @@ def test_everything_arrives_once_and_in_order(ray_local_of_own_workers: None) ->
         for n in range(2)
     ]
     with received(channel) as events:
+        tell(channel, Warned(text="from elsewhere"))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         sender.close()
+        wait_until(lambda: Warned(text="from elsewhere") in events, 300, "an event from elsewhere")
     texts = [event.text for event in events if isinstance(event, Warned)]
     for number in range(2):
         mine = [text for text in texts if text.startswith(f"{number} ")]
@@ -66,14 +67,6 @@ def test_other_ranks_only_refuse(ray_local_of_own_workers: None) -> None:
         sender.send(Refused(problems=("the shard is damaged",)))
         sender.close()
     assert events == [Refused(problems=("the shard is damaged",))]
-
-
-def test_one_event_from_elsewhere(ray_local_of_own_workers: None) -> None:
-    channel = open_channel()
-    with received(channel) as events:
-        tell(channel, Warned(text="a look at storage failed"))
-        wait_until(lambda: events, 300, "the event")
-    assert events == [Warned(text="a look at storage failed")]
 
 
 def test_the_larger_request_counts_until_it_is_served(ray_local_of_own_workers: None) -> None:
@@ -103,16 +96,6 @@ def test_the_larger_request_counts_until_it_is_served(ray_local_of_own_workers: 
     assert not ray.get(channel.has_halted.remote())
 
 
-def test_an_answer_is_seen_as_soon_as_it_is_there(ray_local_of_own_workers: None) -> None:
-    channel = open_channel()
-    sender = Sender(channel, rank=0)
-    stop = ControlSignal(action=Action.STOP, reason="stop", text="SIGTERM")
-    ray.get(channel.ask.remote(stop))
-    assert sender.look() is None
-    sender.send(Warned(text="anything"))
-    assert wait_until(sender.look, 300, "the answer to what was sent") == stop
-
-
 def test_a_channel_that_is_killed_loses_nothing(ray_local_of_own_workers: None) -> None:
     before = {process.pid for process in helpers_of(os.getpid(), "ControlChannel")}
     channel = open_channel()
@@ -125,6 +108,8 @@ def test_a_channel_that_is_killed_loses_nothing(ray_local_of_own_workers: None) 
         send(process, signal.SIGKILL)
         for step in range(2, 502):
             sender.send(record(step))
-        wait_until(lambda: len(events) == 502, 300, f"all events; {len(events)}")
+        wait_until(lambda: record(501) in events, 300, f"all events; {len(events)}")
         sender.close()
-    assert events == [record(1), Warned(text="all is well"), *map(record, range(2, 502))]
+    sent = [record(1), Warned(text="all is well"), *map(record, range(2, 502))]
+    # in order, and at least once: a batch that was on its way may come again
+    assert list(dict.fromkeys(map(repr, events))) == list(map(repr, sent))

@@ -15,6 +15,7 @@ import pytest
 
 import elastrata
 from elastrata import shipped
+from elastrata.cluster.ray_train_internals import PRIVATE_MEMBERS
 from elastrata.recipe.yaml_reader import available_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ SOURCES = {
 DOORS = {
     "mlflow": {"elastrata.tracking"},
     "ray.data": {
+        "elastrata.cluster.ray_train_internals",
         "elastrata.cluster.source",
         "elastrata_pipelines.preparation",
         "elastrata_pipelines.stream",
@@ -156,6 +158,42 @@ def test_one_library_one_door(library: str) -> None:
         and not any(_below(module, door) for door in DOORS[library])
     }
     assert intruders == set()
+
+
+INTERNALS = ("elastrata.cluster.ray_internals", "elastrata.cluster.ray_train_internals")
+"""The modules that may name underscore attributes of Ray's objects."""
+
+
+def test_underscore_attributes_of_ray_stand_in_two_files() -> None:
+    """A door that holds imports does not hold attributes: no module that imports Ray, or one of
+    these two, names an underscore attribute of anything but itself."""
+    found = {
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for module, tree in _modules()
+        if module not in INTERNALS and any(map(_is_of_ray, _imports(tree)))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr)
+        if ast.unparse(node.value) not in ("self", "cls", "super()", "os")
+    }
+    assert found == set()
+
+
+def test_the_private_members_of_ray_train_are_listed_and_documented() -> None:
+    page = (ROOT / "docs" / "ray-internals.md").read_text(encoding="utf-8")
+    listed = {f"{c.__name__}.{name}" for c, names in PRIVATE_MEMBERS.items() for name in names}
+    assert all(f"`{member}`" in page for member in listed)
+    (tree,) = (tree for module, tree in _modules() if module == INTERNALS[1])
+    ours = {"_controller", "_policy", "_variables"}
+    named = {
+        name
+        for node in ast.walk(tree)
+        if re.match("_[^_]", name := str(getattr(node, "attr", getattr(node, "name", ""))))
+    }
+    assert named - ours == {member.partition(".")[2] for member in listed}
+
+
+def _is_of_ray(imported: str) -> bool:
+    return _below(imported, "ray") or any(_below(imported, module) for module in INTERNALS)
 
 
 OPENED = {"read_text": 1, "write_text": 2, "open": 2, "fdopen": 3}

@@ -17,7 +17,7 @@ from elastrata.cluster.liveness import (
     Taken,
     WorkerLiveness,
 )
-from elastrata.cluster.prestarted import Orders
+from elastrata.cluster.prestarted import Orders, affordable
 from elastrata.cluster.processes import children, environment, state, title
 from elastrata.core.events import Event, Halted, Lost, Started, Warned
 
@@ -168,3 +168,7 @@ def test_a_spare_that_does_not_come_is_asked_for_again_after_a_minute() -> None:
     orders = Orders(3)
     asked = [now for now in range(200) if orders.is_due((), (), now=now)]
     assert asked == [0, 60, 120, 180]
+
+
+def test_spares_are_off_where_they_would_take_more_than_half_of_the_free_memory() -> None:
+    assert [affordable(4, free) for free in (10 * 10**9, 3 * 10**9)] == [4, 0]

@@ -7,9 +7,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from elastrata.cluster.control_channel import open_channel
-from elastrata.cluster.event_sender import Sender
-from elastrata.cluster.measured_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
+from elastrata.cluster.control_channel import Sender, open_channel
+from elastrata.cluster.node_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.order import Order

@@ -10,8 +10,13 @@ import pytest
 import yaml
 from typing_extensions import override
 
-from elastrata.cluster.node_kinds import NodeKinds, kinds_by_node
-from elastrata.cluster.node_speeds import FixedFactors, names_of, unknown_names
+from elastrata.cluster.node_speeds import (
+    FixedFactors,
+    NodeKinds,
+    kinds_by_node,
+    names_of,
+    unknown_names,
+)
 from elastrata.core.loop import check_same_deal, deal_marks
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
@@ -85,8 +90,7 @@ def _node(name: str, device: str | None = None, **labels: str) -> dict[str, Any]
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     described = [_node("1", "A100"), _node("2", "T4", **{"node-group": "cheap"}), _node("3")]
-    for module in ("node_speeds", "node_kinds"):
-        monkeypatch.setattr(f"elastrata.cluster.{module}.nodes", lambda: described)
+    monkeypatch.setattr("elastrata.cluster.node_speeds.nodes", lambda: described)
 
 
 def test_factors_are_those_of_the_node_or_else_of_its_device(cluster) -> None:

@@ -73,20 +73,6 @@ def test_the_next_actors_take_the_spares_and_those_are_replaced() -> None:
     assert _waiting(first, 3).isdisjoint(births)
 
 
-@pytest.mark.matrix
-def test_another_environment_takes_none() -> None:
-    first = _worker(MODULE, "wsgiref.util")
-    ray.get(first.keep_warm.remote(1))
-    spares = _waiting(first, 1)
-    assert _births([_worker()]).keys().isdisjoint(spares)
-    assert _waiting(first, 1) == spares
-
-
-def test_what_cannot_be_imported_is_left_to_the_worker() -> None:
-    births = _births([_worker("nowhere.to_be_found", MODULE)])
-    assert list(births.values()) == [True]
-
-
 def test_a_process_that_ran_a_task_is_given_to_no_actor() -> None:
     """Why spares are not made by tasks."""
     modules = [MODULE, "wsgiref.headers"]

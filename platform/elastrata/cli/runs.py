@@ -117,6 +117,11 @@ def _show_state(console: Console, standing: Status) -> None:
         **({"held out": _evaluation(standing.evaluation)} if standing.evaluation else {}),
         "checkpoint": f"step {newest.step:,}, {newest.uri}" if newest else "none yet",
         "workers": sizes or "none yet",
+        **(
+            {"spares": f"{standing.spare_bytes / 1e9:.1f} GB of memory in idle processes"}
+            if standing.spare_bytes
+            else {}
+        ),
         **({"times": _balance(standing.time_balance)} if standing.time_balance else {}),
         "lost": f"{_duration(standing.seconds_lost)} of {_duration(standing.seconds_in_all)} "
         f"({standing.share_lost:.1%})",

@@ -87,6 +87,7 @@ class Observer:
         self._show = show
         self._world_sizes = list(world_sizes)
         self._attempt = 0
+        self._seen: dict[tuple[type[Event], int | None], int] = {}
         self._step = step
         self._heard = time.monotonic()
         self._substituted = list(substituted)
@@ -100,16 +101,33 @@ class Observer:
             self._handle(events)
 
     def _handle(self, events: Sequence[Event]) -> None:
-        steps = [
-            {"step": event.step, **event.to_metrics()}
-            for event in events
-            if isinstance(event, StepRecord | Evaluated | Stalled)
-        ]
+        steps, shown = [], []
+        for event in events:
+            if not self._is_new(event):
+                continue
+            if isinstance(event, StepRecord | Evaluated | Stalled):
+                steps.append({"step": event.step, **event.to_metrics()})
+            if self._note(event):
+                shown.append(event)
         if steps:
             self._tracker.log_steps(steps)
-        news = [event for event in events if self._note(event)]
-        for event in news:
+        for event in shown:
             self._show_safely(event)
+
+    def _is_new(self, event: Event) -> bool:
+        """Return False for an event of a step of this attempt that has come before: the channel
+        delivers at least once, and again what was on its way when it was replaced."""
+        match event:
+            case Started():
+                if event.attempt <= self._attempt:
+                    return False
+                self._attempt, self._seen = event.attempt, {}
+            case StepRecord() | Evaluated() | Stalled() | Paced() | Slowed():
+                kind = type(event), event.rank if isinstance(event, Slowed) else None
+                if event.step <= self._seen.get(kind, -1):
+                    return False
+                self._seen[kind] = event.step
+        return True
 
     def _show_safely(self, event: Event) -> None:
         """A terminal that is gone, as after `| head`, must not end the record."""
@@ -125,7 +143,6 @@ class Observer:
                 self._step, self._heard = event.step, time.monotonic()
             case Started():
                 self._heard = time.monotonic()
-                self._attempt = event.attempt
                 self._roll_back(event.step)
                 self._world_sizes.append(event.world_size)
                 self._tracker.tag({"world_sizes": ",".join(map(str, self._world_sizes))})

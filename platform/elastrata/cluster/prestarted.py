@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -24,6 +25,7 @@ import ray
 from elastrata.cluster.processes import PROCESSES, children, environment, title
 from elastrata.cluster.ray_internals import SETUP_HOOK, prestart
 from elastrata.core.environment import expand_segments
+from elastrata.recipe.recipe import SPARE_BYTES
 
 SECONDS_KEPT = 3600
 """After this time Ray may end a spare, where it has more idle processes than idle CPUs."""
@@ -35,10 +37,14 @@ _MODULES = "ELASTRATA_IMPORT_AHEAD"
 _IDLE = "ray::IDLE"
 
 
-def runtime_env(modules: Iterable[str]) -> dict[str, Any]:
-    """A runtime environment whose processes import `modules` at their birth."""
+def runtime_env(
+    modules: Iterable[str], variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return a runtime environment with these variables, whose processes import `modules` when
+    they start."""
     return {
         "env_vars": {
+            **(variables or {}),
             SETUP_HOOK: f"{__name__}.{import_ahead.__name__}",
             _MODULES: ",".join(modules),
         }
@@ -48,11 +54,18 @@ def runtime_env(modules: Iterable[str]) -> dict[str, Any]:
 def import_ahead() -> None:
     """Imports the modules of this process's runtime environment. Ray calls it, before all else."""
     expand_segments()
-    for module in os.environ.get(_MODULES, "").split(","):
-        # What cannot be imported is told where it is used: an error here would end the process,
-        # and Ray would start another, again and again.
-        with contextlib.suppress(Exception):
+    for module in filter(None, os.environ.get(_MODULES, "").split(",")):
+        try:
             importlib.import_module(module)
+        except Exception as error:
+            # An error here would end the process, and Ray would start another, again and again.
+            # The worker fails with it where it uses the module; the process's log has both.
+            print(f"not imported ahead: {module}: {error!r}", file=sys.stderr)
+
+
+def affordable(count: int, free_bytes: int) -> int:
+    """Return `count` if that many spares leave as much memory free as they take; else 0."""
+    return count if free_bytes >= 2 * count * SPARE_BYTES else 0
 
 
 class Spares:

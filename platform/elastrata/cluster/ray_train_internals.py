@@ -1,27 +1,28 @@
-"""Ray Train's internals: what this project extends of Ray Train without Ray's promise.
+"""Ray Train's internals: every part of Ray Train that this project uses and Ray does not promise.
 
-Nothing else imports `ray.train.v2`; a new version of Ray is looked at here.
+No other module imports `ray.train.v2` or names an underscore member of Ray Train. The members in
+`PRIVATE_MEMBERS` are looked up before a run starts; `docs/ray-internals.md` says what each is for
+and what breaks without it. Check this file first when Ray's version changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
+import ray
+import ray.train.torch
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    get_or_create_autoscaling_coordinator,
 )
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import TrainRunContext, get_train_context
 from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.controller.state import SchedulingState
 from ray.train.v2._internal.execution.scaling_policy import (
-    ElasticScalingPolicy,
     NoopDecision,
     ResizeDecision,
     ScalingDecision,
@@ -29,47 +30,42 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
     TrainAutoscalingCoordinatorClient,
 )
-from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
 )
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
-from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
-from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers
-from ray.train.v2.api import data_parallel_trainer
+from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.util.placement_group import NODE_ID_LABEL_KEY
 from typing_extensions import override
 
 __all__ = [
     "CONTROLLER_MODULES",
-    "ENV_VARS_TO_PROPAGATE",
-    "BackendSetupCallback",
-    "ElasticScalingPolicy",
+    "ControlledTrainer",
+    "ControllerCallback",
     "FailureConfig",
     "NoopDecision",
-    "PlacementGroupCleanerCallback",
+    "PlacedWorkerGroup",
     "PlacementGroupHandle",
-    "ReplicaGroup",
+    "RayTrainWorker",
     "ResizeDecision",
     "RunConfig",
     "ScalingConfig",
     "ScalingDecision",
-    "SchedulingState",
     "TrainAutoscalingCoordinatorClient",
     "TrainController",
     "TrainRunContext",
     "Worker",
-    "WorkerGroup",
     "WorkerGroupCallback",
+    "WorkerGroupContext",
     "WorkerGroupStartupFailedError",
-    "WorkerGroupStartupTimeoutError",
-    "WorkerGroupStateBuilder",
     "bundle_to_remote_args",
-    "invoke_context_managers",
-    "label_selectors",
+    "get_env_vars_to_propagate",
+    "get_or_create_autoscaling_coordinator",
+    "missing_members",
     "training_has_ended",
-    "with_controller",
 ]
 
 CONTROLLER_MODULES = (
@@ -81,41 +77,96 @@ CONTROLLER_MODULES = (
 )
 """Modules that the actors of a new group's controller import before they are of use."""
 
-
-@contextmanager
-def with_controller(kind: type[TrainController]) -> Iterator[None]:
-    """Trainers that run in this block have such a controller: Ray has no parameter for it."""
-    module: Any = data_parallel_trainer
-    theirs, module.TrainController = module.TrainController, kind
-    try:
-        yield
-    finally:
-        module.TrainController = theirs
+PRIVATE_MEMBERS = {
+    ray.train.torch.TorchTrainer: ("_initialize_and_run_controller",),
+    WorkerGroup: ("_assign_worker_ranks", "_create_placement_group", "_create_workers"),
+}
+"""The underscore members of Ray Train that this file overrides or calls, by class."""
+_POLL_SECONDS = 0.01
 
 
-class _OneForEach(dict[str, str]):
-    def __init__(self, selectors: Sequence[Mapping[str, str]]) -> None:
-        super().__init__(selectors[0])
-        self._left = iter(selectors)
-
-    @override
-    def copy(self) -> dict[str, str]:
-        return dict(next(self._left))
+def missing_members(
+    members: Mapping[Any, Sequence[str]] = PRIVATE_MEMBERS, owner: Any = WorkerGroup
+) -> list[str]:
+    """Return the members of a class that this version of Ray lacks, as `Class.member`."""
+    return [f"{owner.__name__}.{name}" for name in members[owner] if not hasattr(owner, name)]
 
 
-def label_selectors(selectors: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What the hook before the start of a group returns for a label selector of every worker's own:
-    Ray takes a single one, and copies it for each worker, in order.
+class ControlledTrainer(ray.train.torch.TorchTrainer):
+    """Ray's trainer with a controller and a scaling policy of this project.
 
     Args:
-        selectors: of each worker, at least one.
+        arguments: of Ray's trainer.
+        controller: class of the actor that leads the workers.
+        policy: decides the number of workers; it has the methods of Ray's `ScalingPolicy`.
+        variables: environment variables of the controller's process.
+        named: further arguments of Ray's trainer.
     """
-    return _OneForEach(selectors)
+
+    def __init__(
+        self,
+        *arguments: Any,
+        controller: type[TrainController],
+        policy: ControllerCallback,
+        variables: Mapping[str, str],
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._controller, self._policy, self._variables = controller, policy, dict(variables)
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        # Ray's trainer has no parameter for the controller's class, its policy or its environment.
+        # Its cleaner of placement groups asks the dashboard of whichever cluster answers for the
+        # controller, and removes the groups of a live one; the driver frees what is left instead.
+        arguments["scaling_policy"] = self._policy
+        arguments["callbacks"] = [
+            callback
+            for callback in arguments["callbacks"]
+            if not isinstance(callback, PlacementGroupCleanerCallback)
+        ]
+        variables = {**get_env_vars_to_propagate(), **self._variables}
+        kind: Any = ray.remote(
+            num_cpus=0,
+            label_selector={NODE_ID_LABEL_KEY: ray.get_runtime_context().get_node_id()},
+            runtime_env={"env_vars": variables},
+        )
+        controller = kind(self._controller).remote(**arguments)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+
+class PlacedWorkerGroup(WorkerGroup):
+    """Ray Train's group of workers, whose places and processes a subclass provides."""
+
+    def reserve(self, context: WorkerGroupContext) -> PlacementGroupHandle:
+        """Ask for room for the workers of the group."""
+        raise NotImplementedError
+
+    def start_workers(self, places: Any) -> list[Worker]:
+        """Return the workers of the group once they run, in the order of their places.
+
+        Args:
+            places: `placement_group` of what `reserve` returned.
+        """
+        raise NotImplementedError
+
+    @override
+    def _create_placement_group(
+        self, scaling_config: ScalingConfig, worker_group_context: WorkerGroupContext
+    ) -> PlacementGroupHandle:
+        return self.reserve(worker_group_context)
+
+    @override
+    def _create_workers(
+        self, num_workers: int, placement_group: Any, *arguments: Any, **named: Any
+    ) -> list[Worker]:
+        return self._assign_worker_ranks(self.start_workers(placement_group))
 
 
 def training_has_ended(seconds: float) -> bool:
-    """In a worker: whether its training thread ends within so many seconds, or never began."""
+    """In a worker: return True once its training thread has ended, False after `seconds`."""
     runner = get_train_context().execution_context.training_thread_runner
-    if thread := runner._thread:
-        thread.join(seconds)
+    deadline = time.monotonic() + seconds
+    while runner.is_running() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     return not runner.is_running()

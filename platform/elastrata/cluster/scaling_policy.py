@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from typing_extensions import override
 
+from elastrata.cluster.control_channel import tell
 from elastrata.cluster.leaked_placement_groups import note_controller
 from elastrata.cluster.nodes import (
     draining,
@@ -26,17 +27,16 @@ from elastrata.cluster.nodes import (
     refuses,
     unreachable,
 )
-from elastrata.cluster.placement import in_order, in_whole_groups, place
 from elastrata.cluster.ray_internals import free_resources
 from elastrata.cluster.ray_train_internals import (
-    ElasticScalingPolicy,
+    ControllerCallback,
     NoopDecision,
     ResizeDecision,
     ScalingConfig,
     ScalingDecision,
     TrainAutoscalingCoordinatorClient,
     TrainRunContext,
-    label_selectors,
+    get_or_create_autoscaling_coordinator,
 )
 from elastrata.cluster.scaling_machine import (
     ControllerStarted,
@@ -58,20 +58,27 @@ from elastrata.cluster.scaling_machine import (
     SizeProposed,
     StartGroup,
     Withdraw,
+    in_order,
+    in_whole_groups,
+    place,
 )
-from elastrata.cluster.slow_nodes import SlowNodes
-from elastrata.core.events import Action
+from elastrata.cluster.staying_workers import WorkerPlaces
+from elastrata.core.events import Action, Warned
 
 _SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_QUERIES = 1.0
 _RETRY_SECONDS = (45.0, 90.0)
 """Until a run asks again for what an autoscaler refused; drawn for each run."""
 _ROUNDING = 1e-6
 """Ray adds up fractions of a CPU; three workers of 0.4 need no more than 1.2."""
 
 
-class GracefulScalingPolicy(ElasticScalingPolicy):
+class GracefulScalingPolicy(ControllerCallback):
     """Decides the number of workers, between the recipe's bounds, in Ray Train's controller: feeds
     a `ScalingMachine` and carries out what it says.
+
+    It has what the controller calls of Ray's `ScalingPolicy`, and no base of that kind: those give
+    no other way to their resource requests than underscore members.
 
     Args:
         scaling: with the bounds, and how often a resize upward is considered.
@@ -101,7 +108,9 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         peaks: Mapping[str, float] | None = None,
         fastest_first: bool = True,
     ) -> None:
-        super().__init__(scaling)
+        self.scaling_config = scaling
+        resources: Any = scaling.resources_per_worker
+        self._resources: dict[str, float] = dict(resources or {})
         self._channel = channel
         self._run = run
         self._multiple = multiple
@@ -113,25 +122,34 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
             retry_seconds=random.uniform(*_RETRY_SECONDS),
         )
         self._group: Any = None
-        self._status: Any = None
         self._avoided: frozenset[str] = frozenset()
         self._own_nodes: frozenset[str] = frozenset()
         self._demanded: int | None = None
+        self._reserved: Any = None
+        self._reserved_at = self._considered_at = float("-inf")
         self._reserved_count = 0
         self._tensor, self._peaks, self._fastest_first = tensor, peaks, fastest_first
         self._was_placed = False
         self._proposed: SizeProposed | None = None
-        self.prepare: Callable[[int, Mapping[str, str] | None], bool | None] | None = None
-        """Starts so many more workers on such nodes; returns whether they are there, or None where
-        there is no room for them. Without it newcomers start when the others have halted."""
+        self._client: Any = None
+        self._scaling_of_run: Any = None
 
     @override
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         note_controller(self._run)
-        self._requester_id = self._run
-        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._run)
-        self._send_resource_request()  # type: ignore[no-untyped-call]
+        self._scaling_of_run = train_run_context.scaling_config
+        self._client = TrainAutoscalingCoordinatorClient(self._run)
+        self._request_room()
         self._feed(ControllerStarted())
+
+    @override
+    async def before_controller_shutdown(self) -> None:
+        self.before_controller_abort()
+
+    @override
+    def before_controller_abort(self) -> None:
+        if self._client:
+            self._client.cancel_resource_request()
 
     @property
     def avoided(self) -> frozenset[str]:
@@ -143,17 +161,16 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         """Whether it matters which worker is on which node."""
         return self._tensor > 1 or bool(self._peaks)
 
-    @override
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        self._group = self._status = self._proposed = None
+        """Return the size of a group to start, if there is room for one. Called by Ray Train."""
+        self._group = self._proposed = None
         return self._feed(NoGroup()) or NoopDecision()
 
-    @override
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
-        self._group, self._status = worker_group_state, worker_group_status
-        self._was_placed = False
+        """Return another size for the group, once its workers have halted. Called by Ray Train."""
+        self._group, self._was_placed = worker_group_state, False
         return self._feed(GroupRuns()) or NoopDecision()
 
     def _feed(self, event: ScalingEvent) -> ScalingDecision | None:
@@ -175,11 +192,14 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
                 self._call("withdraw", Action.HALT)
             case Demand(workers):
                 self._demanded = workers
-                self._send_resource_request()  # type: ignore[no-untyped-call]
+                self._request_room()
             case Resize(workers):
-                return self._get_resize_decision(workers)
+                return self._resize(workers)
             case StartGroup():
-                return super().make_decision_for_non_running_worker_group()
+                count = self._count_reserved()
+                if count is None or count < self.scaling_config.min_workers:
+                    return None
+                return self._resize(count)
             case Pause(seconds):
                 time.sleep(seconds)
         return None
@@ -206,22 +226,33 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     def _proposal(self) -> SizeProposed | None:
         """Another size, once the newcomers that it needs are there."""
         if self._proposed is None:
-            decision = super().make_decision_for_running_worker_group(self._group, self._status)
-            if not isinstance(decision, ResizeDecision):
+            have, wanted = self._group.num_workers, self._considered()
+            if wanted in (None, have) or wanted < self.scaling_config.min_workers:
                 return None
-            have, wanted = self._group.num_workers, decision.num_workers
             self._proposed = SizeProposed(have, wanted, self._free())
         if self._newcomers_are_awaited(self._proposed):
             return None
         proposed, self._proposed = self._proposed, None
         return proposed
 
+    def _considered(self) -> int | None:
+        """Return the workers there is room for; None if that was considered a moment ago."""
+        now = time.monotonic()
+        since = max(self._group.start_time, self._considered_at)
+        if now - since < self.scaling_config.elastic_resize_monitor_interval_s:
+            return None
+        self._considered_at = now
+        return self._count_reserved()
+
     def _newcomers_are_awaited(self, size: SizeProposed) -> bool:
+        """Start the newcomers of a larger group; return True while they have not all started.
+        Without workers that stay, newcomers start when the others have halted."""
         more = min(size.proposed - size.workers, size.free)
         more -= more % self._multiple
-        if more <= 0 or self.prepare is None or self.places_by_rules:
+        places = self._group.placement_group_handle
+        if more <= 0 or not isinstance(places, WorkerPlaces) or self.places_by_rules:
             return False
-        are_there = self.prepare(more, elsewhere(self._avoided))
+        are_there = places.prepare(more, elsewhere(self._avoided))
         if are_there is None:
             self._proposed = None
         return not are_there
@@ -239,10 +270,9 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
     def _possible(self) -> int:
         """The workers there is room for, from a fresh view of the cluster."""
         self._avoided = self._left_out(draining() | unreachable())
-        self._send_resource_request()  # type: ignore[no-untyped-call]
-        self._latest_reserved_resources_query_time = float("-inf")
-        reserved = self._get_reserved_resources()
-        return self._count_possible_workers(reserved) if reserved else 0
+        self._request_room()
+        self._reserved_at = float("-inf")
+        return self._count_reserved() or 0
 
     def _left_out(self, avoided: frozenset[str]) -> frozenset[str]:
         """These nodes and the slow ones; without those where too few workers were left."""
@@ -259,38 +289,43 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         avoided = self._avoided | unreachable()
         return sum(self._room(r) for node, r in free_resources().items() if node not in avoided)
 
-    @override
-    def _get_reserved_resources(self) -> Any:
-        age = time.monotonic() - self._latest_reserved_resources_query_time
-        if age < self.GET_RESERVED_RESOURCES_INTERVAL_S:
-            return self._latest_reserved_resources
-        # Without `recompute` a node that died less than 20 s ago is still counted on.
-        call = self._autoscaling_coordinator.get_reserved_resources
-        try:
-            reserved = ray.get(
-                call.remote(self._requester_id, recompute=True), timeout=_SECONDS_TO_ANSWER
-            )
-        except ray.exceptions.RayError:
-            reserved = None
-        self._latest_reserved_resources_query_time = time.monotonic()
-        self._latest_reserved_resources = reserved
-        return reserved
+    def _request_room(self) -> None:
+        """Reserve room for as many workers as the autoscaler may ever grant. Without one: for the
+        most workers, and once more for those that the run's own nodes about to go have room for,
+        at most twice as many: else Ray might reserve room on these alone."""
+        self._client.send_resource_request(self.scaling_config, self._requested())
 
-    @override
-    def _get_num_workers_for_resource_request(self) -> int:
-        """As many as the autoscaler may ever grant. Without one: the most workers, and once more
-        those that the run's own nodes about to go have room for: else Ray might reserve room on
-        these alone. At most twice as many."""
+    def _requested(self) -> int:
         return self._wanted() if self._demanded is None else self._demanded
+
+    def _count_reserved(self) -> int | None:
+        """Return the workers that there is reserved room for; None if Ray does not answer."""
+        self._client.maybe_send_resource_request(self.scaling_config, self._requested())
+        reserved = self._reserved_resources()
+        return None if reserved is None else self.count_possible(reserved)
+
+    def _reserved_resources(self) -> Any:
+        now = time.monotonic()
+        if now - self._reserved_at < _SECONDS_BETWEEN_QUERIES:
+            return self._reserved
+        coordinator: Any = get_or_create_autoscaling_coordinator()  # type: ignore[no-untyped-call]
+        # Without `recompute` a node that died less than 20 s ago is still counted on.
+        call = coordinator.get_reserved_resources.remote(self._run, recompute=True)
+        try:
+            self._reserved = ray.get(call, timeout=_SECONDS_TO_ANSWER)
+        except ray.exceptions.RayError:
+            self._reserved = None
+        self._reserved_at = time.monotonic()
+        return self._reserved
 
     def _wanted(self) -> int:
         leaving = self._avoided & self._own_nodes
         room = sum(self._room(n["Resources"]) for n in nodes() if n["NodeID"] in leaving)
         return self.scaling_config.max_workers + min(room, self.scaling_config.max_workers)
 
-    @override
-    def _count_possible_workers(self, reserved_resources: Any) -> int:
-        staying = [r for node, r in reserved_resources.items() if node not in self._avoided]
+    def count_possible(self, reserved: Mapping[str, Mapping[str, float]]) -> int:
+        """Return the workers that fit into reserved resources, by node, in whole groups."""
+        staying = [r for node, r in reserved.items() if node not in self._avoided]
         rooms = [self._room(resources) for resources in staying]
         count = in_whole_groups(rooms, self._tensor)
         if count < max(self.scaling_config.min_workers, self._multiple):
@@ -300,22 +335,27 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
         return count - count % self._multiple
 
     @override
-    def on_controller_start_worker_group(
-        self, *, scaling_config: ScalingConfig, num_workers: int
-    ) -> dict[str, str] | None:
-        """Where the workers may be placed: Ray would take nodes that it has not yet missed. A group
-        that did not start where each worker had its node is placed by Ray the next time."""
+    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
+        """Say where the workers may be placed: Ray would take nodes that it has not yet missed."""
+        # The hook that Ray has for this takes one selector for all workers; only the scaling
+        # configuration of the run takes a list, and it is read after this.
+        self._scaling_of_run.label_selector = self._selectors(resize_decision.num_workers)
+
+    def _selectors(self, num_workers: int) -> list[dict[str, str]] | None:
+        """Return the label selector of each worker. A group that did not start when each worker had
+        its node is placed by Ray the next time."""
         if self.places_by_rules and not self._was_placed:
             placed = self._placed(num_workers)
             self._was_placed = placed is not None
             if placed:
-                return label_selectors([only_on(node) for node in placed])
+                return [only_on(node) for node in placed]
         self._was_placed = False
-        return elsewhere(self._avoided)
+        selector = elsewhere(self._avoided)
+        return [selector] * num_workers if selector else None
 
     def _placed(self, num_workers: int) -> list[str] | None:
         """The node of each worker, in the order of ranks; None where there is no room for all."""
-        reserved = self._get_reserved_resources() or {}
+        reserved = self._reserved_resources() or {}
         rooms = {
             node: self._room(resources)
             for node, resources in reserved.items()
@@ -327,13 +367,15 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
 
     def _room(self, resources: Mapping[str, float]) -> int:
         """Workers that fit into the resources of one node."""
-        wanted = self.scaling_config._resources_per_worker_not_none
         fitting = [
             (resources.get(name, 0.0) + _ROUNDING) // amount
-            for name, amount in wanted.items()
+            for name, amount in self._resources.items()
             if amount > 0
         ]
         return int(min(fitting, default=self.scaling_config.max_workers))
+
+    def _resize(self, workers: int) -> ResizeDecision:
+        return ResizeDecision(workers, self._resources)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Calls the channel; one that does not answer is one that halts nobody."""
@@ -343,3 +385,34 @@ class GracefulScalingPolicy(ElasticScalingPolicy):
             )
         except ray.exceptions.RayError:
             return None
+
+
+class SlowNodes:
+    """Asks the control channel for them, and says who is left out.
+
+    Args:
+        channel: its handle.
+        limit: nodes with a worker below this share of its kind's pace are slow.
+    """
+
+    def __init__(self, channel: Any, limit: float) -> None:
+        self._channel, self._limit = channel, limit
+        self._known: frozenset[str] = frozenset()
+
+    def nodes(self) -> frozenset[str]:
+        """Their ids; those known last, where the channel does not answer."""
+        try:
+            call = self._channel.slow_nodes.remote()
+            found: Mapping[str, float] = ray.get(call, timeout=_SECONDS_TO_ANSWER)
+        except ray.exceptions.RayError:
+            return self._known
+        slow = {node: factor for node, factor in found.items() if factor < self._limit}
+        for node in slow.keys() - self._known:
+            text = (
+                f"node {node} has a worker at {slow[node]:.2f} of its kind's speed, below "
+                f"workers.exclude_slower_than ({self._limit:g}): left out from the next resize on, "
+                "where enough workers have room elsewhere"
+            )
+            tell(self._channel, Warned(text=text))
+        self._known = frozenset(slow)
+        return self._known

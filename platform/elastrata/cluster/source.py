@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.data import Dataset
 
-from elastrata.cluster.event_sender import tell
+from elastrata.cluster.control_channel import tell
 from elastrata.cluster.ray_train_internals import WorkerGroupCallback
 from elastrata.core.events import Warned
 from elastrata.replicas.storage import Replicas

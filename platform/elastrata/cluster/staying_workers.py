@@ -1,49 +1,81 @@
-"""Workers that stay: when a group of workers ends, its processes serve in the next one.
+"""Workers that stay: when a group of workers ends, its processes serve in the next group.
 
-Ray Train ends a whole group where one worker is lost, or one is to be added: every process, with
-its imports, its CUDA context and what it has compiled, is started anew. Here the next group takes
-over the processes that did nothing wrong, where they are, and the barrier of the group; only what
-is missing is started. What a process does for a group is the same either way: a process group of
-its own, the model, the state from the newest copy, the stream from there (`worker.py`). So both
-ways give the same digests and losses.
+Ray Train ends a whole group when one worker is lost or one is to be added: every process, with its
+imports, its CUDA context and what it has compiled, is started anew. Here the next group takes over
+the processes that did nothing wrong, and only what is missing is started. A process does the same
+for every group (`worker.py`): it joins a new process group, builds the model, loads the newest copy
+of the state and opens the stream there. Digests and losses are those of workers started anew.
 
-Runs in Ray Train's controller; `staying_controller.py` says who may stay.
+Sections: places of workers; leaving a group, in a worker; the group and its handover to the next
+one, in Ray Train's controller.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed.distributed_c10d import _abort_process_group
 from typing_extensions import override
 
-from elastrata.cluster.leaving import leave
+from elastrata.cluster.failures import is_victim
 from elastrata.cluster.ray_train_internals import (
-    BackendSetupCallback,
-    ReplicaGroup,
+    ControllerCallback,
+    PlacedWorkerGroup,
+    PlacementGroupHandle,
+    RayTrainWorker,
+    ResizeDecision,
+    TrainController,
+    TrainRunContext,
     Worker,
-    WorkerGroup,
+    WorkerGroupCallback,
+    WorkerGroupContext,
     WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-    WorkerGroupStateBuilder,
     bundle_to_remote_args,
-    invoke_context_managers,
+    get_env_vars_to_propagate,
+    training_has_ended,
 )
-from elastrata.cluster.worker_places import WorkerPlaces
 
+if TYPE_CHECKING:
+    from elastrata.cluster.scaling_policy import GracefulScalingPolicy
+
+STAYING_VARIABLES = {
+    # Ray gives every worker of a node the union of the group's GPU ids and takes a worker's device
+    # as an index into it. CUDA reads the variable once per process: a process of ids 0,1,2,3 that
+    # stays in a group of 1,2,3 would compute on 0,1,2. Without sharing, each process sees its own
+    # GPU alone, as device 0 of every group (NCCL reaches GPUs of other processes by their bus ids).
+    "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
+}
+"""Environment of the controller of workers that stay."""
+STAYING_WORKER_VARIABLES = {
+    # Under Ray's choice, 1, NCCL's watchdog ends the process when a collective is aborted.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+"""Environment of workers that stay."""
 _SECONDS_TO_LEAVE = 10.0
-"""For the training thread of a worker to end, once its group is broken."""
+"""Time for a worker's training thread to end once its group is broken."""
 _SECONDS_TO_START = 15.0
-"""For what is missing to be there."""
+"""Time for missing workers to start beside those that stay."""
 _SECONDS_TO_PREPARE = 60.0
-"""For room for newcomers, while the others train: nobody is halted for those that do not come."""
+"""Time for newcomers to find room; the others train until they have started."""
 _logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------- places of workers
+
+_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -53,182 +85,73 @@ class Newcomers:
     actors: Mapping[int, Any]
     """By the numbers of their places."""
     calls: Sequence[Any]
-    """Answered by those that are there."""
+    """Answered by those that have started."""
     since: float
 
     @property
-    def are_there(self) -> bool:
-        """Whether all of them are."""
+    def have_started(self) -> bool:
+        """True once every newcomer has started."""
         return not ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[1]
 
 
-@dataclass(frozen=True)
-class Stayed:
-    """What is left of a group of workers, for the next one."""
+class WorkerPlaces(PlacementGroupHandle):
+    """The placement groups of a group's workers: one bundle each, so that they come and go singly.
 
-    workers: Sequence[Worker]
-    coming: Mapping[int, Any]
-    """Actors that are starting, by the numbers of their places."""
-    places: WorkerPlaces
-    """Of the workers and, free, of those that are missing where their nodes are still good."""
-    barrier: Any
-    """Ray Train's `SynchronizationActor`."""
+    Places have numbers that are unique in this process. Ray places each bundle on the node where it
+    leaves the least free, so that workers are together on few nodes.
 
-    def end(self) -> None:
-        """Nobody takes it over."""
-        ray.kill(self.barrier)
-        self.places.shutdown()
+    Args:
+        run: context of the run, with the workers' runtime environment.
+        resources: of one worker.
+    """
 
+    def __init__(self, run: TrainRunContext, resources: Mapping[str, float]) -> None:
+        self._run, self._resources = run, dict(resources)
+        self._groups: dict[int, PlacementGroup] = {}
+        self._seconds_to_wait = float("inf")
+        self.newcomers: Newcomers | None = None
+        """Workers for the next group, if that is to be larger."""
+        self.is_kept = False
+        """True while the places outlive their group."""
 
-class StayingWorkerGroup(WorkerGroup):
-    """A group of workers that can let its workers go, and take over those of another."""
-
-    stayed: Stayed | None = None
-    """What it takes over."""
-    newcomers: Newcomers | None = None
-    """For the group after it, should that be larger."""
-
-    def prepare(self, count: int, selector: Mapping[str, str] | None) -> bool | None:
-        """Starts so many workers for the group after it, beside its own.
-
-        Returns:
-            Whether all are there; None: there is no room for them after all, and they are given up.
-        """
-        state: Any = self._worker_group_state
-        places: WorkerPlaces = state.placement_group_handle
-        if self.newcomers is None or len(self.newcomers.actors) != count:
-            for number in self.newcomers.actors if self.newcomers else ():
-                places.free(number)
-            resources = self._worker_group_context.resources_per_worker
-            actors = self._actors(places, places.reserve(resources, [selector] * count))
-            calls = [actor.get_metadata.remote() for actor in actors.values()]
-            self.newcomers = Newcomers(actors, calls, time.monotonic())
-        if self.newcomers.are_there:
-            return True
-        is_late = time.monotonic() - self.newcomers.since > _SECONDS_TO_PREPARE
-        if not is_late or all(places[number].wait(0) for number in self.newcomers.actors):
-            return False
-        for number in self.newcomers.actors:
-            places.free(number)
-        self.newcomers = None
-        return None
-
-    def let_go(self, staying: Collection[int], freed: Iterable[int]) -> Stayed:
-        """Ends the group, but for the processes of workers that leave it in time.
-
-        Args:
-            staying: the ranks of those that may stay; the others are killed.
-            freed: the ranks of those whose places are given back.
-        """
-        state: Any = self._worker_group_state
-        places: WorkerPlaces = state.placement_group_handle
-        stay = [state.workers[rank] for rank in staying]
-        coming = dict(self.newcomers.actors) if self.newcomers else {}
-        for callback in self._callbacks:
-            if not isinstance(callback, BackendSetupCallback):  # each worker leaves by itself
-                callback.before_worker_group_shutdown(self)
-        for rank, worker in enumerate(state.workers):
-            if rank not in staying:
-                ray.kill(worker.actor)
-        for rank in freed:
-            places.free(_place(state.workers[rank]))
-        lost = [place for place in places.numbers if place not in {*map(_place, stay), *coming}]
-        coming |= self._actors(places, lost)
-        for callback in self._callbacks:  # closes the streams, on which a worker may wait
-            callback.after_worker_group_shutdown(self._worker_group_context)
-        left = _leaving(stay)
-        self._clear_state()  # type: ignore[no-untyped-call]
-        return Stayed(workers=left, coming=coming, places=places, barrier=state.sync_actor)
-
-    @override
-    def _start_impl(self, worker_group_state_builder: WorkerGroupStateBuilder) -> None:
-        if self.stayed:
-            try:
-                self._take_over(self.stayed)
-                return
-            except Exception as error:
-                _logger.warning(f"all workers are started anew: {error!r}")
-                self.stayed.end()
-                self._clear_state()  # type: ignore[no-untyped-call]
-        super()._start_impl(worker_group_state_builder)
-
-    @override
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
-        places, context = WorkerPlaces(), worker_group_context
-        places.reserve(context.resources_per_worker, _selectors(context, context.num_workers))
-        return places
-
-    @override
-    def _create_workers(
-        self, num_workers: int, placement_group: Any, *args: Any, **kwargs: Any
-    ) -> list[Worker]:
-        actors = self._actors(placement_group, placement_group.numbers)
-        return self._assign_worker_ranks(self._started(actors, seconds=None))
-
-    def _take_over(self, stayed: Stayed) -> None:
-        """Starts the group with what has stayed; as `_start_impl` of Ray Train does without."""
-        context, barrier = self._worker_group_context, stayed.barrier
-        callbacks: list[Any] = self._callbacks
-        with invoke_context_managers([callback.on_worker_group_start for callback in callbacks]):
-            for callback in callbacks:
-                callback.before_worker_group_start(context)
-            ray.get(barrier.reset.remote(), timeout=_SECONDS_TO_START)
-            workers = self._assign_worker_ranks(self._completed(stayed))
-            self._replica_groups = [
-                ReplicaGroup([worker], context.resources_per_worker) for worker in workers
-            ]
-            self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(workers))}
-            self._init_train_context(workers, barrier)
-            builder: Any = WorkerGroupStateBuilder()  # type: ignore[no-untyped-call]
-            self._worker_group_state = (
-                builder.with_placement_group_handle(stayed.places)
-                .with_sync_actor(barrier)
-                .with_workers(workers)
-                .build()
+    def reserve(self, selectors: Sequence[Mapping[str, str] | None]) -> list[int]:
+        """Ask for one more place per label selector, and return their numbers."""
+        added = {
+            next(_numbers): placement_group(
+                [self._resources], bundle_label_selector=[dict(selector)] if selector else None
             )
-            for callback in self._callbacks:
-                callback.after_worker_group_start(self)
-        ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers])
-        for callback in self._callbacks:
-            callback.after_worker_group_training_start(self)
+            for selector in selectors
+        }
+        self._groups |= added
+        return list(added)
 
-    def _completed(self, stayed: Stayed) -> list[Worker]:
-        """Those that have stayed, and others in the places that are free and in new ones; in the
-        order of their places."""
-        context, places = self._worker_group_context, stayed.places
-        missing = context.num_workers - len(stayed.workers)
-        taken = {_place(worker) for worker in stayed.workers}
-        free = [number for number in places.numbers if number not in taken]
-        for number in free[missing:]:
-            places.free(number)
-        more = _selectors(context, max(0, missing - len(free)))
-        added = places.reserve(context.resources_per_worker, more)
-        if not places.wait(_SECONDS_TO_START):
-            raise WorkerGroupStartupTimeoutError(context.num_workers)
-        numbers = [*free[:missing], *added]
-        others = self._actors(places, [n for n in numbers if n not in stayed.coming])
-        actors = {n: stayed.coming[n] for n in numbers if n in stayed.coming} | others
-        started = self._started(actors, seconds=_SECONDS_TO_START)
-        return sorted([*stayed.workers, *started], key=_place)
+    def free(self, numbers: Iterable[int]) -> None:
+        """Give places back, which ends the processes that run there."""
+        for number in numbers:
+            remove_placement_group(self._groups.pop(number))
 
-    def _actors(self, places: WorkerPlaces, numbers: Iterable[int]) -> dict[int, Any]:
-        """New actors in these places, as Ray Train's `_create_workers` starts them."""
-        wanted: Any = self._train_run_context.run_config.worker_runtime_env
-        kind = ray.remote(
-            runtime_env=self._get_worker_runtime_env(custom_runtime_env=wanted),
-            **bundle_to_remote_args(self._worker_group_context.resources_per_worker),
-        )(self._worker_cls)
+    def start(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Start a worker's process in each of these places; return the actors by place."""
+        wanted: Any = self._run.run_config.worker_runtime_env
+        variables = {**get_env_vars_to_propagate(), **wanted.get("env_vars", {})}
+        kind: Any = ray.remote(
+            runtime_env={**wanted, "env_vars": variables}, **bundle_to_remote_args(self._resources)
+        )(RayTrainWorker)
         return {
             number: kind.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=places[number], placement_group_bundle_index=0
+                    placement_group=self._groups[number], placement_group_bundle_index=0
                 )
             ).remote()
             for number in numbers
         }
 
-    def _started(self, actors: Mapping[int, Any], *, seconds: float | None) -> list[Worker]:
-        """The workers of these actors, by place; an error where they are not there in time."""
+    def started(self, actors: Mapping[int, Any], *, seconds: float | None) -> list[Worker]:
+        """Return the workers of these actors once they run.
+
+        Raises:
+            WorkerGroupStartupFailedError: one has not started within `seconds`.
+        """
         calls = [actor.get_metadata.remote() for actor in actors.values()]
         try:
             known = ray.get(calls, timeout=seconds)
@@ -236,11 +159,281 @@ class StayingWorkerGroup(WorkerGroup):
             for actor in actors.values():
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError("a worker's process did not start") from error
-        resources = self._worker_group_context.resources_per_worker
         return [
-            Worker(actor, metadata, resources, placement_group_bundle_index=number)
+            Worker(actor, metadata, self._resources, placement_group_bundle_index=number)
             for (number, actor), metadata in zip(actors.items(), known, strict=True)
         ]
+
+    def prepare(self, number: int, selector: Mapping[str, str] | None) -> bool | None:
+        """Start this many workers for the next group, while the present one trains.
+
+        Returns:
+            True once all have started; None if there is no room for them: they are given up.
+        """
+        if self.newcomers is None or len(self.newcomers.actors) != number:
+            self.free(self.newcomers.actors if self.newcomers else ())
+            actors = self.start(self.reserve([selector] * number))
+            calls = [actor.get_metadata.remote() for actor in actors.values()]
+            self.newcomers = Newcomers(actors, calls, time.monotonic())
+        if self.newcomers.have_started:
+            return True
+        is_late = time.monotonic() - self.newcomers.since > _SECONDS_TO_PREPARE
+        if not is_late or all(self._groups[place].wait(0) for place in self.newcomers.actors):
+            return False
+        self.free(self.newcomers.actors)
+        self.newcomers = None
+        return None
+
+    def hurry(self) -> None:
+        """Wait for further places no longer than workers that stay should."""
+        self._seconds_to_wait = _SECONDS_TO_START
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all places, in the order in which they were reserved."""
+        return list(self._groups)
+
+    @property
+    @override
+    def placement_group(self) -> Any:
+        return self  # Ray Train hands it on to `start_workers` and looks at nothing of it
+
+    @override
+    def ready(self) -> Any:
+        return [group.ready() for group in self._groups.values()]
+
+    @override
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        deadline = time.monotonic() + min(timeout_seconds, self._seconds_to_wait)
+        return all(
+            group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups.values()
+        )
+
+    @override
+    def shutdown(self) -> None:
+        if not self.is_kept:
+            self.free(self.numbers)
+
+
+# -------------------------------------------------------------------- leaving a group, in a worker
+
+_is_let_go, _is_aborted = Event(), Event()
+
+
+class LetGoError(Exception):
+    """The group has ended, and this process may serve in the next one."""
+
+
+def join_group() -> None:
+    """In a worker: note that it serves in a group from here on."""
+    _is_let_go.clear()
+    _is_aborted.clear()
+
+
+def is_let_go(seconds: float) -> bool:
+    """In a worker with nothing left to do: return True if it is told to leave within that time."""
+    return _is_let_go.wait(seconds)
+
+
+def refuse_aborted() -> None:
+    """Stop the training thread before it records or sends a result of an aborted collective.
+
+    Raises:
+        LetGoError: the collectives of this worker's group were aborted.
+    """
+    # NCCL stops the kernels of an aborted collective wherever they are and lets the stream go on:
+    # the tensor then holds any mix of input, partial sums and old memory, and no call has failed.
+    # The flag is set before the abort, so whatever is read after it is seen to be worthless.
+    if _is_aborted.is_set():
+        raise LetGoError
+
+
+def leave(seconds: float) -> bool:
+    """In a worker: wait for its training to end, and free what belonged to its group.
+
+    Args:
+        seconds: for the training thread to end.
+
+    Returns:
+        True if the process is free.
+    """
+    _is_let_go.set()
+    if torch.cuda.is_available() and dist.is_initialized():
+        # A collective of NCCL never ends by itself when a rank is lost. Gloo's fails as soon as
+        # the last object of a process group is freed in the rank that it waits for.
+        _is_aborted.set()
+        _abort_process_group()
+    if not training_has_ended(seconds):
+        return False
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return True
+
+
+def release(error: BaseException | None) -> None:
+    """Free what an error holds of the calls that it came through: model, stream, groups."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+# --------------------------------------------------- the group and its handover, in the controller
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """The rest of a group of workers, for the next one."""
+
+    workers: Sequence[Worker]
+    coming: Mapping[int, Any]
+    """Actors that are starting, by the numbers of their places."""
+    places: WorkerPlaces
+    """Of the workers and of those that are coming."""
+
+
+class Handover(WorkerGroupCallback, ControllerCallback):
+    """Keeps the workers of a group that ends for the next one, when Ray Train ends it.
+
+    All are started anew when no worker leaves the broken group in time, when nothing says which
+    worker was wrong, and when another number of workers has to be placed by rules (tensor groups,
+    stages of unequal speed).
+
+    Args:
+        policy: says which nodes to keep off, and whether places follow rules.
+    """
+
+    def __init__(self, policy: GracefulScalingPolicy) -> None:
+        self._policy = policy
+        self._group: Any = None
+        self._wanted = 0
+        self._leaving: tuple[list[Worker], Stayed, bool] | None = None
+        self._stayed: Stayed | None = None
+
+    def take(self) -> Stayed | None:
+        """Return what the last group has left, once."""
+        stayed, self._stayed = self._stayed, None
+        return stayed
+
+    @override
+    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
+        self._wanted = resize_decision.num_workers
+
+    @override
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._group, self._wanted = worker_group, 0
+
+    @contextmanager
+    @override
+    def on_worker_group_shutdown(self) -> Iterator[None]:
+        places = self._group.get_worker_group_state().placement_group_handle
+        try:
+            if self._wanted:  # else the run ends
+                self._set_aside(places, self._wanted)
+        except Exception as error:
+            _logger.warning(f"all workers are started anew: {error!r}")
+            self._leaving, places.is_kept = None, False  # without their places all processes end
+        yield
+
+    def _set_aside(self, places: WorkerPlaces, wanted: int) -> None:
+        """Keep the workers that may stay out of Ray's shutdown, and start what is missing."""
+        state, policy = self._group.get_worker_group_state(), self._policy
+        workers: list[Worker] = list(state.workers)
+        errors, ranks = _errors(self._group), range(len(workers))
+        leaving = {rank for rank in ranks if workers[rank].metadata.node_id in policy.avoided}
+        failed = {rank for rank, error in errors.items() if not is_victim(error)}
+        staying = [rank for rank in ranks if rank not in leaving | failed][:wanted]
+        if not staying or (policy.places_by_rules and (wanted != len(workers) or leaving)):
+            return
+        places.is_kept = True
+        # Ray shuts down, with seconds of patience, every worker that its state still names.
+        state.workers.clear()
+        replaced = sorted(failed - leaving)[: wanted - len(staying)]
+        stay = [workers[rank] for rank in staying]
+        for rank in set(ranks).difference(staying):
+            ray.kill(workers[rank].actor)
+        places.free(_place(workers[rank]) for rank in set(ranks).difference(staying, replaced))
+        coming = dict(places.newcomers.actors) if places.newcomers else {}
+        places.newcomers = None
+        coming |= places.start(set(places.numbers).difference(map(_place, stay), coming))
+        is_unexplained = bool(errors) and len(stay) == len(workers)
+        self._leaving = stay, Stayed((), coming, places), is_unexplained
+
+    @override
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        """Wait for the others to leave: by now the streams that a worker may wait on are closed."""
+        if self._leaving is None:
+            return
+        (workers, rest, is_unexplained), self._leaving = self._leaving, None
+        left = _leaving(workers)
+        rest.places.is_kept = False
+        if not left or (is_unexplained and len(left) == len(workers)):
+            rest.places.shutdown()
+        else:
+            self._stayed = Stayed(left, rest.coming, rest.places)
+
+
+class StayingWorkerGroup(PlacedWorkerGroup):
+    """A group of workers that takes over the processes of the group before it."""
+
+    def __init__(
+        self,
+        train_run_context: TrainRunContext,
+        worker_group_context: WorkerGroupContext,
+        callbacks: Any = None,
+    ) -> None:
+        super().__init__(train_run_context, worker_group_context, callbacks)
+        self._run, self._context = train_run_context, worker_group_context
+        handovers = [each for each in callbacks or () if isinstance(each, Handover)]
+        self._stayed = handovers[0].take() if handovers else None
+
+    @override
+    def reserve(self, context: WorkerGroupContext) -> WorkerPlaces:
+        stayed, wanted = self._stayed, context.num_workers
+        selectors: Any = context.label_selector or [None] * wanted
+        if stayed is None:
+            places = WorkerPlaces(self._run, context.resources_per_worker)
+            places.reserve(selectors)
+            return places
+        places, missing = stayed.places, wanted - len(stayed.workers)
+        free = [n for n in places.numbers if n not in {*map(_place, stayed.workers)}]
+        places.free(free[missing:])
+        places.reserve(selectors[: max(0, missing - len(free))])
+        places.hurry()
+        return places
+
+    @override
+    def start_workers(self, places: WorkerPlaces) -> list[Worker]:
+        stayed = self._stayed
+        if stayed is None:
+            return places.started(places.start(places.numbers), seconds=None)
+        missing = set(places.numbers).difference(map(_place, stayed.workers))
+        coming = {n: actor for n, actor in stayed.coming.items() if n in missing}
+        coming |= places.start(missing.difference(coming))
+        started = places.started(coming, seconds=_SECONDS_TO_START)
+        return sorted([*stayed.workers, *started], key=_place)
+
+
+class TrainControllerWithHandover(TrainController):
+    """Ray Train's controller, whose groups hand their workers over to the next one."""
+
+    worker_group_cls = StayingWorkerGroup
+
+    def __init__(self, *, scaling_policy: Any, callbacks: Sequence[Any], **arguments: Any) -> None:
+        # made here: Ray pickles every argument alone, and the two must share one policy
+        handover = Handover(scaling_policy)
+        super().__init__(
+            scaling_policy=scaling_policy, callbacks=[*callbacks, handover], **arguments
+        )
+
+
+def _errors(group: Any) -> dict[int, Exception]:
+    """Return the errors of a group's workers by rank, without what Ray Train wraps them in."""
+    status = group.get_latest_poll_status()
+    errors = status.errors if status else {}
+    return {rank: getattr(error, "health_check_failure", error) for rank, error in errors.items()}
 
 
 def _place(worker: Worker) -> int:
@@ -248,13 +441,8 @@ def _place(worker: Worker) -> int:
     return worker.placement_group_bundle_index
 
 
-def _selectors(context: Any, count: int) -> list[dict[str, str] | None]:
-    """The label selectors of the first so many workers of a group."""
-    return (context.label_selector or [None] * context.num_workers)[:count]
-
-
 def _leaving(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that have left their group in time; the others are killed."""
+    """Return the workers that have left their group in time; kill the others."""
     calls: dict[Any, Worker] = {
         worker.execute_async(leave, _SECONDS_TO_LEAVE): worker for worker in workers
     }

@@ -1,28 +1,43 @@
-"""The worker: what every member of the group does, from the first import to the last checkpoint."""
+"""The worker: what every rank of a group does, from the first import to the last checkpoint, and
+what it knows of the others."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
 
 import ray.train
+import ray.util
 import torch
+import torch.distributed as dist
+from typing_extensions import override
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
-from elastrata.cluster.culprits import is_victim
-from elastrata.cluster.event_sender import Sender
+from elastrata.cluster.control_channel import Sender, tell
+from elastrata.cluster.failures import is_victim
 from elastrata.cluster.job import Job
-from elastrata.cluster.leaving import began, is_let_go, release
-from elastrata.cluster.membership import Membership, of_all_ranks
-from elastrata.cluster.node_kinds import kinds_by_node
-from elastrata.cluster.placement import split_line
-from elastrata.cluster.prestarted import Spares
+from elastrata.cluster.node_speeds import kinds_by_node
+from elastrata.cluster.prestarted import Spares, affordable
+from elastrata.cluster.scaling_machine import split_line
 from elastrata.cluster.source import resume_point
+from elastrata.cluster.staying_workers import (
+    LetGoError,
+    is_let_go,
+    join_group,
+    refuse_aborted,
+    release,
+)
+from elastrata.core.device import current_device, device_name, spare_bytes
 from elastrata.core.events import (
     Action,
     ControlSignal,
+    Evaluated,
+    Event,
     RanOut,
     RanOutError,
     Refused,
@@ -31,9 +46,11 @@ from elastrata.core.events import (
     Substituted,
     Warned,
 )
-from elastrata.core.record import Stopwatch
+from elastrata.core.mesh import DataRank, data_rank
+from elastrata.core.parallelize import ParallelConfig
+from elastrata.core.record import StepRecord, Stopwatch
 from elastrata.core.target import is_over
-from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.recipe import SPARE_BYTES, Recipe
 from elastrata.run import history
 from elastrata.run.history import take_over
 from elastrata.trainer.attempt import agreed, attempt
@@ -41,7 +58,7 @@ from elastrata.trainer.autotune import what_fits
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
 from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.pacing import Pacing, idle_ranks
+from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks
 from elastrata.trainer.resume import ResumePoint
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError
@@ -61,15 +78,11 @@ _come_to: set[str] = set()
 """What this process does once, though it serve in several groups."""
 
 
-class LetGoError(Exception):
-    """The group has ended, and this process may serve in the next one."""
-
-
 def train_worker(config: dict[str, Any]) -> None:
     """Ray Train's entry point: `config["job"]` is the `Job`."""
-    began()
+    join_group()
     job: Job = config["job"]
-    sender = Sender(job.channel, rank=ray.train.get_context().get_world_rank())
+    sender = WorkerSender(job.channel, rank=ray.train.get_context().get_world_rank())
     try:
         _train(job, sender)
     except LetGoError:
@@ -86,18 +99,29 @@ def train_worker(config: dict[str, Any]) -> None:
         raise refused from error
     except Exception as error:
         if is_victim(error):
-            Event().wait(_VICTIMS_SECONDS)
+            threading.Event().wait(_VICTIMS_SECONDS)
         release(error)
         raise
     finally:
         sender.close()
 
 
+class WorkerSender(Sender):
+    """Sends no result of an aborted collective. Results are sent before they are recorded."""
+
+    @override
+    def send(self, event: Event) -> None:
+        if isinstance(event, StepRecord | Evaluated):
+            refuse_aborted()
+        super().send(event)
+
+
 def _train(job: Job, sender: Sender) -> None:
     """Continues from the newest state to the last step, or to the target."""
     stopwatch, recipe, has_served = Stopwatch(), job.recipe, not _is_first("group")
     context = ray.train.get_context()
-    group = Membership.joined(context, recipe.parallel, has_served=has_served)
+    spares = _affordable_spares(job, context)
+    group = Membership.joined(context, recipe.parallel, has_served=has_served, spares=spares)
     torch.set_num_threads(recipe.workers.threads or _fair_threads(group.per_node))
     kinds = kinds_by_node(recipe)(group.nodes)
     trainer, stream = _built(job, group, kinds, stopwatch)
@@ -128,11 +152,12 @@ def _train(job: Job, sender: Sender) -> None:
                 pids=group.pids,
                 seconds=stopwatch.seconds,
                 stayed=group.num_stayed,
+                spare_bytes=sum(one.spares for one in group.members) * SPARE_BYTES,
             )
         )
         _tell_of_layout(recipe, group, sender)
-        if recipe.workers.spares and group.local_rank == 0 and _is_first("spares"):
-            Spares(group.per_node, after=SPARES_AFTER_SECONDS)
+        if spares and _is_first("spares"):
+            Spares(spares, after=SPARES_AFTER_SECONDS)
         if commit and is_over(
             commit.step, commit.evaluation, steps=recipe.steps_in_all, target=recipe.target
         ):
@@ -221,6 +246,26 @@ def _tell_of_layout(recipe: Recipe, group: Membership, sender: Sender) -> None:
         sender.send(Substituted(text=line))
 
 
+def _affordable_spares(job: Job, context: TrainContext) -> int:
+    """Return the spares that this process keeps: one for each worker of its node, if it is the
+    first of them and the node has the memory."""
+    wanted = context.get_local_world_size()
+    if not job.recipe.workers.spares or context.get_local_rank() > 0:
+        return 0
+    if "spares" in _come_to:  # they have their memory already
+        return wanted
+    free = spare_bytes()
+    count = affordable(wanted, free)
+    if not count and _is_first("short of memory"):
+        text = (
+            f"workers.spares: off on node {ray.util.get_node_ip_address()}: {wanted} idle "  # type: ignore[no-untyped-call]
+            f"processes would take {wanted * SPARE_BYTES / 1e9:.1f} GB of {free / 1e9:.1f} GB that "
+            "are free, and at most half of it is taken; a loss costs seconds more there"
+        )
+        tell(job.channel, Warned(text=text))
+    return count
+
+
 def _is_first(what: str) -> bool:
     """Whether this process, in whatever group, has not come to that before; from now on it has."""
     is_first = what not in _come_to
@@ -281,3 +326,122 @@ def _rest(request: ControlSignal, seconds: float) -> NoReturn:
 
 def _fair_threads(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+# -------------------------------------------------- the ranks of a group
+
+
+class TrainContext(Protocol):
+    """What Ray Train tells a worker."""
+
+    def get_world_rank(self) -> int:
+        """This process among all."""
+
+    def get_local_rank(self) -> int:
+        """This process among those of its node."""
+
+    def get_world_size(self) -> int:
+        """Processes in all."""
+
+    def get_local_world_size(self) -> int:
+        """Processes of its node."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's process."""
+
+    place: RankPlace
+    pid: int
+    has_served: bool
+    """Whether it was in a group before."""
+    spares: int
+    """Idle processes that it keeps on its node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This process among the ranks of its group."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    per_node: int
+    """Ranks on this node."""
+    parallel: ParallelConfig
+    device: torch.device
+    members: Sequence[Member]
+    """By rank."""
+
+    @classmethod
+    def joined(
+        cls, context: TrainContext, parallel: ParallelConfig, *, has_served: bool, spares: int
+    ) -> Membership:
+        """Of the group of workers that Ray Train has started this process in. Collective.
+
+        Args:
+            context: Ray Train's.
+            parallel: how the ranks divide the model.
+            has_served: whether this process was in a group before.
+            spares: idle processes that this one keeps on its node.
+        """
+        device = current_device()
+        world_size = context.get_world_size()
+        member = Member(_place_of(device), os.getpid(), has_served, spares)
+        return cls(
+            rank=context.get_world_rank(),
+            local_rank=context.get_local_rank(),
+            world_size=world_size,
+            per_node=context.get_local_world_size(),
+            parallel=parallel,
+            device=device,
+            members=of_all_ranks(member, world_size),
+        )
+
+    @property
+    def data(self) -> DataRank:
+        """The part of every batch that is this rank's."""
+        return self._data(self.rank)
+
+    @cached_property
+    def data_ranks(self) -> list[int]:
+        """Of all ranks: which ones compute the same samples."""
+        return [self._data(rank).rank for rank in range(self.world_size)]
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Of all ranks."""
+        return [member.place for member in self.members]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of every rank, by its id."""
+        return [place.node for place in self.places]
+
+    @property
+    def pids(self) -> Mapping[int, tuple[str, int]]:
+        """Node and process of every rank."""
+        return {rank: (one.place.node, one.pid) for rank, one in enumerate(self.members)}
+
+    @property
+    def num_stayed(self) -> int:
+        """Processes that were in a group before."""
+        return sum(member.has_served for member in self.members)
+
+    def _data(self, rank: int) -> DataRank:
+        return data_rank(rank, self.world_size, self.parallel.tensor, self.parallel.pipeline)
+
+
+def of_all_ranks(value: Any, world_size: int) -> list[Any]:
+    """Every rank's value, by rank. Collective."""
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _place_of(device: torch.device) -> RankPlace:
+    """Where this rank computes."""
+    kind = device_name(device) if device.type == "cuda" else "CPU"
+    node: str = ray.get_runtime_context().get_node_id()
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return RankPlace(node=node, host=host, device=kind)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
 
@@ -16,31 +15,36 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 
 from elastrata.cluster import prestarted
-from elastrata.cluster.culprits import culprits
-from elastrata.cluster.event_sender import tell
+from elastrata.cluster.control_channel import tell
+from elastrata.cluster.failures import culprits
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
-from elastrata.cluster.measured_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
-from elastrata.cluster.node_kinds import kinds_by_node
-from elastrata.cluster.node_speeds import FixedFactors
+from elastrata.cluster.node_speeds import (
+    STEPS_IN_A_GROUP,
+    FixedFactors,
+    MeasuredSpeeds,
+    kinds_by_node,
+)
 from elastrata.cluster.ray_train_internals import (
     CONTROLLER_MODULES,
-    ENV_VARS_TO_PROPAGATE,
+    ControlledTrainer,
     FailureConfig,
-    PlacementGroupCleanerCallback,
     RunConfig,
     ScalingConfig,
     TrainController,
     WorkerGroupCallback,
-    with_controller,
+    missing_members,
 )
-from elastrata.cluster.scaling_policy import GracefulScalingPolicy
-from elastrata.cluster.slow_nodes import SlowNodes
+from elastrata.cluster.scaling_policy import GracefulScalingPolicy, SlowNodes
 from elastrata.cluster.source import Source
-from elastrata.cluster.staying_controller import StayingController
+from elastrata.cluster.staying_workers import (
+    STAYING_VARIABLES,
+    STAYING_WORKER_VARIABLES,
+    TrainControllerWithHandover,
+)
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
-from elastrata.core.device import PEAKS
-from elastrata.core.events import ControllerLostError, Lost, Stopped, TrainingError
+from elastrata.core.device import PEAKS, spare_bytes
+from elastrata.core.events import ControllerLostError, Lost, Stopped, TrainingError, Warned
 from elastrata.core.mesh import backends
 from elastrata.core.parallelize import ParallelConfig
 from elastrata.core.workload import Workload
@@ -50,19 +54,23 @@ from elastrata_pipelines.speeds import SpeedSource, equal_speeds
 from elastrata_pipelines.storage import Storage
 from elastrata_pipelines.stream import StreamConfig
 
-CONTROLLER_SETTINGS = {
+CONTROLLER_VARIABLES = {
+    # how often Ray Train's controller looks at the workers; default 2 s
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    # how long it waits for a group to start before it asks for another size; default 60 s
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+    # `GracefulScalingPolicy` looks after nodes that are about to go
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # how long it waits for workers to leave their process group before it kills them: those whose
+    # peer has raised wait in NCCL for ever
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+    # as Ray's own trainer sets it: the controller waits for workers in asynchronous methods
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
-"""How often Ray Train's controller looks at the workers, how long it waits for a group to start
-before it asks for another size, and that `GracefulScalingPolicy` looks after nodes that are about
-to go. Ray takes them from the driver's environment only."""
-
-SHUTDOWN_SETTINGS = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
-"""How long Ray Train's controller waits for workers to leave their process group before it kills
-them. Those whose peer has raised wait in NCCL for ever, and do not leave."""
+"""Environment of Ray Train's controller."""
 WORKER_MODULES = ("elastrata.cluster.worker_group", "ray.train.torch", "ray.tune", "torch._dynamo")
+_WORKLOAD_MODULES = ("model", "parallel")
+"""Of a workload's package, as far as it has them: what it imports when a model is made."""
 _SOURCE_MODULES = ("elastrata.cluster.source", *CONTROLLER_MODULES)
 """Modules that the processes of a new group import before they are of use, beside the workload."""
 CONTROLLER_SPARES = 5
@@ -89,9 +97,25 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         TrainingError: more groups of workers were lost than the recipe allows, or trying again
             cannot help, or the run was asked to stop.
     """
-    os.environ.update(CONTROLLER_SETTINGS)
     workers, parallel = job.recipe.workers, job.recipe.parallel
-    scaling = _scaling(workers, gpus_per_worker)
+    scaling, stay = _scaling(workers, gpus_per_worker), workers.stay
+    if stay and (missing := missing_members()):
+        stay = False
+        line = (
+            f"workers.stay: Ray {ray.__version__} has no {', '.join(missing)}: all workers are "
+            "started anew when one is lost, added or taken away"
+        )
+        tell(job.channel, Warned(text=line))
+    policy = GracefulScalingPolicy(
+        scaling,
+        job.channel,
+        run=job.run.uri(),
+        multiple=parallel.group_size,
+        grace_seconds=job.recipe.checkpoint.grace_seconds,
+        slow=SlowNodes(job.channel, limit) if (limit := workers.exclude_slower_than) else None,
+        tensor=parallel.tensor,
+        **_order(parallel),
+    )
     source = Source(
         job.run,
         job.phases,
@@ -99,18 +123,27 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
         replicas=job.replicas,
         max_steps=STEPS_IN_A_GROUP if workers.speeds == "measured" else None,
     )
-    trainer = _Trainer(
+    trainer = ControlledTrainer(
         train_worker,
+        controller=TrainControllerWithHandover if stay else TrainController,
+        policy=policy,
+        variables={
+            **CONTROLLER_VARIABLES,
+            **prestarted.runtime_env(_SOURCE_MODULES)["env_vars"],
+            **(STAYING_VARIABLES if stay else {}),
+        },
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
             backend=backends("cuda" if gpus_per_worker else "cpu")
         ),
         scaling_config=scaling,
-        run_config=RunConfig(  # type: ignore[arg-type]
+        run_config=RunConfig(
             name=launch,
             **_place(job.run.sub("ray")),
             failure_config=FailureConfig(max_failures=max_failures),
-            worker_runtime_env=prestarted.runtime_env(_worker_modules(job.recipe.workload)),
+            worker_runtime_env=prestarted.runtime_env(
+                worker_modules(job.recipe.workload), STAYING_WORKER_VARIABLES if stay else {}
+            ),
             callbacks=_callbacks(job, source),
         ),
         datasets={STREAM: source},
@@ -121,17 +154,6 @@ def fit(job: Job, *, gpus_per_worker: float, launch: str, max_failures: int) -> 
             speeds=_speeds(workers.speeds, parallel, job.channel),
             kinds=kinds_by_node(job.recipe),
         ),
-    )
-    trainer.controller = StayingController if workers.stay else TrainController
-    trainer.policy = GracefulScalingPolicy(
-        scaling,
-        job.channel,
-        run=job.run.uri(),
-        multiple=parallel.group_size,
-        grace_seconds=job.recipe.checkpoint.grace_seconds,
-        slow=SlowNodes(job.channel, limit) if (limit := workers.exclude_slower_than) else None,
-        tensor=parallel.tensor,
-        **_order(parallel),
     )
     try:
         trainer.fit()
@@ -178,9 +200,11 @@ def _callbacks(job: Job, source: Source) -> list[Any]:
     return [_Faults(job.channel), source, *spares]
 
 
-def _worker_modules(workload: Workload) -> tuple[str, ...]:
+def worker_modules(workload: Workload) -> tuple[str, ...]:
+    """Return the modules that a worker's process imports ahead; every one of them exists."""
     package = type(workload).__module__.rpartition(".")[0]
-    return (*WORKER_MODULES, f"{package}.model", f"{package}.parallel")
+    own = [f"{package}.{name}" for name in _WORKLOAD_MODULES if package]
+    return (*WORKER_MODULES, *(name for name in own if find_spec(name)))
 
 
 def _scaling(workers: WorkersConfig, gpus: float) -> ScalingConfig:
@@ -198,38 +222,6 @@ def _last_line(error: Exception) -> str:
     return lines[-1].strip() if lines else type(error).__name__
 
 
-class _Trainer(ray.train.torch.TorchTrainer):
-    """Ray's trainer with a policy and a controller of our own, and without its cleaner of placement
-    groups: it knows one for each group, and takes that away where it asks another cluster's
-    dashboard for the controller. What a dead controller leaves, the driver frees."""
-
-    policy: GracefulScalingPolicy
-    controller: type[TrainController]
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        arguments["scaling_policy"] = self.policy
-        imports = prestarted.runtime_env(_SOURCE_MODULES)["env_vars"]
-        with _propagated({**imports, **SHUTDOWN_SETTINGS}), with_controller(self.controller):
-            return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
-
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
-
-
-@contextmanager
-def _propagated(variables: Mapping[str, str]) -> Iterator[None]:
-    """Ray Train hands these to its controller, as it does with variables of its own."""
-    os.environ.update(variables)
-    ENV_VARS_TO_PROPAGATE.update(variables)
-    try:
-        yield
-    finally:
-        ENV_VARS_TO_PROPAGATE.difference_update(variables)
-        for name in variables:
-            os.environ.pop(name, None)
-
-
 class _Spares(WorkerGroupCallback):
     """Runs in the controller: spares for the actors that the controller starts."""
 
@@ -237,9 +229,8 @@ class _Spares(WorkerGroupCallback):
         self._spares: prestarted.Spares | None = None
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self._spares = self._spares or prestarted.Spares(
-            CONTROLLER_SPARES, after=SPARES_AFTER_SECONDS
-        )
+        count = prestarted.affordable(CONTROLLER_SPARES, spare_bytes())
+        self._spares = self._spares or prestarted.Spares(count, after=SPARES_AFTER_SECONDS)
 
 
 class _Faults(UserCallback):

@@ -58,6 +58,8 @@ class Started:
     """Seconds since the worker's function was called, by phase."""
     stayed: int = 0
     """Workers that were in a group before this one, and kept their processes."""
+    spare_bytes: int = 0
+    """Memory of the idle processes that wait on all nodes for the next group."""
 
 
 @dataclass(frozen=True, kw_only=True)

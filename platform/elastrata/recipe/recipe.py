@@ -252,6 +252,10 @@ Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
 
+SPARE_BYTES = 480_000_000
+"""Memory of an idle process that has the imports of a worker done (measured: 479 MB, on a CPU)."""
+
+
 class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
@@ -271,7 +275,8 @@ class WorkersConfig(Config):
     """How often the run looks whether it could go on with more workers."""
     spares: bool = True
     """Keeps an idle process with the imports done beside every worker, for the next group: seconds
-    less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node."""
+    less until it trains, for some 0.5 GB of memory each, and 1 GB on the driver's node. A node
+    that has less than twice that free keeps none."""
     stay: bool = True
     """Whether workers keep their processes, with all that is imported and compiled, when others are
     lost, added or taken away; else all are started anew."""

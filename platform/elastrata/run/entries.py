@@ -37,6 +37,7 @@ class _Started(_Entry):
     world_size: _Count
     state: NotRequired[Literal["new", "hot", "durable"]]
     stayed: NotRequired[_Count]
+    spare_bytes: NotRequired[_Count]
     seconds: NotRequired[dict[str, _Seconds]]
 
 

@@ -228,6 +228,8 @@ class Status:
     checkpoint: Checkpoint | None
     """The newest one."""
     world_sizes: tuple[WorldSize, ...]
+    spare_bytes: int
+    """Memory of the idle processes that wait for the newest group to lose a worker."""
     faults: tuple[Fault, ...]
     recoveries: tuple[Recovery, ...]
     slow_ranks: tuple[SlowRank, ...]
@@ -323,6 +325,7 @@ def summary(
         evaluation=_evaluation(entries),
         checkpoint=checkpoint,
         world_sizes=_world_sizes(entries),
+        spare_bytes=_spare_bytes(entries),
         faults=_faults(entries),
         recoveries=tuple(recovered),
         slow_ranks=slow_ranks(entries),
@@ -364,6 +367,11 @@ def _world_sizes(entries: Sequence[Entry]) -> tuple[WorldSize, ...]:
         )
         for group in attempts(entries)
     )
+
+
+def _spare_bytes(entries: Sequence[Entry]) -> int:
+    started = [entry for entry in entries if entry["kind"] == "started"]
+    return int(started[-1].get("spare_bytes", 0)) if started else 0
 
 
 def _faults(entries: Sequence[Entry]) -> tuple[Fault, ...]:

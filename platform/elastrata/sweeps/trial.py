@@ -18,7 +18,7 @@ from ray.tune import Trainable
 
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.node_kinds import kinds_by_node
+from elastrata.cluster.node_speeds import kinds_by_node
 from elastrata.core.device import current_device
 from elastrata.core.evaluate import evaluated
 from elastrata.core.events import Action, Committed, ControlSignal, Evaluated, Event, Started

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from threading import Event
+from threading import Event as Flag
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from elastrata.core.events import (
     Committed,
     ControlSignal,
     Evaluated,
+    Event,
     Halted,
     Heard,
     Removed,
@@ -36,12 +37,24 @@ from elastrata.core.step import StepLoss
 from elastrata.replicas.storage import Replicas
 from elastrata.replicas.store import most_per_node
 from elastrata.run.history import HistoryWriter, unwritten
-from elastrata.trainer.channel import Channel
 from elastrata_pipelines.retry import Backoff
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
 """Who waits for a save says so this often; silence would be taken for a hang."""
+
+
+class Channel(Protocol):
+    """To and from whoever leads the run: the driver of a cluster, or the trial of a sweep."""
+
+    def send(self, event: Event) -> None:
+        """Sends an event; waits for nothing."""
+
+    def look(self) -> ControlSignal | None:
+        """The signal to the workers, as far as it is known here; waits for nothing."""
+
+    def flush(self) -> None:
+        """Waits until what was sent has left this process; a minute at most."""
 
 
 class CheckpointManager:
@@ -129,6 +142,7 @@ class CheckpointManager:
                     "world_size": event.world_size,
                     "state": event.state,
                     "stayed": event.stayed,
+                    "spare_bytes": event.spare_bytes,
                     "seconds": dict(event.seconds),
                 },
             )
@@ -229,7 +243,7 @@ class CheckpointManager:
             if copies and copies.saver.all_saved(self._newest.step):
                 return
             if self._history:
-                Event().wait(self._retry.seconds)
+                Flag().wait(self._retry.seconds)
             dist.barrier()
             self._save_durably(waits=True)
 

@@ -1,18 +1,20 @@
-"""The scaling machine: no group changes its size before its state is safe, and a run asks the
-autoscaler for as much as it can ever have, and no more for long."""
+"""Scaling: no group changes its size before its state is safe, a run asks the autoscaler for as
+much as it can ever have and no more for long, and each worker is placed on the right node."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.train.v2.api.config import ScalingConfig
 
+from elastrata.cluster.ray_train_internals import ResizeDecision
 from elastrata.cluster.scaling_machine import (
     SECONDS_BETWEEN_LOOKS,
     SECONDS_TO_JUDGE,
-    ControllerStarted,
     Demand,
     DemandSeen,
     GroupRuns,
@@ -31,7 +33,12 @@ from elastrata.cluster.scaling_machine import (
     SizeProposed,
     StartGroup,
     Withdraw,
+    in_order,
+    place,
+    split_groups,
+    split_line,
 )
+from elastrata.cluster.scaling_policy import GracefulScalingPolicy
 from elastrata.core.events import Action, ControlSignal
 
 GRACE, RETRY = 60.0, 60.0
@@ -109,21 +116,6 @@ def test_a_group_grows_when_its_state_is_safe() -> None:
     assert cluster.runs() == []
 
 
-def test_workers_that_do_not_halt_are_waited_for_so_long() -> None:
-    cluster = Cluster(machine(), proposed=3)
-    cluster.runs()
-    assert cluster.runs(GRACE - 1) == [Signal(halt_for("2 -> 3 workers"))]
-    assert cluster.runs(1) == [Withdraw(), Resize(8)]
-
-
-def test_a_halted_group_waits_for_room_for_the_least() -> None:
-    cluster = Cluster(machine(least=2), proposed=3, has_halted=True, room=1)
-    assert cluster.runs() == []
-    assert cluster.runs() == []
-    cluster.room = 2
-    assert cluster.runs() == [Withdraw(), Resize(2)]
-
-
 @pytest.mark.parametrize(
     ("multiple", "proposed", "free", "asked"),
     [(1, 4, 8, "2 -> 4 workers"), (1, 4, 1, "2 -> 3 workers"), (2, 5, 8, "2 -> 4 workers")],
@@ -133,19 +125,6 @@ def test_as_many_as_fit_in_whole_groups(
 ) -> None:
     cluster = Cluster(machine(multiple=multiple), proposed=proposed, free=free)
     assert cluster.runs() == [Signal(halt_for(asked))]
-
-
-@pytest.mark.parametrize(("multiple", "proposed", "free"), [(1, 4, 0), (2, 3, 8), (2, 4, 1)])
-def test_what_is_no_whole_group_more_halts_nobody(multiple: int, proposed: int, free: int) -> None:
-    cluster = Cluster(machine(multiple=multiple), proposed=proposed, free=free)
-    assert cluster.runs() == []
-
-
-def test_nodes_about_to_go_are_left_where_there_is_room_elsewhere() -> None:
-    cluster = Cluster(machine(), leaving=frozenset("a"), room=2)
-    assert cluster.runs() == [Signal(TO_GO)]
-    cluster.has_halted = True
-    assert cluster.runs() == [Withdraw(), Resize(2)]
 
 
 def test_without_room_elsewhere_the_state_is_saved_once_for_each_node() -> None:
@@ -172,10 +151,6 @@ def test_without_a_group_nothing_is_asked_and_one_is_started_once_a_second() -> 
     assert cluster.tick(NoGroup(), 0.1) == [Pause(0.1)]
     assert cluster.looks == []
     assert cluster.tick(NoGroup()) == [StartGroup()]
-
-
-def test_a_new_controller_forgets_what_the_one_before_asked() -> None:
-    assert machine().handle(ControllerStarted(), 0.0) == [Withdraw()]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=50))
@@ -254,17 +229,79 @@ def test_a_run_that_cannot_have_the_least_it_needs_makes_way() -> None:
     assert run.demand(16, have=0, is_refused=False, now=36.0 + RETRY) == 16
 
 
-def test_a_larger_cluster_is_found_out_after_a_while() -> None:
-    run = Run()
-    assert run.demand(8, have=4, is_refused=False, now=0.0) == 8
-    assert run.demand(8, have=4, is_refused=True, now=1.0) == 8  # too soon to say
-    assert run.demand(8, have=4, is_refused=True, now=SECONDS_TO_JUDGE) == 6
-    assert run.demand(8, have=6, is_refused=False, now=SECONDS_TO_JUDGE + 1) == 7
-    late = SECONDS_TO_JUDGE + RETRY
-    assert run.demand(8, have=6, is_refused=False, now=late) == 8
+ROOMS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 9), min_size=1)
 
 
-def test_what_it_has_is_never_given_up() -> None:
-    run = Run()
-    for now in (0.0, 20.0, 40.0):
-        assert run.demand(6, have=6, is_refused=True, now=now) == 6
+@given(ROOMS, st.integers(1, 4), st.integers(1, 16))
+def test_no_node_has_more_than_its_room_and_whole_groups_stay_whole(
+    rooms: dict[str, int], tensor: int, groups: int
+) -> None:
+    workers = groups * tensor
+    placed = place(rooms, workers, tensor)
+    assert (placed is None) == (sum(rooms.values()) < workers)
+    if placed is None:
+        return
+    assert len(placed) == workers
+    assert all(placed.count(node) <= room for node, room in rooms.items())
+    changes = sum(one != other for one, other in pairwise(placed))
+    assert changes == len(set(placed)) - 1  # ranks go node by node
+    whole = sum(room // tensor for room in rooms.values())
+    if whole >= groups:
+        assert split_groups(placed, tensor) == 0
+
+
+def test_a_group_is_split_only_where_no_node_has_room() -> None:
+    assert place({"a": 3, "b": 4}, 4, 2) == ["a", "a", "b", "b"]
+    assert place({"a": 3, "b": 3}, 6, 2) == ["a", "a", "a", "b", "b", "b"]
+    assert place({"a": 3, "b": 4, "c": 1}, 8, 2) == [*"bbbb", *"aaa", "c"]
+    assert place({"a": 1}, 2, 2) is None
+    assert split_line([*"bbbb", *"aaa", "c"], 2).startswith(
+        "parallel.tensor: 2: 1 of 4 groups have"
+    )
+    assert split_line([*"aabb"], 2) == ""
+
+
+def test_nodes_of_one_kind_follow_each_other() -> None:
+    rooms, peaks = {"a": 4, "b": 8, "c": 4, "d": 8}, {"a": 312.0, "c": 312.0, "b": 65.0, "d": 65.0}
+    assert list(in_order(rooms, peaks, fastest_first=True)) == ["a", "c", "b", "d"]
+    assert list(in_order(rooms, peaks, fastest_first=False)) == ["b", "d", "a", "c"]
+
+
+def policy(cpus: float = 1.0, *, multiple: int = 1, tensor: int = 1) -> GracefulScalingPolicy:
+    scaling = ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": cpus})
+    return GracefulScalingPolicy(
+        scaling, None, run="run", multiple=multiple, grace_seconds=1, tensor=tensor
+    )
+
+
+@pytest.mark.parametrize(
+    ("multiple", "cpus", "expected"),
+    [(1, (3, 3), 6), (1, (9,), 8), (4, (3, 3), 4), (4, (3,), 0), (1, (2.5, 0.5), 2)],
+)
+def test_workers_come_in_multiples_the_rest_wait(multiple, cpus, expected) -> None:
+    reserved = {str(node): {"CPU": float(count)} for node, count in enumerate(cpus)}
+    assert policy(multiple=multiple).count_possible(reserved) == expected
+
+
+def test_three_times_four_tenths_fit_into_one_and_two_tenths() -> None:
+    assert policy(0.4).count_possible({"a": {"CPU": 0.4 + 0.4 + 0.4}}) == 3
+
+
+@pytest.mark.parametrize(
+    ("cpus", "expected"), [((3, 3), 4), ((1, 1), 2), ((4, 3, 3), 8), ((9, 1), 8)]
+)
+def test_a_worker_that_would_split_a_group_waits_where_the_run_has_enough(cpus, expected) -> None:
+    reserved = {str(node): {"CPU": float(count)} for node, count in enumerate(cpus)}
+    assert policy(multiple=2, tensor=2).count_possible(reserved) == expected
+
+
+def test_a_group_that_did_not_start_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker has a label selector of its own, in the order of ranks."""
+    ours, run = policy(multiple=2, tensor=2), ScalingConfig(num_workers=(1, 8))
+    reserved = {"a": {"CPU": 3.0}, "b": {"CPU": 4.0}}
+    monkeypatch.setattr(ours, "_reserved_resources", lambda: reserved)
+    monkeypatch.setattr(ours, "_scaling_of_run", run)
+    by_node = [{"ray.io/node-id": node} for node in "bbbbaa"]
+    for expected in (by_node, None, by_node):
+        ours.before_controller_execute_resize_decision(ResizeDecision(6, {"CPU": 1.0}))
+        assert run.label_selector == expected
