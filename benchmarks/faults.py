@@ -7,7 +7,8 @@ the same thing to it several times: a worker is killed or stopped, a node is kil
 added, the driver is interrupted or killed and started again. Times come from the run's own history:
 from the injection to the entry that says what happened, and to the first step after it. Every
 run's digests are compared with those of an undisturbed run. With --anew all workers are started
-anew (`workers.stay: false`), and the results have a place of their own.
+anew (`workers.stay: false`), and the results have a place of their own. The picture has a bar for
+each kind that lost workers: the phases of the trial with the median time to the next step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import known_result, parser_of, write_result
+from harness import RESULTS, known_result, parser_of, picture, write_result
 
 from support.live_run import LiveRun
 from support.nodes import Nodes, actors, nodes, send, train_workers
@@ -185,7 +186,42 @@ def row(live: LiveRun, begun: float) -> dict[str, Any]:
         "state": start["state"],
         "world_size": start["world_size"],
         "stayed": start.get("stayed", 0),
+        "phases": phases(begun, noted[0], start, step) if noted else {},
     }
+
+
+def phases(begun: float, noted: Any, start: Any, step: Any) -> dict[str, float]:
+    """Return the seconds from an injection to the next step, phase by phase.
+
+    A group's `started` entry holds the seconds of its own phases, up to that entry.
+    """
+    of_group: dict[str, float] = start["seconds"]
+    found = {
+        "noticed": noted["time"] - begun,
+        "processes": start["time"] - sum(of_group.values()) - noted["time"],
+        **of_group,
+        "first step": step["time"] - start["time"],
+    }
+    return {name: round(seconds, 2) for name, seconds in found.items()}
+
+
+def draw(results: dict[str, Any]) -> None:
+    """Draw a bar of phases for each kind whose trials have them."""
+    bars = {}
+    for kind, result in results.items():
+        rows = sorted(result["trials"], key=lambda row: float(row["next_step_after"]))
+        if found := rows[(len(rows) - 1) // 2].get("phases"):
+            bars[kind] = found
+    figure = picture(8, 0.6 + 0.5 * len(bars))
+    axes, left = figure.add_subplot(), dict.fromkeys(bars, 0.0)
+    for phase in dict.fromkeys(itertools.chain.from_iterable(bars.values())):
+        widths = {kind: found.get(phase, 0.0) for kind, found in bars.items()}
+        axes.barh([*bars], [*widths.values()], left=[*left.values()], label=phase)
+        left = {kind: left[kind] + width for kind, width in widths.items()}
+    axes.set_xlabel("seconds from the fault to the next step")
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    figure.savefig(RESULTS / "faults.png")
 
 
 def compared(steps: list[Any], undisturbed: list[Any]) -> dict[str, Any]:
@@ -249,6 +285,7 @@ def main() -> None:
                 rows = [{**row, "steps_lost": None} for row in rows]
             results[kind] = {**summary(rows), **compared(steps, whole.steps())}
             write_result("faults", figures, ("elastrata", "ray", "torch"))
+    draw(figures["kinds"])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def received(channel: Any) -> Iterator[list[Event]]:
         receiver.close()
 
 
-def test_everything_arrives_once_and_in_order(ray_local_of_own_workers: None) -> None:
+def test_everything_arrives_in_order(ray_local_of_own_workers: None) -> None:
     channel = open_channel()
     sender = Sender(channel, rank=0)
     threads = [
@@ -53,7 +53,8 @@ def test_everything_arrives_once_and_in_order(ray_local_of_own_workers: None) ->
             thread.join()
         sender.close()
         wait_until(lambda: Warned(text="from elsewhere") in events, 300, "an event from elsewhere")
-    texts = [event.text for event in events if isinstance(event, Warned)]
+    # a batch may come again if an answer is lost
+    texts = dict.fromkeys(event.text for event in events if isinstance(event, Warned))
     for number in range(2):
         mine = [text for text in texts if text.startswith(f"{number} ")]
         assert mine == [f"{number} {k}" for k in range(200)]
@@ -66,7 +67,8 @@ def test_other_ranks_only_refuse(ray_local_of_own_workers: None) -> None:
         sender.send(Warned(text="rank 0 says it, too"))
         sender.send(Refused(problems=("the shard is damaged",)))
         sender.close()
-    assert events == [Refused(problems=("the shard is damaged",))]
+    assert events, "at least once"
+    assert all(event == Refused(problems=("the shard is damaged",)) for event in events)
 
 
 def test_the_larger_request_counts_until_it_is_served(ray_local_of_own_workers: None) -> None:
@@ -80,20 +82,21 @@ def test_the_larger_request_counts_until_it_is_served(ray_local_of_own_workers: 
         sender.flush()
         return sender.look()
 
-    assert after(Warned(text="anything")) is None
-    ray.get(channel.ask.remote(save))
-    committed = Committed(step=400, uri="an earlier one", evaluation_loss=None)
-    assert after(committed) == save, "a checkpoint that was under way does not serve it"
-    assert after(Heard(action=Action.SAVE)) is None
+    with received(channel):
+        assert after(Warned(text="anything")) is None
+        ray.get(channel.ask.remote(save))
+        committed = Committed(step=400, uri="an earlier one", evaluation_loss=None)
+        assert after(committed) == save, "a checkpoint that was under way does not serve it"
+        assert after(Heard(action=Action.SAVE)) is None
 
-    ray.get([channel.ask.remote(halt), channel.ask.remote(save)])
-    assert after(Warned(text="anything")) == halt
-    assert after(Heard(action=Action.HALT)) == halt
-    assert not ray.get(channel.has_halted.remote())
-    assert after(Halted(step=5, reason="resize", text="2 -> 3 workers")) is None
-    assert ray.get(channel.has_halted.remote())
-    ray.get(channel.withdraw.remote(Action.HALT))
-    assert not ray.get(channel.has_halted.remote())
+        ray.get([channel.ask.remote(halt), channel.ask.remote(save)])
+        assert after(Warned(text="anything")) == halt
+        assert after(Heard(action=Action.HALT)) == halt
+        assert not ray.get(channel.has_halted.remote())
+        assert after(Halted(step=5, reason="resize", text="2 -> 3 workers")) is None
+        assert ray.get(channel.has_halted.remote())
+        ray.get(channel.withdraw.remote(Action.HALT))
+        assert not ray.get(channel.has_halted.remote())
 
 
 def test_a_channel_that_is_killed_loses_nothing(ray_local_of_own_workers: None) -> None:
@@ -103,7 +106,7 @@ def test_a_channel_that_is_killed_loses_nothing(ray_local_of_own_workers: None) 
     with received(channel) as events:
         sender.send(record(1))
         sender.send(Warned(text="all is well"))
-        wait_until(lambda: len(events) == 2, 240, "the first events")
+        wait_until(lambda: len(events) >= 2, 240, "the first events")
         (process,) = (p for p in helpers_of(os.getpid(), "ControlChannel") if p.pid not in before)
         send(process, signal.SIGKILL)
         for step in range(2, 502):

@@ -77,8 +77,7 @@ class ControlChannel:
 
     def __init__(self) -> None:
         self._batches: dict[str, _Batch] = {}
-        self._taken: list[_Batch] = []
-        self._ticket = ""
+        self._taken: dict[str, list[_Batch]] = {}
         self._arrived = asyncio.Event()
         self._signal: ControlSignal | None = None
         self._halted = False
@@ -96,10 +95,9 @@ class ControlChannel:
             self._moved = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(batch.handled.wait(), _HANDLE_SECONDS)
-        is_handled = batch.handled.is_set()
-        if is_handled and self._batches.get(sender) is batch:
-            del self._batches[sender]
-        return Answer(is_handled, self._signal)
+        if batch.handled.is_set():
+            batch.events = ()  # its number stays: the sender may have missed the answer
+        return Answer(batch.handled.is_set(), self._signal)
 
     async def take(self, seconds: float, ticket: str) -> tuple[str, list[Event]]:
         """Return all events that are not handled, and the ticket for them.
@@ -108,16 +106,19 @@ class ControlChannel:
             seconds: to wait for the first one; 0: not at all.
             ticket: of the events that the driver has handled since it last called.
         """
-        if ticket == self._ticket:
-            for batch in self._taken:
+        if ticket in self._taken:
+            for batch in self._taken[ticket]:
                 batch.handled.set()
+            self._taken.clear()
         if not (waiting := self._waiting()):
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), seconds)
             waiting = self._waiting()
-        self._taken, self._ticket = waiting, uuid.uuid4().hex
-        return self._ticket, [event for batch in waiting for event in batch.events]
+        # Older tickets stay valid: the driver may have missed the answer that had the newest one.
+        ticket = uuid.uuid4().hex
+        self._taken[ticket] = waiting
+        return ticket, [event for batch in waiting for event in batch.events]
 
     def _waiting(self) -> list[_Batch]:
         return [batch for batch in self._batches.values() if not batch.handled.is_set()]
