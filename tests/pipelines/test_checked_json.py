@@ -11,31 +11,12 @@ import pytest
 from elastrata_pipelines.checked_json import (
     MOST_DEPTH,
     Record,
-    list_names,
     parse_json,
     parse_record,
     read_bytes,
-    read_record,
-    reason,
 )
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
-
-
-def test_only_a_folder_is_listed(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    assert list_names(storage, "nowhere") == []
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    (tmp_path / "circle").symlink_to("circle")
-    (tmp_path / "nothing").symlink_to("gone")
-    assert list_names(storage) == ["circle", "file", "nothing"]
-    for name, what in (
-        ("file", "a file, expected a folder"),
-        ("circle", "leads back to itself"),
-        ("nothing", "No such file"),
-    ):
-        with pytest.raises(UserError, match=f"{tmp_path}/{name}: .*{what}"):
-            list_names(storage, name)
 
 
 class Point(Record):
@@ -103,19 +84,3 @@ def test_every_bad_field_has_a_line() -> None:
         parse_record(Point, b"{}", "file")
     with pytest.raises(UserError, match="expected a JSON object"):
         parse_record(Point, b"[]", "file")
-
-
-def test_an_unknown_key_is_told_in_one_line() -> None:
-    with pytest.raises(UserError) as raised:
-        parse_record(Point, b'{"x": 7, "y\\n\\u001b[31m": 0}', "file")
-    assert raised.value.problems == ("file: y\\n\\x1b[31m: unknown key",)
-
-
-def test_reasons_are_one_short_line() -> None:
-    assert reason(ValueError("\n a\tb\nc")) == "a\\tb"
-    assert len(reason(ValueError("x" * 10_000))) == 303
-
-
-def test_a_record_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('{"x": 7, "tags": ["a", "b"]}', encoding="utf-8")
-    assert read_record(Point, Storage(str(tmp_path)), "file") == Point(x=7, tags=("a", "b"))

@@ -98,16 +98,6 @@ def test_an_index_that_lies_is_refused(storage: Storage, what: str) -> None:
     assert verify(storage) == [told]
 
 
-def test_a_row_of_lengths_may_call_itself_fortran_order(storage: Storage) -> None:
-    manifest = Manifest.read(storage)
-    lengths = manifest.read_lengths(storage)
-    data = storage.read(LENGTHS)
-    fixed = data.replace(b"False, 'shape': (20,), } ", b"True, 'shape': (20,), }  ")
-    assert fixed != data
-    manifest = _with_file(storage, write_file(storage, LENGTHS, fixed))
-    assert np.array_equal(manifest.read_lengths(storage), lengths)
-
-
 def _columns(storage: Storage) -> Columns:
     """The columns of the first stripe."""
     found: Columns = read_stripes(storage, Manifest.read(storage), [0])[0].to_pydict()

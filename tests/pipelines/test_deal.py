@@ -71,14 +71,6 @@ def test_a_row_over_the_budget_is_refused() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [3, 64, 777])
-def test_sixteen_samples_a_rank_balance_to_a_percent(num_ranks: int) -> None:
-    lengths = np.random.default_rng(0).integers(5, 513, 16 * num_ranks)
-    work = WorkModel(linear=24 * 1024**2, quadratic=4 * 1024)
-    dealt = deal(lengths, num_ranks=num_ranks, work=work, tokens_per_micro_batch=8192)
-    assert dealt.imbalance < 1.01
-
-
 def test_micro_batches_come_in_multiples() -> None:
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 1]
     for multiple, expected in ((1, 3), (2, 4), (4, 4), (6, 6)):

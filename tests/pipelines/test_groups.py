@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,11 +56,3 @@ def test_they_hold_the_steps_that_are_left_each_with_its_samples(
         assert all(later <= 2 * size for size, later in pairwise(sizes))
     cut = len(groups) // 2
     assert [*groups[:cut], *groups[cut:]] == list(groups)
-
-
-def test_a_billion_steps_are_counted_and_the_last_one_is_found() -> None:
-    groups = Groups(done=0, position=0, steps=10**9, batch_size=7, most=1)
-    assert len(groups) == 10**9
-    assert groups[-1].first_position == 7 * (10**9 - 1)
-    with pytest.raises(IndexError):
-        groups[10**9]

@@ -64,12 +64,6 @@ def test_a_column_of_a_parquet_file_on_the_hub_is_read(hub: Hub) -> None:
     assert read("hf://datasets/me/texts/data/*.parquet", text_field="body")[7] == "TEXT 7"
 
 
-def test_folders_on_the_hub_are_read(hub: Hub) -> None:
-    del hub.data_sets["me/texts"]["data/rows.parquet"]
-    assert read("hf://datasets/me/texts/data") == ["a line"]
-    assert read("hf://datasets/me/texts") == ["A card.", "a line"]
-
-
 def test_a_file_on_the_hub_that_changes_is_another_one(hub: Hub) -> None:
     """By its blob's id: the data set is prepared again."""
     source = SourceConfig(paths=("hf://datasets/me/texts/data/lines.jsonl",))

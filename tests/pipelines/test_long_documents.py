@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from elastrata_pipelines.preparation import PrepareConfig
-from elastrata_pipelines.preparation.pieces import Piece
 from elastrata_pipelines.preparation.pipeline import _row, _Stage, _values
 from elastrata_pipelines.preparation.portions import Group, ReadWork
 from elastrata_pipelines.preparation.sources import find_files
@@ -109,20 +107,3 @@ def test_a_long_line_takes_a_few_times_its_memory(
     assert found.bytes == megabytes * 10**6
     assert found.documents in ((1, 0), (0, 1))
     assert peak < most_times * found.bytes
-
-
-def test_a_large_piece_is_not_copied_on_its_way(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
-    config = PrepareConfig.model_validate(
-        {"sources": [{"paths": str(tmp_path)}], "tokenizer": {"train": "bpe"}, "seq_len": 8}
-    )
-    (file,) = find_files(0, config.all_sources[0]).files
-    large = [Piece(file=file, first=n, offset=0, data=bytes([n]) * 2**20) for n in (1, 2)]
-    small = Piece(file=file, first=3, offset=0, data=b"small")
-    (found,) = _values(_row([*large, small]))
-    assert [type(piece.data) for piece in found] == [memoryview, memoryview, bytes]
-    assert found == [*large, small]
-    table = _row(large[0])
-    (piece,) = _values(table)
-    data = table["buffers"].chunk(0).values.buffers()[2]
-    assert np.frombuffer(piece.data, np.uint8).ctypes.data == data.address

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,9 @@ import pytest
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import (
     MANIFEST,
-    FileEntry,
     Manifest,
-    file_problem,
-    file_problems,
 )
-from elastrata_pipelines.format.manifest import AGAIN, LENGTHS
-from elastrata_pipelines.format.shard import by_shard
+from elastrata_pipelines.format.manifest import AGAIN
 from elastrata_pipelines.storage import Storage
 from support.synthetic import Sizes, write_data_set
 
@@ -108,72 +103,6 @@ def test_a_manifest_that_was_altered_is_refused(storage: Storage) -> None:
     assert _refused(storage, values) == ("checksum: missing",)
 
 
-def test_the_layout_of_the_text_does_not_matter(storage: Storage) -> None:
-    before = Manifest.read(storage)
-    storage.write(json.dumps(_values(storage)).encode(), MANIFEST)
-    assert Manifest.read(storage) == before
-
-
-def test_a_copy_with_other_values_has_another_fingerprint(storage: Storage) -> None:
-    manifest = Manifest.read(storage)
-    other = manifest.model_copy(update={"seed": manifest.seed + 1})
-    assert manifest.model_copy().fingerprint == manifest.fingerprint != other.fingerprint
-    assert pickle.loads(pickle.dumps(manifest)) == manifest
-
-
-def test_of_very_many_lengths_the_header_is_checked(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastrata_pipelines.format.manifest.MOST_LENGTHS_CHECKED", 0)
-    monkeypatch.setattr(Manifest, "read_lengths", None)
-    manifest = Manifest.read(storage)
-    manifest.check_lengths(storage)
-    data = storage.read(LENGTHS)
-    storage.write(data[:-1], LENGTHS)
-    with pytest.raises(UserError, match=rf"bytes, expected {len(data)}\); {AGAIN}"):
-        manifest.check_lengths(storage)
-
-
-def test_a_store_is_asked_for_the_list_of_many_files(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = Storage("memory://data")
-    manifest = Manifest.read(storage)
-    for entry in manifest.files:
-        remote.write(storage.read(entry.path), entry.path)
-    monkeypatch.setattr("elastrata_pipelines.format.files._REMOTE_FILES_ASKED_FOR", 0)
-    asked: list[str] = []
-    monkeypatch.setattr(
-        "elastrata_pipelines.format.files.file_problem",
-        lambda storage, entry: asked.append(entry.path) or file_problem(storage, entry),
-    )
-    assert (file_problems(remote, manifest), asked) == ([], [])
-    (gone, cut), lost = manifest.files[:2], f"{remote.uri()}/"
-    remote.delete(gone.path)
-    remote.write(b"", cut.path)
-    assert file_problems(remote, manifest) == [
-        f"{lost}{gone.path}: missing",
-        f"{lost}{cut.path}: 0 bytes, the manifest says {cut.bytes}",
-    ]
-    assert asked == [gone.path, cut.path]
-
-
-def test_stripes_are_looked_up_among_many_shards(storage: Storage) -> None:
-    whole = Manifest.read(storage)
-    rest = tuple(entry for entry in whole.files if not entry.stripes)
-    shards = tuple(
-        FileEntry(path=f"{number}", bytes=1, sha256="0" * 64, samples=count, stripes=count)
-        for number, count in enumerate((3, 1, 2))
-    )
-    manifest = whole.model_copy(update={"files": (*shards, *rest)})
-    found = by_shard(manifest, [5, 0, 3, 2, 4])
-    assert [(shard.path, first, inside) for shard, first, inside in found] == [
-        ("0", 0, [0, 2]),
-        ("1", 3, [3]),
-        ("2", 4, [5, 4]),
-    ]
-
-
 def test_version_1_is_read_and_keeps_its_fingerprint(tmp_path: Path) -> None:
     """Runs that were begun on it compare with that fingerprint; it is the one of back then."""
     storage = Storage(str(tmp_path))
@@ -182,14 +111,6 @@ def test_version_1_is_read_and_keeps_its_fingerprint(tmp_path: Path) -> None:
     assert (manifest.version, manifest.samples, manifest.held_out) == (1, 6, None)
     assert manifest.fingerprint == FINGERPRINT
     assert json.loads(manifest.to_json()) == VERSION_1
-
-
-@pytest.mark.parametrize("key", ["checksum", "held_out"])
-def test_a_manifest_does_not_become_one_of_version_1(storage: Storage, key: str) -> None:
-    """Whoever alters the version alone leaves keys behind that version 1 has not."""
-    values = {**_values(storage), "version": 1}
-    values = {name: value for name, value in values.items() if name == key or name in VERSION_1}
-    assert _refused(storage, values)[0].startswith(f"{key}: unknown key")
 
 
 @pytest.mark.parametrize(

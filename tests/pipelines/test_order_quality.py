@@ -42,14 +42,6 @@ def test_what_is_not_shuffled_is_found_out() -> None:
     assert order_quality.chi_square(slow[:-1], slow[1:], 1000) > WORST
 
 
-def test_epochs_that_are_alike_are_found_out() -> None:
-    one = order(1000)
-    places = one.places(0, 1000)
-    stored = places.stripes * one.stripe_size + places.rows
-    again = order_quality.positions_of(one, stored, epoch=0) / 1000
-    assert order_quality.chi_square(again, again, 1000) > 100 * WORST
-
-
 @pytest.mark.parametrize("weights", [(1, 1), (47, 31, 22), (60, 25, 10, 5), (1, 10, 100, 1000)])
 def test_shares_of_any_window_up_to_a_billion(weights: tuple[int, ...]) -> None:
     mixture = Mixture((Leg(shares=in_units(weights)),))

@@ -80,8 +80,3 @@ def test_a_classifier_on_lengths_is_no_better_than_chance(kind: str, seq_len: in
     total = first + second
     by = [(first,), (second,), (total,), (first, second), (first // 8, second // 8), (total // 4,)]
     assert max(accuracy(labels, *features) for features in by) < commoner + 0.01
-
-
-def test_pairs_of_long_documents_fill_their_samples() -> None:
-    found = pairs("long", 64)
-    assert np.mean(found["first"] + found["second"] + FRAME.num_tokens == 64) > 0.95

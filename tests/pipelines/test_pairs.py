@@ -58,17 +58,6 @@ def test_real_pairs_follow_one_another_and_random_ones_come_from_elsewhere() -> 
             assert document_of(second[0]) != document_of(first[0])
 
 
-def test_a_single_document_pairs_with_another_place_of_itself() -> None:
-    for first, second, is_next in parts(make(count=1)):
-        assert (second[0] == first[-1] + 1) == is_next
-
-
-def test_equal_input_gives_equal_pairs() -> None:
-    one, other = make(), make()
-    assert np.array_equal(one.tokens, other.tokens)
-    assert one.extras == other.extras
-
-
 def test_next_to_all_text_is_used_and_next_to_none_of_it_twice() -> None:
     samples = make(seq_len=3 + 7 * LENGTH)  # five samples a document, nothing cut or left alone
     tokens = np.concatenate(
@@ -76,29 +65,6 @@ def test_next_to_all_text_is_used_and_next_to_none_of_it_twice() -> None:
     )
     most = 0.01 * DOCUMENTS * SENTENCES * LENGTH  # a couple of partners of different shapes
     assert len(tokens) - most < len(set(tokens)) > DOCUMENTS * SENTENCES * LENGTH - most
-
-
-def test_documents_of_a_single_sentence_are_cut_in_their_middle() -> None:
-    single = [
-        [np.arange(10 * n, 10 * n + size, dtype=np.uint32)] for n, size in ((1, 6), (2, 7), (3, 1))
-    ]
-    samples = make_pairs(
-        single, [3, 4, 5], FRAME, seq_len=64, min_tokens=2, dtype=np.dtype(np.uint16)
-    )
-    found = [(first, second) for first, second, _ in parts(samples)]
-    assert found in (
-        [([10, 11, 12], [13, 14, 15]), ([20, 21, 22], [23, 24, 25])],
-        [([10, 11, 12], [23, 24, 25]), ([20, 21, 22], [13, 14, 15])],
-    )
-
-
-def test_a_sentence_left_alone_takes_the_one_before_it() -> None:
-    samples = make_pairs(
-        [[np.full(30, 10), np.full(31, 11), np.full(20, 12)], [np.full(61, 13)] * 2], [1, 2], FRAME,
-        seq_len=64, min_tokens=2, dtype=np.dtype(np.uint16),
-    )  # fmt: skip
-    firsts = [set(first) for first, _, _ in parts(samples)]
-    assert firsts == [{10}, {11}, {13}]
 
 
 def test_sentences() -> None:

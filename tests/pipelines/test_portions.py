@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastrata_pipelines.preparation.config import SourceConfig
-from elastrata_pipelines.preparation.documents import Document, copies, read_documents
+from elastrata_pipelines.preparation.documents import Document, read_documents
 from elastrata_pipelines.preparation.portions import group_files, read_portions
 from elastrata_pipelines.preparation.sources import find_files
 
@@ -64,29 +60,6 @@ def test_cutting_elsewhere_changes_no_document(
         assert documents(tmp_path / "a.txt", size, **way) == whole
 
 
-def _zstd(data: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-@pytest.mark.parametrize(
-    ("ending", "compress"),
-    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", _zstd)],
-)
-def test_compressed_files_hold_the_same_texts(
-    ending: str, compress: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
-    text = "".join(f"line {number}\n" for number in range(3000))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    (tmp_path / f"b.txt{ending}").write_bytes(compress(text.encode()))
-    plain = documents(tmp_path / "a.txt", 1000, documents="line")
-    packed = documents(tmp_path / f"b.txt{ending}", 1000, documents="line")
-    assert [found.text for found in packed] == [found.text for found in plain]
-    assert len({found.id for found in (*plain, *packed)}) == 6000
-
-
 def test_parquet_rows(tmp_path: Path) -> None:
     texts = [f"row {number} ü" for number in range(1000)]
     column = pa.chunked_array([texts[:300], texts[300:]]).dictionary_encode()
@@ -116,11 +89,3 @@ def test_files_are_found_by_glob_once(tmp_path: Path) -> None:
     found = find_files(0, config)
     assert [file.name for file in found.files] == ["a.txt", "c.txt", "b.md"]
     assert found.problems == []
-
-
-def test_weights() -> None:
-    many = [Document(number * 2**40 + 7, "") for number in range(2000)]
-    counts = [copies(document, 2.25) for document in many]
-    assert set(counts) == {2, 3}
-    assert 400 < counts.count(3) < 600
-    assert {copies(document, 3.0) for document in many} == {3}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from elastrata.recipe.data_sets import preparations
 from elastrata.recipe.recipe import Recipe
@@ -60,13 +59,6 @@ def test_each_source_becomes_a_data_set(folder: Path, ray_local: None) -> None:
     assert Manifest.read(Storage(str(folder / "mix" / "code" / HELD_OUT))).samples
 
 
-def test_the_tokenizer_learns_from_all_of_them(folder: Path) -> None:
-    first, second = preparations(recipe(folder)).values()
-    assert [source.name for source in first.tokenizer.sources] == ["web", "code"]
-    assert [source.name for source in first.sources] == ["web"]
-    assert second.tokenizer.load == str(folder / "mix" / "web" / "tokenizer")
-
-
 def fingerprint(config: PrepareConfig) -> str:
     return Corpus.find(config, lambda *_: None).fingerprint(None)
 
@@ -91,11 +83,3 @@ def test_names_that_do_not_agree_are_told_at_once(folder: Path) -> None:
         "(did you mean 'web'?)",
         "data.prepare.sources: web: not among data.sources, wep, code (did you mean 'wep'?)",
     )
-
-
-def test_a_recipe_of_both_is_read_from_a_file(folder: Path) -> None:
-    from elastrata.recipe.file import load_recipe, to_yaml
-
-    (folder / "mix.yaml").write_text(to_yaml(recipe(folder)), encoding="utf-8")
-    assert yaml.safe_load((folder / "mix.yaml").read_text(encoding="utf-8"))["data"]["sources"]
-    assert load_recipe(str(folder / "mix.yaml"), ["name=null"]).data == recipe(folder).data

@@ -26,22 +26,6 @@ def provenance(folder: Path, **changes: Any) -> Provenance:
     return Corpus.find(config, lambda *_: None).provenance(None)
 
 
-def test_differences_name_keys_with_both_values(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
-    first = provenance(tmp_path)
-    assert first.differences(provenance(tmp_path)) == []
-    other = provenance(
-        tmp_path, seq_len=64, held_out=0.5, tokenizer={"train": "wordpiece", "lowercase": True},
-    )  # fmt: skip
-    assert first.differences(other) == [
-        "held_out: null, now 0.5",
-        "seq_len: 32, now 64",
-        "tokenizer.lowercase: false, now true",
-        'tokenizer.train: "bpe", now "wordpiece"',
-        "tokenizer.vocab_size: 300, now 8192",
-    ]
-
-
 def test_differences_of_sources_and_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
     first = provenance(tmp_path)

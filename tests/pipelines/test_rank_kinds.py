@@ -48,35 +48,6 @@ def test_no_rank_gets_more_than_it_has_room_for_and_all_have_equally_many_micro_
         assert (np.diff(tokens) <= budget).all()
 
 
-@given(batches, st.integers(1, 9), works, st.integers(512, 5000))
-def test_equal_budgets_deal_as_one(
-    lengths: np.ndarray, num_ranks: int, work: WorkModel, budget: int
-) -> None:
-    one, each = (
-        deal(lengths, num_ranks=num_ranks, work=work, tokens_per_micro_batch=budget, budgets=given)
-        for given in ((), (budget,) * num_ranks)
-    )
-    assert one.imbalance == each.imbalance
-    for mine, theirs in zip(one.hands, each.hands, strict=True):
-        assert mine.rows.tolist() == theirs.rows.tolist()
-        assert mine.cuts.tolist() == theirs.cuts.tolist()
-
-
-@pytest.mark.parametrize(("fixed", "rows"), [(0, [10, 10]), (10**12, [15, 5])])
-def test_who_has_room_takes_more_where_micro_batches_cost_more_than_equal_times_save(
-    fixed: int, rows: list[int]
-) -> None:
-    dealt = deal(
-        [10] * 20,
-        num_ranks=2,
-        work=WorkModel(linear=10**6, quadratic=0, fixed=fixed),
-        tokens_per_micro_batch=150,
-        budgets=(150, 50),
-    )
-    assert [len(hand.rows) for hand in dealt.hands] == rows
-    assert {len(hand.cuts) - 1 for hand in dealt.hands} == ({2} if fixed == 0 else {1})
-
-
 def test_a_sample_that_a_rank_has_no_room_for_is_refused() -> None:
     work = WorkModel(linear=1, quadratic=0)
     with pytest.raises(ValueError, match="a sample of 60 tokens exceeds the 50"):

@@ -22,7 +22,6 @@ from elastrata_pipelines.preparation.deduplication import (
     duplicates,
     near_duplicates,
     normalised_hash,
-    signatures,
 )
 from elastrata_pipelines.preparation.filters import FilterConfig, Filters, check_filters
 from support.texts import plain_text
@@ -50,14 +49,6 @@ def left_out(manifest: Manifest) -> object:
 def reasons(config: dict[str, Any], texts: Sequence[str]) -> list[str | None]:
     ask = Filters([FilterConfig.model_validate(config)], "any")
     return [verdict and verdict.reason for verdict in map(ask, texts)]
-
-
-def test_filters_by_length_count_characters() -> None:
-    config = {"min_characters": 2, "max_characters": 3}
-    assert reasons(config, ["é", "éé", "ééé", "éééé"]) == [
-        "shorter than 2 characters", None, None, "longer than 3 characters",
-    ]  # fmt: skip
-    assert reasons({**config, "name": "size"}, ["é"]) == ["size"]
 
 
 def test_filters_by_expression_may_use_what_is_offered() -> None:
@@ -158,23 +149,6 @@ def test_near_duplicates_of_one_that_stays_go_and_others_stay() -> None:
     others = np.array([_near(rng, one, 0.6) for one in firsts])
     flags = near_duplicates(np.concatenate([firsts, seconds, thirds, others]), 0.8)
     assert flags.reshape(4, 300).sum(axis=1).tolist() == [0, 300, 300, 0]
-
-
-def test_signatures_estimate_the_common_sequences_of_words() -> None:
-    """Within four standard errors of the share, counted."""
-    pytest.importorskip("rensa")
-    words = plain_text(3, 4000).split()
-    for changed in (0, 20, 100, 300):
-        other = [*words[: len(words) - changed], *(f"new{n}" for n in range(changed))]
-        found = signatures([" ".join(words), " ".join(other)], 5)
-        shingles = [
-            {tuple(text[i : i + 5]) for i in range(len(text) - 4)}
-            for text in ([w.casefold().strip(".") for w in words],
-                         [w.casefold().strip(".") for w in other])
-        ]  # fmt: skip
-        share = len(shingles[0] & shingles[1]) / len(shingles[0] | shingles[1])
-        error = (share * (1 - share) / PERMUTATIONS) ** 0.5
-        assert abs(float((found[0] == found[1]).mean()) - share) <= 4 * error
 
 
 def test_near_duplicates_need_their_library(

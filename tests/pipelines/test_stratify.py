@@ -56,11 +56,3 @@ def test_the_order_does_not_depend_on_the_order_of_the_input(
     one = known[stored_order(known, lengths, stripe_size)]
     other = known[shuffled][stored_order(known[shuffled], lengths[shuffled], stripe_size)]
     assert np.array_equal(one, other)
-
-
-@given(lengths_of_data_sets)
-def test_strata_are_bands_of_lengths(lengths: np.ndarray) -> None:
-    by_length = strata(lengths)[np.argsort(lengths, kind="stable")]
-    assert np.all(np.diff(by_length) >= 0)
-    for length in np.unique(lengths):
-        assert len(np.unique(strata(lengths)[lengths == length])) == 1

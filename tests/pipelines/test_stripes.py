@@ -16,13 +16,6 @@ from elastrata_pipelines.stripes import Stripes
 from support.synthetic import write_data_set
 
 
-def test_stripes_come_in_the_order_asked_for(tmp_path: Path) -> None:
-    manifest, storage = write_data_set(tmp_path, samples=300), Storage(str(tmp_path))
-    stripes = Stripes(storage, manifest)
-    for wanted in ([4, 0, 7], [7, 2, 4], [2]):
-        assert stripes.read(wanted) == read_stripes(storage, manifest, wanted)
-
-
 def test_only_the_stripes_of_the_last_call_are_kept(tmp_path: Path) -> None:
     manifest = write_data_set(tmp_path, samples=300)
     stripes = Stripes(Storage(str(tmp_path)), manifest)

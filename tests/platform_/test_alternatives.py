@@ -82,25 +82,6 @@ def test_the_command_line_chooses_anew(folder: Path, choice: str) -> None:
     )
 
 
-def test_a_phase_chooses_anew(folder: Path) -> None:
-    (folder / "top.yaml").write_text(
-        "extends: base.yaml\n"
-        "phases:\n"
-        "- {}\n"
-        "- schedule: {shape: cosine}\n"
-        "  sparsity: {method: static}\n"
-        "  data: {path: other, prepare: {tokenizer: {load: some/folder}}}\n",
-        encoding="utf-8",
-    )
-    first, second = load_recipe("top.yaml", ["phases.0.sparsity.method=block"]).parts
-    assert first.sparsity is not None
-    assert second.sparsity is not None
-    assert (first.sparsity.method, second.sparsity.method) == ("block", "static")
-    assert (first.schedule.power, second.schedule.power) == (0.5, 1.0)
-    assert second.data.prepare is not None
-    assert second.data.prepare.tokenizer.model_dump()["load"] == "some/folder"
-
-
 def test_what_one_place_says_twice_is_a_mistake_of_that_place(folder: Path) -> None:
     (folder / "top.yaml").write_text(
         "extends: base.yaml\ndata: {prepare: {tokenizer: {load: a, train: bpe}}}\n",

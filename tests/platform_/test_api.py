@@ -61,18 +61,6 @@ def test_a_picture_an_export_and_an_audit(trained: tuple[TrainResult, str], tmp_
     assert (found.digests_checked, found.epochs) == (6, (1.0,))
 
 
-def test_everything_reads_well(trained: tuple[TrainResult, str], recipe: Recipe) -> None:
-    result = trained[0]
-    assert "samples_seen  150" in str(result)
-    assert "<td>150</td>" in result._repr_html_()
-    lines = str(recipe).splitlines()
-    assert "epochs: 1.0" in lines
-    assert "workload:" in lines
-    assert "  name: bert" in lines
-    assert "betas" not in str(recipe)  # what nobody has said
-    assert elastrata.Recipe.model_validate(recipe.model_dump()) == recipe
-
-
 def test_the_commands_are_functions(trained: tuple[TrainResult, str]) -> None:
     result = trained[0]
     found = elastrata.status(result.run_dir)

@@ -74,18 +74,6 @@ def lerp(kept: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[st
     return {name: kept * old[name] + (1 - kept) * new[name] for name in old}
 
 
-def test_it_forgets_faster_in_the_first_steps() -> None:
-    weight = torch.zeros(3)
-    average = WeightAverage(AverageConfig(decay=0.5), {"weight": weight})
-    average.begin()
-    weight.fill_(1.0)
-    average.stepped(1)
-    assert average.state()[AVERAGE]["weight"].tolist() == pytest.approx([1 - 2 / 11] * 3)
-    weight.fill_(0.0)
-    average.stepped(1000)
-    assert average.state()[AVERAGE]["weight"].tolist() == pytest.approx([0.5 * (1 - 2 / 11)] * 3)
-
-
 def test_tied_weights_have_one_average_and_what_is_no_number_has_none() -> None:
     weight = torch.ones(2)
     weights = {"embedding": weight, "head": weight.detach(), "position": torch.tensor([3])}

@@ -26,10 +26,6 @@ def after(failures: int, now: float = 0.0) -> Backoff:
     return backoff
 
 
-def test_the_distances() -> None:
-    assert [after(n).seconds for n in range(1, 10)] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
-
-
 @given(NOW)
 def test_without_a_failure_nothing_is_due(now: float) -> None:
     assert not Backoff().retry_due(now)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 
 from elastrata.bench.samples import RandomSteps, bench_samples, choose_lengths, read_histogram
 from elastrata.bench.step import StepFigures, measure_steps
-from elastrata.cli.main import run
 from elastrata.recipe.recipe import Recipe
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.errors import UserError
@@ -26,7 +23,6 @@ from support.synthetic import SEQ_LEN, tiny_recipe, write_data_set
 
 WARM_UP, STEPS = 1, 3
 PEAK = 1e12
-TINY = ["workload.hidden_size=16", "batch_size=6", "micro_batch_tokens=512", "workers.threads=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -135,33 +131,6 @@ def test_what_does_not_fit_is_told_at_once(data: Path) -> None:
         "workload.max_positions: 32, but this data set has samples of up to 48 tokens",
         "micro_batch_tokens: 40: --lengths full has samples of 48 tokens; expected at least that",
     )
-
-
-def test_a_phase_is_measured_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["workload.hidden_size=16", "workload.num_heads=2", "workload.num_layers=1"]
-    phases = ["phases.0.batch_size=3", "phases.1.batch_size=2", "workers.threads=1"]
-    options = ["compile=false", "precision=fp32", "--steps", "1", "--warm-up", "0", "--json"]
-    for phase, (batch_size, seq_len) in enumerate([(3, 128), (2, 512)]):
-        command = ["bench", "step", "bert/lamb", "--phase", str(phase), *sizes, *phases, *options]
-        assert run(command) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["batch_size"], found["seq_len"]) == (batch_size, seq_len)
-        assert found["substitutions"][0].startswith("workload.attention: varlen")
-
-
-@pytest.mark.matrix
-def test_it_needs_neither_ray_nor_mlflow() -> None:
-    script = f"""
-import sys
-from elastrata.cli.main import run
-code = run(["bench", "step", "bert/tiny", *{TINY}, "--steps", "1", "--warm-up", "0", "--json"])
-foreign = ("ray", "mlflow", "transformers", "tokenizers", "safetensors", "matplotlib")
-print(code, [name for name in foreign if name in sys.modules])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, encoding="utf-8"
-    )
-    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -98,23 +98,6 @@ def test_inspect(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["verified"] is False
 
 
-def test_inspect_compares_schemes_at_several_sizes(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot = tmp_path / "plots" / "balance.png"
-    arguments = ["inspect", str(data), "--workers", "1,3,8", "--plot", str(plot)]
-    assert run([*arguments, "--ranks-per-node", "2", "--json"]) == 0
-    result = _json(capsys)
-    assert [one["workers"] for one in result["comparison"]] == [1, 3, 8]
-    assert [one["batch_size"] for one in result["comparison"]] == [16, 48, 128]
-    deal, *others = result["comparison"][2]["schemes"]
-    assert (deal["scheme"], len(others)) == ("deal", 6)
-    assert all(
-        deal["imbalance_max_over_mean"] < other["imbalance_max_over_mean"] for other in others
-    )
-    assert plot.is_file()
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -169,10 +169,6 @@ def _check_install(words: Sequence[str]) -> None:
         )
 
 
-def test_the_first_lines_give_a_model(home: Path) -> None:
-    assert (home / "models" / "first" / "config.json").is_file()
-
-
 @pytest.mark.parametrize(
     "line",
     [

@@ -68,13 +68,6 @@ def _train_with_transformers(texts: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def test_the_readme_has_it_in_eight_lines() -> None:
-    recipe = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
-    )[1]
-    assert len(recipe.splitlines()) == 8
-
-
 @pytest.mark.matrix
 def test_a_gpt2_of_transformers_goes_on_with_new_text(
     home: Path, capsys: pytest.CaptureFixture[str]

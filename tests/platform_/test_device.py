@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from elastrata.core.device import PEAKS, named_peak_flops
+from elastrata.core.device import named_peak_flops
 from elastrata.core.mesh import backends
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.engine import looked_for
@@ -44,13 +44,6 @@ def test_the_peak_is_that_of_the_device_of_this_very_name(
 ) -> None:
     """A slice of a device has no peak that anybody publishes; a T4's is not of bf16."""
     assert named_peak_flops(name) == (teraflops and teraflops * 1e12)
-
-
-def test_every_peak_is_found_by_its_own_name() -> None:
-    """None hides another one that comes later."""
-    for family, peak in PEAKS.items():
-        expected = peak.flops if peak.dtype == "bf16" else None
-        assert named_peak_flops(f"NVIDIA {family}") == expected
 
 
 def test_groups_with_gpus_reduce_tensors_in_main_memory_too() -> None:

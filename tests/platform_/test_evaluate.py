@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from elastrata.cli.main import run as run_here
 from elastrata.inference import evaluation as harness
 from elastrata.run.folder import read_identity, read_recipe, write_identity
 from elastrata.tracking.store import quiet_client, tracking_uri
-from elastrata.tracking.tracker import RUN_DIR, TrackingConfig, record_evaluation
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.empty_store import put_empty_store
@@ -158,21 +156,3 @@ def test_without_the_harness_one_line_says_what_to_install(
         "evaluate: the Language Model Evaluation Harness is not installed: "
         "pip install 'elastrata[evaluate]', or pip install lm_eval accelerate"
     )
-
-
-def test_results_go_into_the_record_of_a_run_that_has_one(
-    trained: Path, recorded: str, tmp_path: Path
-) -> None:
-    storage, metrics = Storage(str(trained.parent)), {"harness/t/acc@5": 0.25, "harness/t/f1": 1.0}
-    options: dict[str, Any] = {"step": 3, "metrics": metrics, "run_dir": str(trained)}
-    config = TrackingConfig()
-    assert record_evaluation(config, storage, run_id=recorded, **options)
-    assert not record_evaluation(config, storage, run_id=None, **options)
-    assert not record_evaluation(config, storage, run_id="0" * 32, **options)
-    client = quiet_client(tracking_uri(None, storage))
-    client.set_tag(recorded, RUN_DIR, str(trained))
-    assert record_evaluation(config, storage, run_id=recorded, **options)
-    copy = {**options, "run_dir": str(tmp_path)}
-    assert not record_evaluation(config, storage, run_id=recorded, **copy), "that of another run"
-    found = client.get_run(recorded).data.metrics
-    assert (found["harness/t/acc_5"], found["harness/t/f1"]) == (0.25, 1.0)

@@ -12,7 +12,6 @@ from elastrata.cli.main import run as run_here
 from elastrata.core.record import losses_by_set, losses_by_source
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
-from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
@@ -72,19 +71,6 @@ def test_a_target_may_be_of_a_set(run: Path) -> None:
         else:
             with pytest.raises(UserError, match=r"did you mean 'eval/prose/loss'"):
                 load_recipe(str(file))
-
-
-def test_sets_change_no_other_number(run: Path) -> None:
-    """Not what is trained on, and not the evaluation of the run's own data."""
-    recipe = kept_recipe(run)
-    alone = recipe.model_copy(
-        update={"evaluation": recipe.evaluation.model_copy(update={"sets": ()})}
-    )
-    with_sets, without = training_data(recipe), training_data(alone)
-    assert with_sets.phases == without.phases
-    assert with_sets.held_out == without.held_out
-    assert [len(sets) for sets in (*with_sets.evaluated, *without.evaluated)] == [3, 1]
-    assert [one.purpose for one in with_sets.inputs].count("evaluation") == 4
 
 
 def problems(

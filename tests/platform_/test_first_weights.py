@@ -153,23 +153,3 @@ def test_ties_frozen_parameters_later_changes_and_buffers_stay() -> None:
     assert ours.keys() == dict(whole.named_parameters()).keys()
     for name, value in whole.named_parameters():
         assert torch.equal(ours[name], value), name
-
-
-def test_modules_are_as_ever_afterwards() -> None:
-    outline = Outline(_fails)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        outline.draw(outline.model)
-    assert nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
-    with torch.device("meta"):
-        drawn = nn.Linear(2, 2)
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
-    drawn.weight.data.normal_()
-    assert torch.equal(torch.rand(2), expected)
-
-
-def _fails() -> nn.Module:
-    if not torch.empty(0).is_meta:
-        raise RuntimeError("in the middle")
-    return nn.Linear(2, 2)

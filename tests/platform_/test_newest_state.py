@@ -9,7 +9,7 @@ import pytest
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.run import history
-from elastrata.trainer.resume import ResumePoint, newest_state
+from elastrata.trainer.resume import newest_state
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
@@ -45,10 +45,6 @@ def started(run: Storage, attempt: int, step: int) -> None:
 def found(run: Storage, hot: Storage) -> tuple[str, int]:
     newest = newest_state(run, hot, pytest.fail)
     return newest.tier, newest.start.step
-
-
-def test_a_new_run_has_none(run, hot) -> None:
-    assert newest_state(run, hot, pytest.fail) == ResumePoint()
 
 
 def test_the_newest_of_both_tiers(run, hot) -> None:

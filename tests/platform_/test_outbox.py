@@ -64,7 +64,3 @@ def test_closing_ends_in_time_and_says_what_is_left(caplog: pytest.LogCaptureFix
     assert is_tried_again.wait(SECONDS)
     assert outbox.close(0.1) == 3
     assert caplog.text.count("the store does not answer") == 1
-
-
-def test_an_idle_outbox_closes_at_once() -> None:
-    assert Outbox("the store", lambda error: False).close(SECONDS) == 0

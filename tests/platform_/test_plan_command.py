@@ -39,20 +39,3 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["plan", "gpt/125m", "--write", str(written)]) == 2
     assert "expected a new one" in capsys.readouterr().err
     assert written.read_text(encoding="utf-8") == "mine\n"
-
-
-def test_what_a_recipe_leaves_open_is_planned_and_stays_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = tmp_path / "planned.yaml"
-    settings = ["micro_batch_tokens=auto", "activation_checkpointing=auto", "compile=false"]
-    cluster = ["--cluster", "8xA100-80GB", "--write", str(written), "--json"]
-    assert run(["plan", "gpt/1.3b", *settings, *cluster]) == 0
-    shown = capsys.readouterr()
-    automatic = json.loads(shown.out)["automatic"]
-    assert automatic["fits"]
-    assert automatic["micro_batch_tokens"] % 2048 == 0
-    assert f"micro_batch_tokens {automatic['micro_batch_tokens']:,}" in shown.err
-    recipe = load_recipe(str(written))
-    assert (recipe.micro_batch_tokens, recipe.activation_checkpointing) == ("auto", "auto")
-    assert recipe.workers.max == 8

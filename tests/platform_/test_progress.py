@@ -14,7 +14,7 @@ from elastrata.core.events import Committed, Started, Warned
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
 from elastrata.terminal import progress as progress_module
-from elastrata.terminal.progress import Progress, StageProgress, counted
+from elastrata.terminal.progress import Progress
 from elastrata.terminal.sweep_progress import SweepProgress
 from support.histories import record
 
@@ -66,34 +66,6 @@ def test_elsewhere_there_are_few_lines_and_the_first_and_last_step() -> None:
     assert "  phase 2 of 2" in lines
     assert lines[-1].startswith("  step 50/50")
     assert len(lines) == 4
-
-
-@pytest.mark.parametrize(("steps", "is_told"), [(1000, False), (100_000_000, True)])
-def test_a_run_that_nobody_waits_for_is_told_once(steps: int, is_told: bool) -> None:
-    console, out = _console(terminal=False)
-    with Progress(steps, console) as progress:
-        for step in range(1, 20):
-            progress(replace(RECORD, step=step))
-    assert out.getvalue().count("days at this pace") == is_told
-    if is_told:
-        assert "which take 579 days at this pace" in out.getvalue()
-
-
-def test_amounts_have_units_that_fit() -> None:
-    assert counted(1, "tokenizers") == "1 tokenizer"
-    assert counted(12_500, "samples") == "12.5k samples"
-    assert counted(24_700_000, "bytes") == "24.7 MB"
-    assert counted(12, "bytes") == "12 B"
-
-
-@pytest.mark.usefixtures("stopped_clock")
-def test_a_stage_that_took_no_time_tells_none() -> None:
-    console, out = _console(terminal=False)
-    with StageProgress(console) as stages:
-        stages("read", 24_700_000, 24_700_000, "bytes")
-        stages("train", 0, 1, "tokenizers")
-        stages("train", 1, 1, "tokenizers")
-    assert out.getvalue().splitlines() == ["read: 24.7 MB", "train: 1 tokenizer"]
 
 
 ENTRIES: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
-from elastrata.sweeps.plots import PICTURES, draw, importances, png
+from elastrata.sweeps.plots import draw, importances, png
 from elastrata.sweeps.space import Domain
 from elastrata_pipelines.errors import UserError
 
@@ -20,7 +20,6 @@ SPACE = {
     "optimizer.name": {"choice": ["lamb", "adamw"]},
 }
 LOSSES = [6.4, 6.5, 6.6, 6.7, 40.0, 55.0, math.nan]
-EDGES = {"min": ("^", 1.0), "max": ("v", 0.0)}
 
 
 def _space() -> dict[str, Domain]:
@@ -71,23 +70,6 @@ def test_trials_beyond_the_axis_are_named(picture: str, mode: str) -> None:
     assert _note(figure) == told
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_every_trial_has_a_mark_in_every_panel(mode: str) -> None:
-    figure = draw("keys", _standings(LOSSES, mode), _space())
-    arrow, edge = EDGES[mode]
-    for axes in figure.axes:
-        lines = axes.get_lines()
-        assert len(lines) == len(LOSSES)
-        at_edge = [line for line in lines if line.get_marker() in (arrow, "x")]
-        assert [line.get_marker() for line in at_edge] == [arrow, arrow, "x"]
-        assert all(list(line.get_ydata()) == [edge] for line in at_edge)
-        low, high = axes.get_ylim()
-        others = [line.get_ydata()[0] for line in lines if line not in at_edge]
-        assert all(low < value < high for value in others)
-    names = [label.get_text() for label in figure.axes[1].get_xticklabels()]
-    assert names == ["lamb", "adamw"]
-
-
 def test_importance_finds_the_key_that_matters() -> None:
     rng = Random(0)
     entries: list[dict[str, Any]] = []
@@ -105,8 +87,3 @@ def test_without_optuna_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("elastrata.sweeps.plots.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install optuna"):
         draw("importance", _standings(LOSSES), _space())
-
-
-@pytest.mark.parametrize("picture", PICTURES)
-def test_nothing_is_said_where_nothing_is_hidden(picture: str) -> None:
-    assert _note(draw(picture, _standings([6.4, 6.5, 6.6]), _space())) == ""

@@ -13,7 +13,7 @@ from elastrata.cli.main import run
 from elastrata.cluster.failures import Failures
 from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.observer import Observer
-from elastrata.core.events import Lost, Started
+from elastrata.core.events import Started
 from elastrata.launch.launch import _owned
 from elastrata.run import history
 from elastrata.run.evidence import check_continuation
@@ -110,14 +110,3 @@ def test_what_a_killed_driver_had_heard_of_is_done_again(
     assert (first["rolled_back"], first["at_least"]) == (DONE, True)
     assert (second["rolled_back"], second["at_least"]) == (0, False)
     assert f"at least {DONE}" in captured.err
-
-
-def test_a_fault_has_how_long_nothing_was_heard(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    writer = HistoryWriter(storage, 1, pytest.fail, writer="d")
-    observer = Observer(
-        SilentTracker(), writer, Failures(3), lambda event: None, [1], step=0, substituted=[]
-    )
-    observer([Lost(text="rank 0 was killed", ranks=(0,))])
-    (fault,) = history.read(storage)
-    assert 0 <= fault["seconds_unheard"] < 600

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from elastrata.core.batch import padded
 from elastrata.core.workload import model_spec, stage_problems, tensor_problems
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
-from elastrata_pipelines.rows import Rows
 from support.command import ELASTRATA
 from support.synthetic import VOCABULARY, write_data_set
 
@@ -102,17 +99,3 @@ def test_layouts_that_it_says_nothing_of_are_refused(
     assert stage_problems(lstm, 2) == [f"parallel.pipeline: expected 1: {refused} cut into stages"]
     with pytest.raises(UserError, match="lstm: such models cannot be planned"):
         model_spec(lstm, IDS, 64)
-
-
-def test_samples_side_by_side() -> None:
-    rows = Rows(
-        sample_ids=np.arange(3, dtype=np.uint64),
-        epochs=np.zeros(3, dtype=np.int64),
-        lengths=np.array([3, 2, 1]),
-        tokens=np.array([7, 8, 9, 5, 6, 4], dtype=np.uint16),
-    )
-    batch = padded(rows, pad_id=1)
-    assert batch.tokens.tolist() == [[7, 8, 9], [5, 6, 1], [4, 1, 1]]
-    assert batch.is_real.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
-    empty = padded(rows[:0], pad_id=1)
-    assert (empty.tokens.tolist(), empty.is_real.any()) == ([[1]], torch.tensor(False))

@@ -37,13 +37,3 @@ def test_work_is_the_forward_part_of_flops(make_bert, vocabulary) -> None:
     for length in (20, 40, 200):
         flops = bert.flops([length], {"mlm": round(0.15 * length)}, vocabulary)
         assert int(work(length)) == pytest.approx(flops / 3, rel=1e-4)
-
-
-def test_work_of_the_published_feed_forward_is_24_h2_s_and_4_h_s2_per_layer(
-    make_bert, vocabulary
-) -> None:
-    h, layers = 32, 3
-    work = make_bert(num_layers=layers).work(vocabulary)
-    head = round(0.15 * h * (h + vocabulary.size))
-    assert work.linear == layers * 24 * h**2 + 2 * head
-    assert work.quadratic == layers * 4 * h

@@ -101,19 +101,6 @@ def test_initialisation_is_that_of_gpt2(make_gpt, vocabulary) -> None:
                 assert value.std().item() == pytest.approx(0.05 * scale, rel=0.12), name
 
 
-def test_initialisation_depends_on_torchs_generator_alone(make_gpt, vocabulary) -> None:
-    states = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        states.append(make_gpt("llama").build_model(vocabulary, 64).state_dict())
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-
-
-def test_there_are_no_buffers_to_be_left_uninitialised(case) -> None:
-    _, model, _ = case
-    assert list(model.buffers()) == []
-
-
 def test_a_token_sees_itself_and_those_before_it_alone(case) -> None:
     """Where one token is replaced, logits before it stay to the bit, and its own change."""
     _, model, batch = case
@@ -172,19 +159,6 @@ def test_an_empty_batch_gives_zero_sums_and_zero_gradients(case, make_rows, voca
         assert not parameter.grad.any(), name
 
 
-def test_added_embedding_rows_change_nothing(case, make_gpt, vocabulary) -> None:
-    gpt, model, batch = case
-    wide = gpt.model_copy(update={"embedding_multiple": 64})
-    wide_model = wide.build_model(vocabulary, 64)
-    assert wide_model.embeddings.tokens.weight.shape == (128, 32)
-    with torch.no_grad():
-        for mine, theirs in zip(wide_model.parameters(), model.parameters(), strict=True):
-            mine[: len(theirs)] = theirs
-    torch.testing.assert_close(
-        gpt.loss(model, batch).terms, wide.loss(wide_model, batch).terms, **CLOSE
-    )
-
-
 def test_loss_with_dropout_does_not_depend_on_the_split(make_gpt, make_rows, vocabulary) -> None:
     gpt, rows = make_gpt("llama", dropout=0.2), make_rows([20, 13, 13, 7])
     model = gpt.build_model(vocabulary, 64)
@@ -196,14 +170,3 @@ def test_loss_with_dropout_does_not_depend_on_the_split(make_gpt, make_rows, voc
     torch.testing.assert_close(sum_of(rows[:1], rows[1:3], rows[3:]), whole, rtol=1e-5, atol=0)
     model.eval()
     assert sum_of(rows) != whole
-
-
-def test_bf16_parameters_give_nearly_the_same_loss(case) -> None:
-    gpt, model, batch = case
-    exact = mean_loss(gpt, model, batch)
-    low = mean_loss(gpt, model.to(torch.bfloat16), batch)
-    assert low.dtype == torch.float32
-    # bfloat16 has 8 bits: half a percent per operation, averaged over the predictions.
-    torch.testing.assert_close(low, exact, rtol=0.01, atol=0)
-    low.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

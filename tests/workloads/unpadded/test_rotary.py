@@ -23,13 +23,6 @@ def test_scores_depend_on_the_distance_alone() -> None:
     assert abs(_product(query, key, (8, 3)) - near) > 0.1
 
 
-def test_nothing_turns_at_the_start_and_no_length_changes() -> None:
-    heads = torch.randn(5, 2, 16)
-    turned = rotated(heads, torch.arange(5), 10_000.0)
-    torch.testing.assert_close(turned[0], heads[0], rtol=0, atol=0)
-    torch.testing.assert_close(turned.norm(dim=-1), heads.norm(dim=-1))
-
-
 def test_bf16_tells_neighbouring_positions_apart() -> None:
     """Angles are fp32: as bf16 numbers, positions 2000 and 2001 would be the same."""
     heads = torch.randn(1, 1, 64).expand(2, 1, 64).to(torch.bfloat16)
