@@ -21,7 +21,7 @@ import numpy as np
 from harness import ARTICLE, parser_of, write_result
 
 from elastrata.bench.samples import read_histogram
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.balance import drawn_batches, measure_balance, ordered_batches
 from elastrata_pipelines.deal import Ints, WorkModel
 from elastrata_pipelines.format import Manifest

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as synchronous_save
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits, problems
-from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2

@@ -43,17 +43,17 @@ from harness import (
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from elastrata.core.bucket_clip import RANGE
-from elastrata.core.clip import Clip, build_clip
-from elastrata.core.events import Action
-from elastrata.core.forward_backward import WholeModel
-from elastrata.core.loop import Loop
-from elastrata.core.mesh import rank_mesh
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.parallelize import parallelize
-from elastrata.core.step import train_step
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import rank_mesh
+from elastrata.parallel.parallelize import parallelize
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.bucket_clip import RANGE
+from elastrata.step.clip import Clip, build_clip
+from elastrata.step.events import Action
+from elastrata.step.forward_backward import WholeModel
+from elastrata.step.train_step import train_step
+from elastrata.trainer.loop import Loop
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode

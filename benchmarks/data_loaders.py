@@ -86,7 +86,7 @@ class Loader:
 
 def _elastrata() -> Loader:
     """Elastrata: through Ray Data as a training run gets it, and in process without Ray."""
-    from elastrata.cluster.ray_session import ray_session
+    from elastrata.driver.ray_session import ray_session
     from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Start
     from elastrata_pipelines.deal import WorkModel
     from elastrata_pipelines.format import Manifest

@@ -36,7 +36,7 @@ from harness import (
     write_result,
 )
 
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.format import Manifest, read_stripes
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from elastrata_pipelines.storage import Storage

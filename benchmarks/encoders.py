@@ -31,9 +31,9 @@ from harness import (
     write_result,
 )
 
-from elastrata.core.workload import matmul_parameters
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
+from elastrata.workload.workload import matmul_parameters
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage
 

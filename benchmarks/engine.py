@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from harness import last_line, parser_of, trained_steps, write_result
 
-from elastrata.core.events import Action
-from elastrata.core.mesh import lone_group
-from elastrata.core.optimizer import build_optimizer
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import divided_model, training_loop
+from elastrata.step.events import Action
+from elastrata.trainer.build_model import divided_model, training_loop
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode

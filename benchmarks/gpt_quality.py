@@ -37,11 +37,11 @@ from harness import (
     write_result,
 )
 
-from elastrata.core.evaluate import held_out_step
-from elastrata.launch.quickstart import collect_corpus
+from elastrata.driver.quickstart import collect_corpus
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata.step.evaluate import held_out_step
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.rows import Rows
 from elastrata_pipelines.storage import Storage

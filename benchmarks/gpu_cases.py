@@ -33,20 +33,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from elastrata.bench.samples import Samples, bench_samples
 from elastrata.bench.step import MFU_CONVENTION, measure_steps
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.device import current_device, device_name, peak_flops
-from elastrata.core.events import Action
-from elastrata.core.loop import Loop
-from elastrata.core.mesh import lone_group
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.record import StepRecord
-from elastrata.core.workload import model_spec
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
+from elastrata.device.capabilities import current_device, device_name, peak_flops
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import lone_group
 from elastrata.planner.choice import group_cluster, group_layout, phase_choices
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import DividedModel, divided_model, training_loop
+from elastrata.step.events import Action
+from elastrata.step.records import StepRecord
+from elastrata.trainer.build_model import DividedModel, divided_model, training_loop
+from elastrata.trainer.loop import Loop
+from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from elastrata_workloads.unpadded.attention import attention

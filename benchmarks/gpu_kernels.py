@@ -22,20 +22,20 @@ from torch.sparse import SparseSemiStructuredTensor
 
 import elastrata_workloads.unpadded.attention as self_attention
 from elastrata.bench.samples import Samples, bench_samples, read_histogram
-from elastrata.core.bucket_clip import RANGE
-from elastrata.core.clip import Clip
-from elastrata.core.device import current_device
-from elastrata.core.events import Action
-from elastrata.core.forward_backward import weighted
-from elastrata.core.mesh import lone_group
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.sparsity.config import TwoFourConfig
-from elastrata.core.sparsity.kernels import SemiStructured, compressed
-from elastrata.core.sparsity.layers import layer_shapes
-from elastrata.core.sparsity.rigl import drawn
+from elastrata.device.capabilities import current_device
+from elastrata.device.kernels import SemiStructured, compressed
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import divided_model, training_loop
+from elastrata.sparsity.config import TwoFourConfig
+from elastrata.sparsity.layers import layer_shapes
+from elastrata.sparsity.rigl import drawn
+from elastrata.step.bucket_clip import RANGE
+from elastrata.step.clip import Clip
+from elastrata.step.events import Action
+from elastrata.step.forward_backward import weighted
+from elastrata.trainer.build_model import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows

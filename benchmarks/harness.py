@@ -36,7 +36,7 @@ def trained_alone(recipe: Recipe, folder: Path) -> Path:
     """
     import torch
 
-    from elastrata.core.mesh import lone_group
+    from elastrata.parallel.mesh import lone_group
     from elastrata.sweeps.trial import LoneTrial
     from elastrata_pipelines.storage import Storage
 
@@ -275,7 +275,7 @@ def sources(wikitext: Path, folder: Path, documents: Documents) -> list[dict[str
         documents: into which the texts are taken apart.
     """
     file = "file" if documents == "whole" else "paragraph"
-    from elastrata.launch.quickstart import collect_corpus
+    from elastrata.driver.quickstart import collect_corpus
 
     library = collect_corpus(folder).folder
     return [

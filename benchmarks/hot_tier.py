@@ -27,11 +27,11 @@ from harness import medians, parser_of, write_result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastrata.checkpoints.checkpoint import DurableSaver, replica_saver
 from elastrata.checkpoints.commit import CommitStorage, commits
-from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.cluster.ray_session import ray_session
-from elastrata.replicas.storage import close_replicas, newest_replica, open_replicas
+from elastrata.checkpoints.replicas.replicas import close_replicas, newest_replica, open_replicas
+from elastrata.checkpoints.save import DurableSaver, replica_saver
+from elastrata.checkpoints.state import restore, training_state
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.storage import Storage
 
 WORLD_SIZE = 2

@@ -38,13 +38,13 @@ import torch
 from harness import RESULTS, known_result, on_ranks, parser_of, picture, write_result
 
 from elastrata.bench.samples import read_histogram
-from elastrata.core.events import Action, Event, Paced, Slowed
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.record import StepRecord
-from elastrata.core.step_message import Effort
+from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
-from elastrata.trainer.engine import divided_model, training_loop
-from elastrata.trainer.pacing import Pacing, RankPlace
+from elastrata.step.events import Action, Event, Paced, Slowed
+from elastrata.step.records import StepRecord
+from elastrata.step.step_message import Effort
+from elastrata.trainer.balancing import Pacing, RankPlace
+from elastrata.trainer.build_model import divided_model, training_loop
 from elastrata_pipelines.balance import drawn_batches
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import deal

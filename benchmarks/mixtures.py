@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from harness import medians, parser_of, scratch_folder, write_result
 
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.batches import MAX_GROUP_TOKENS, Batches, Source, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import FileEntry, Manifest, Vocabulary, shard_schema, write_shard

@@ -23,7 +23,7 @@ from typing import Any
 
 from harness import parser_of, write_json_lines, write_result
 
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 
 CORPUS_BYTES = 100 * 10**6

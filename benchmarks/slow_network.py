@@ -46,13 +46,13 @@ from harness import RESULTS, known_result, parser_of, picture, write_result
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.core.clip import Clip, build_clip
-from elastrata.core.forward_backward import WholeModel
-from elastrata.core.mesh import rank_mesh
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.parallelize import parallelize
-from elastrata.core.step import reduce_sums, train_step
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import rank_mesh
+from elastrata.parallel.parallelize import parallelize
 from elastrata.recipe.file import load_recipe
+from elastrata.step.clip import Clip, build_clip
+from elastrata.step.forward_backward import WholeModel
+from elastrata.step.train_step import reduce_sums, train_step
 from elastrata.trainer.preflight import training_data
 
 RANKS = 2

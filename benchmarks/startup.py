@@ -35,10 +35,10 @@ PHASES = {
 def one_start(data: str, workers: int) -> dict[str, float]:
     """Seconds by phase of one start, in this process."""
     born = time.perf_counter()
-    from elastrata.core.events import Event, Launched, Started
-    from elastrata.core.record import StepRecord
-    from elastrata.launch.launch import train
+    from elastrata.driver.launch import train
     from elastrata.recipe.file import load_recipe
+    from elastrata.step.events import Event, Launched, Started
+    from elastrata.step.records import StepRecord
 
     marks: dict[str, float] = {}
     seconds: dict[str, float] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from harness import parser_of, scratch_folder, wikitext_source, write_result
 
 import elastrata
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata.run import history
 from elastrata.sweeps.result import JOURNAL, SweepResult
 from elastrata_pipelines.storage import Storage

@@ -38,13 +38,13 @@ from harness import (
     write_result,
 )
 
-from elastrata.core.clip import build_clip
-from elastrata.core.evaluate import evaluate, held_out_step
-from elastrata.core.forward_backward import WholeModel
-from elastrata.core.optimizer import build_optimizer, set_learning_rate
-from elastrata.core.step import train_step
+from elastrata.optim.optimizer import build_optimizer, set_learning_rate
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.clip import build_clip
+from elastrata.step.evaluate import evaluate, held_out_step
+from elastrata.step.forward_backward import WholeModel
+from elastrata.step.train_step import train_step
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.payload import StepLayout, decode, encode

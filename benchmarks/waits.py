@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 from harness import NATURAL_LENGTH, on_ranks, parser_of, prepare_natural_lengths, write_result
 
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.workload import Workload
+from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
+from elastrata.workload.workload import Workload
 from elastrata_pipelines import baselines
 from elastrata_pipelines.balance import ordered_batches
 from elastrata_pipelines.batches import Batches, Start

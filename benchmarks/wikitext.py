@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from harness import RESULTS, elastrata, parser_of, wikitext_source, write_result
 
-from elastrata.core.evaluate import EVALUATION_SEED, held_out_step
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
 from elastrata.run.pictures import FOLDER, LOSS_CURVE
+from elastrata.step.evaluate import EVALUATION_SEED, held_out_step
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastrata.api import fork, generate, inspect, prepare, status, sweep, train
-    from elastrata.core.workload import Workload
-    from elastrata.launch.result import TrainResult
+    from elastrata.driver.result import TrainResult
     from elastrata.recipe.file import load_recipe
     from elastrata.recipe.recipe import Recipe
     from elastrata.sweeps.config import SweepConfig, load_sweep
     from elastrata.sweeps.result import SweepResult
+    from elastrata.workload.workload import Workload
     from elastrata_pipelines.errors import UserError
     from elastrata_pipelines.preparation import PrepareConfig
 
@@ -46,9 +46,9 @@ _HOMES = {
     "Recipe": "elastrata.recipe.recipe",
     "SweepConfig": "elastrata.sweeps.config",
     "SweepResult": "elastrata.sweeps.result",
-    "TrainResult": "elastrata.launch.result",
+    "TrainResult": "elastrata.driver.result",
     "UserError": "elastrata_pipelines.errors",
-    "Workload": "elastrata.core.workload",
+    "Workload": "elastrata.workload.workload",
     "fork": "elastrata.api",
     "generate": "elastrata.api",
     "inspect": "elastrata.api",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastrata.cluster.ray_session import ray_session
-from elastrata.core.events import Event
-from elastrata.launch.launch import train as train_on_ray
-from elastrata.launch.result import TrainResult
+from elastrata.driver.launch import train as train_on_ray
+from elastrata.driver.ray_session import ray_session
+from elastrata.driver.result import TrainResult
 from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.events import Event
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
 from elastrata.sweeps.result import SweepResult
@@ -98,7 +98,7 @@ def fork(
             reason, and nothing was begun.
         TrainingError: training did not come to its end; says why.
     """
-    from elastrata.launch.fork import plan_fork, show_changes
+    from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
     from elastrata.terminal.console import open_console
     from elastrata.trainer.preflight import check_storage

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from elastrata.cluster.gauges import BY_SET, BY_SOURCE, BY_USE, COUNTERS, GAUGES
-from elastrata.cluster.ray_session import NICENESS
 from elastrata.deploy.clusters import read_cluster
+from elastrata.driver.prometheus import BY_SET, BY_SOURCE, BY_USE, COUNTERS, GAUGES
+from elastrata.driver.ray_session import NICENESS
 from elastrata.shipped import cluster_files
 from support.crd import crd_problems
 

@@ -23,10 +23,10 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from torch import nn
 from typing_extensions import override
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, commits, newest_verified
 from elastrata.checkpoints.dcp_reader import METADATA
-from elastrata.checkpoints.training_state import ModelTensors, training_state
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import ModelTensors, training_state
 from elastrata_pipelines.storage import Storage
 
 WIDTH = 128

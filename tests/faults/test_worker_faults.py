@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elastrata.cluster.ray_session import ray_session
-from elastrata.launch.launch import train
+from elastrata.driver.launch import train
+from elastrata.driver.ray_session import ray_session
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata_pipelines.errors import UserError

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.recipe.recipe import Recipe
+from elastrata.sparsity.mask_file import MASKS_FILE, packed_masks
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.launch.model_inspection import inspect_model
+from elastrata.driver.model_inspection import inspect_model
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.plan import plan
 from elastrata.recipe.data_sets import preparations

@@ -18,14 +18,14 @@ import torch
 
 from elastrata.checkpoints.commit import MARKER, commits, problems
 from elastrata.checkpoints.dcp_reader import read_metadata
-from elastrata.cluster.driver import is_finished
-from elastrata.cluster.observer import catch_up
-from elastrata.core.mesh import lone_group
-from elastrata.launch.launch import look_over
+from elastrata.driver.driver import is_finished
+from elastrata.driver.launch import look_over
+from elastrata.driver.recorder import catch_up
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit
-from elastrata.run.evidence import chosen_commit
+from elastrata.run.consistency import chosen_commit
 from elastrata.run.folder import read_identity, read_recipe
 from elastrata.run.history import HistoryWriter, part_names, restore_history
 from elastrata.run.ownership import own_run

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastrata.core.mesh import data_rank
+from elastrata.parallel.mesh import data_rank
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.format import Manifest

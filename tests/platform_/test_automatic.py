@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.events import Chosen
-from elastrata.core.parallelize import GradientSync
+from elastrata.parallel.parallelize import GradientSync
 from elastrata.planner.choice import (
     USABLE,
     Choice,
@@ -31,6 +30,7 @@ from elastrata.planner.layout import Layout
 from elastrata.planner.operations import Machine
 from elastrata.planner.stack import elastrata
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.events import Chosen
 from elastrata.trainer.autotune import Automatic, PhaseChoices, what_fits
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError

@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.checkpoints.training_state import ModelTensors
+from elastrata.checkpoints.state import ModelTensors
 from elastrata.cli.main import run as run_here
-from elastrata.core.average import AVERAGE, AverageConfig, WeightAverage
 from elastrata.inference.evaluation import evaluate_run
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.run import history
 from elastrata.run.weights import read_weights
+from elastrata.step.average import AVERAGE, AverageConfig, WeightAverage
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 from support.average_ranks import averaged_on_ranks, restored_on_ranks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import ModelTensors
-from elastrata.core.average import AVERAGE
+from elastrata.checkpoints.state import ModelTensors
+from elastrata.step.average import AVERAGE
 from elastrata_pipelines.storage import Storage
 from support.average_layouts import STEPS, go_on_averaging
 from support.ranks import run_fresh_ranks, run_ranks

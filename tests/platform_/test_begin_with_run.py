@@ -12,13 +12,13 @@ import torch
 import yaml
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import (
+from elastrata.checkpoints.state import (
     MODEL,
     OPTIMIZER,
     ModelTensors,
 )
 from elastrata.cli.main import run as run_here
-from elastrata.core.mesh import lone_group
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import read_identity

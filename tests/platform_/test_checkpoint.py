@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastrata.checkpoints.commit import commits, newest_verified, problems
-from elastrata.checkpoints.training_state import ModelTensors
+from elastrata.checkpoints.state import ModelTensors
 from elastrata_pipelines.storage import Storage
 from support.checkpoint_ranks import run_scenario
 from support.forks import fork

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from elastrata import Recipe
 from elastrata.api import train
 from elastrata.cli.main import run as run_here
-from elastrata.launch.fork import plan_fork
+from elastrata.driver.fork import plan_fork
 from elastrata.run.claim import claim, folder_kind
 from elastrata.run.folder import read_identity, resumed_recipe
 from elastrata.run.fork import begin_fork

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.batch import Batch
-from elastrata.core.bucket_clip import bucket_limits, scale_down
-from elastrata.core.norms import gradient_norm, tensor_norm
-from elastrata.core.step import share_of
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
+from elastrata.step.bucket_clip import bucket_limits, scale_down
+from elastrata.step.norms import gradient_norm, tensor_norm
+from elastrata.step.train_step import share_of
+from elastrata.workload.batch import Batch
 from support.bare_loop import train_on_ranks
 from support.clip_ranks import Case, clip_on_ranks, clip_plainly, random_case, whole_norm
 from support.poison import train_poisoned

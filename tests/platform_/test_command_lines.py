@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from elastrata.cli.main import app, run
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.yaml_reader import available_recipes
 from elastrata.sweeps.result import find_sweep

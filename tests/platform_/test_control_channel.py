@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from elastrata.cluster.control_channel import Receiver, Sender, open_channel, tell
-from elastrata.core.events import (
+from elastrata.cluster.channel import Receiver, Sender, open_channel, tell
+from elastrata.step.events import (
     Action,
     Committed,
     ControlSignal,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from elastrata.core.device import named_peak_flops
-from elastrata.core.mesh import backends
+from elastrata.device.capabilities import named_peak_flops
+from elastrata.parallel.mesh import backends
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import looked_for
+from elastrata.trainer.build_model import looked_for
 from support.synthetic import tiny_recipe
 
 CUDA = torch.device("cuda", 0)
@@ -57,7 +57,7 @@ def test_kernels_are_tried_only_where_the_recipe_wants_them(
 ) -> None:
     tried: list[torch.device] = []
     monkeypatch.setattr(
-        "elastrata.core.device.has_kernels", lambda device: not tried.append(device)
+        "elastrata.device.capabilities.has_kernels", lambda device: not tried.append(device)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")

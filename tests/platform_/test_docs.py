@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from elastrata.cli.main import app, run
-from elastrata.launch.doctor import Finding
-from elastrata.launch.result import TrainResult
+from elastrata.driver.doctor import Finding
+from elastrata.driver.result import TrainResult
 from elastrata.planner.cluster import cluster_schema, read_cluster
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.schema import file_keys, key_reference, recipe_keys, recipe_schema

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastrata.launch.doctor import (
+from elastrata.driver.doctor import (
     Finding,
     finding_of_disk,
     finding_of_memory,

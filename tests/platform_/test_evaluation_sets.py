@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.record import losses_by_set, losses_by_source
 from elastrata.recipe.file import load_recipe
 from elastrata.run import history
+from elastrata.step.records import losses_by_set, losses_by_source
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.storage import Storage

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from elastrata.core.reduction import node_sizes
+from elastrata.parallel.reduction import node_sizes
 from support.exchange_ranks import PART, exchanged
 from support.ranks import run_ranks
 
@@ -25,11 +25,11 @@ from elastrata.rehearsal.process import load_shim
 load_shim()
 import torch
 from elastrata.bench.samples import bench_samples
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.step import total_weights, train_step
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.step.train_step import total_weights, train_step
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.session import rehearsal
-from elastrata.trainer.engine import divided_model
+from elastrata.trainer.build_model import divided_model
 
 RANKS = 1024
 samples = bench_samples(load_recipe("gpt/125m", ["batch_size=2"]), "full", steps=1)

@@ -12,9 +12,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.weight_files import INDEX
-from elastrata.run.evidence import chosen_commit
+from elastrata.run.consistency import chosen_commit
 from elastrata.run.folder import read_identity
+from elastrata.workload.hf_folder import INDEX
 from elastrata_pipelines.storage import Storage
 from support.documented import documented_keys
 from support.lone_run import lone_run

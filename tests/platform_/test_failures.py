@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastrata.cluster.failures import Failures, culprits, is_victim
-from elastrata.cluster.observer import Observer
-from elastrata.core.events import Evaluated, Event, Lost, Slowed, Stalled, Started, Warned
-from elastrata.core.record import StepRecord
+from elastrata.cluster.failure_attribution import Failures, culprits, is_victim
+from elastrata.driver.recorder import Observer
 from elastrata.run import history
+from elastrata.step.events import Evaluated, Event, Lost, Slowed, Stalled, Started, Warned
+from elastrata.step.records import StepRecord
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
 from support.empty_store import put_empty_store

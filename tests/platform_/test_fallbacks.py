@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.cluster.failures import Failures
-from elastrata.cluster.observer import Observer
-from elastrata.core.device import DeviceCapabilities, capabilities, substitutions
-from elastrata.core.events import Event, Started, Substituted
+from elastrata.cluster.failure_attribution import Failures
+from elastrata.device.capabilities import DeviceCapabilities, capabilities, substitutions
+from elastrata.driver.recorder import Observer
 from elastrata.run import history
+from elastrata.step.events import Event, Started, Substituted
 from elastrata.tracking.tracker import TrackingConfig, open_tracker
 from elastrata_pipelines.storage import Storage
 from support.empty_store import put_empty_store

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastrata.core.first_weights import Outline, allocate
-from elastrata.core.mesh import lone_group, rank_mesh
-from elastrata.core.sharding import local, own_part
+from elastrata.parallel.init_weights import Outline, allocate
+from elastrata.parallel.mesh import lone_group, rank_mesh
+from elastrata.parallel.sharding import local, own_part
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import DividedModel, divided_model
+from elastrata.trainer.build_model import DividedModel, divided_model
 from elastrata_pipelines.format import Vocabulary
 from support.live_bytes import LiveBytes
 from support.ranks import run_fresh_ranks

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.schedule import ScheduleConfig, learning_rate
-from elastrata.launch.fork import ForkPlan, plan_fork
+from elastrata.driver.fork import ForkPlan, plan_fork
 from elastrata.run import history
 from elastrata.run.audit import Audit, audit
 from elastrata.run.folder import read_identity
 from elastrata.run.fork import begin_fork
+from elastrata.step.schedule import ScheduleConfig, learning_rate
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.storage import Storage

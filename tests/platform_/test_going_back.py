@@ -14,12 +14,12 @@ import yaml
 
 from elastrata.checkpoints.commit import MARKER, METADATA, Commit, FileRecord, FolderName
 from elastrata.cli.main import run as run_command
-from elastrata.core.mesh import lone_group
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit, sequence_problems
-from elastrata.run.evidence import SET_ASIDE, check_continuation, evidence, find_commit, go_back
+from elastrata.run.consistency import SET_ASIDE, check_continuation, evidence, find_commit, go_back
 from elastrata.run.folder import RunIdentity, write_identity
 from elastrata.run.history import HistoryWriter, unwritten
 from elastrata.run.status import status

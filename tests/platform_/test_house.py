@@ -44,8 +44,8 @@ DOORS = {
     "ray._raylet": set(),
     "ray.core": {"elastrata.cluster.ray_internals"},
     "ray.train.v2": {"elastrata.cluster.ray_train_internals"},
-    "torch.distributed.fsdp._fully_shard": {"elastrata.core.fsdp_internals"},
-    "torch.distributed.tensor.placement_types": {"elastrata.core.fsdp_internals"},
+    "torch.distributed.fsdp._fully_shard": {"elastrata.parallel.fsdp_internals"},
+    "torch.distributed.tensor.placement_types": {"elastrata.parallel.fsdp_internals"},
     "torch.distributed.checkpoint": {
         "elastrata.checkpoints",
     },
@@ -53,7 +53,7 @@ DOORS = {
     "huggingface_hub": {"elastrata.checkpoints.weights_folder", "elastrata.run.export"},
     "lm_eval": {"elastrata.inference.evaluation"},
     "matplotlib": {
-        "elastrata.launch.result",
+        "elastrata.driver.result",
         "elastrata.sweeps.plots",
         "elastrata.sweeps.result",
         "elastrata.tracking.plots",

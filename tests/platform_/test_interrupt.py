@@ -14,12 +14,12 @@ import pytest
 
 from elastrata.cli.main import app, run
 from elastrata.cli.schema import schema
-from elastrata.cluster.interrupt import SIGNALS, Interrupt, is_ending, undisturbed
+from elastrata.driver.interrupt import SIGNALS, Interrupt, is_ending, undisturbed
 
 ENDING = """
 import os, signal, sys
 from elastrata.cli import main as cli
-from elastrata.cluster.interrupt import undisturbed
+from elastrata.driver.interrupt import undisturbed
 
 def press():
     os.kill(os.getpid(), signal.SIGINT)

@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastrata.core.schedule import ScheduleConfig, learning_rate
-from elastrata.launch.launch import MOST_EPOCHS, find_repetition, with_workers
+from elastrata.driver.launch import MOST_EPOCHS, find_repetition, with_workers
 from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.schedule import ScheduleConfig, learning_rate
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastrata.cluster.liveness import (
+from elastrata.cluster.hang_detection import (
     NO_ANSWER,
     HeartbeatTimeout,
     Kill,
@@ -19,7 +19,7 @@ from elastrata.cluster.liveness import (
 )
 from elastrata.cluster.prestarted import Orders, affordable
 from elastrata.cluster.processes import children, environment, state, title
-from elastrata.core.events import Event, Halted, Lost, Started, Warned
+from elastrata.step.events import Event, Halted, Lost, Started, Warned
 
 JOB = "0a000000"
 PIDS = {0: ("node a", 100), 1: ("node b", 200)}

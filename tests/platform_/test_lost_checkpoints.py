@@ -14,9 +14,9 @@ import pytest
 from elastrata.checkpoints.commit import MARKER, commits
 from elastrata.checkpoints.retention import prune
 from elastrata.cli.main import run
-from elastrata.run import evidence as evidence_module
+from elastrata.run import consistency as evidence_module
 from elastrata.run import history
-from elastrata.run.evidence import check_continuation, evidence
+from elastrata.run.consistency import check_continuation, evidence
 from elastrata.run.history import History, HistoryWriter
 from elastrata.run.status import status
 from elastrata_pipelines.storage import Storage

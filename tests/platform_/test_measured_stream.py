@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from elastrata.cluster.control_channel import Sender, open_channel
+from elastrata.cluster.channel import Sender, open_channel
 from elastrata.cluster.node_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel

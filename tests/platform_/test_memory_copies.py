@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.staging import Stager
-from elastrata.core.copy_interval import CopyInterval
-from elastrata.core.events import Action, ControlSignal, Warned
-from elastrata.core.record import StepRecord
+from elastrata.step.events import Action, ControlSignal, Warned
+from elastrata.step.records import StepRecord
 from elastrata.trainer.checkpoint_manager import CheckpointManager, MemoryCopies
+from elastrata.trainer.copy_interval import CopyInterval
 from elastrata_pipelines.storage import Storage
 
 RECORD = StepRecord(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastrata.core.record import StepRecord
 from elastrata.run import history
 from elastrata.run.entries import step_record
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.storage import Storage
 from support.lone_run import lone_run
 from support.synthetic import write_data_set

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elastrata.cli.main import run as run_here
-from elastrata.launch.fork import plan_fork
+from elastrata.driver.fork import plan_fork
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import audit

@@ -6,8 +6,8 @@ import pytest
 import ray
 
 from elastrata.cluster import nodes
-from elastrata.cluster.ray_session import ray_session
-from elastrata.launch.doctor import examine
+from elastrata.driver.doctor import examine
+from elastrata.driver.ray_session import ray_session
 from support.command import wait_until
 from support.nodes import nodes as cluster_of_nodes
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elastrata.core.events import TrainingError
+from elastrata.step.events import TrainingError
 from support.poison import train_poisoned
 from support.ranks import run_ranks
 from support.synthetic import tiny_recipe, write_data_set

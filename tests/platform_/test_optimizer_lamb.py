@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastrata.core.optimizers.lamb import Lamb, LambConfig, trust_ratios
+from elastrata.optim.lamb import Lamb, LambConfig, trust_ratios
 
 SHAPES = ((7, 5), (3, 4), (6,))
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.98), 1e-6, 0.1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastrata.core.optimizers.muon import Muon, MuonConfig, orthogonalized, share_out
+from elastrata.optim.muon import Muon, MuonConfig, orthogonalized, share_out
 
 SHAPES = ((16, 8), (8, 24), (5, 5))
 

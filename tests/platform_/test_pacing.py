@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastrata.cluster.node_speeds import SECONDS_AHEAD, STEPS_AHEAD, GroupKey, SpeedBook
-from elastrata.core.events import Event, Paced, Slowed, Started
-from elastrata.core.step_message import Effort
-from elastrata.trainer.pacing import (
+from elastrata.step.events import Event, Paced, Slowed, Started
+from elastrata.step.step_message import Effort
+from elastrata.trainer.balancing import (
     Paces,
     Pacing,
     RankPlace,

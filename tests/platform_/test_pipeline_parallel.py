@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import ModelTensors
-from elastrata.core.mesh import data_rank
+from elastrata.checkpoints.state import ModelTensors
+from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.storage import Storage

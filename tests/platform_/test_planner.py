@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.core.workload import model_spec
 from elastrata.planner.activations import micro_batches_in_flight
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.devices import DEVICES, GPU
@@ -20,6 +19,7 @@ from elastrata.planner.stack import MEGATRON_2021, elastrata
 from elastrata.planner.step_time import bubble_passes, stage_time, step_time
 from elastrata.recipe.data_sets import data_spec
 from elastrata.recipe.file import load_recipe
+from elastrata.workload.workload import model_spec
 from elastrata_pipelines.errors import UserError
 from support.published import gpt
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastrata.core.prefetch import AtOnce, Background, BackgroundThread, Prefetch, ReadyStep
+from elastrata.step.prefetch import AtOnce, Background, BackgroundThread, Prefetch, ReadyStep
 from elastrata_pipelines.payload import RankStep
 from elastrata_pipelines.rows import Rows
 from support.ahead_ranks import choose_ahead, train_ahead

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastrata.core.events import Committed, Started, Warned
+from elastrata.step.events import Committed, Started, Warned
 from elastrata.sweeps.config import SweepConfig
 from elastrata.sweeps.journal import Standings
 from elastrata.terminal import progress as progress_module

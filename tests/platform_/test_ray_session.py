@@ -11,7 +11,7 @@ OWN_AND_GONE = """
 import os
 import ray
 from pathlib import Path
-from elastrata.cluster.ray_session import NICENESS, ray_session
+from elastrata.driver.ray_session import NICENESS, ray_session
 
 def folder():
     return Path(ray._private.worker._global_node.get_session_dir_path()).parent
@@ -53,7 +53,7 @@ def test_a_session_is_its_own_quiet_and_gone_afterwards() -> None:
 
 def test_a_cluster_that_does_not_answer_is_told() -> None:
     code = """
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 with ray_session('127.0.0.1:1'): pass
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")

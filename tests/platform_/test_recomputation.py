@@ -17,13 +17,13 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastrata.bench.samples import Samples, bench_samples
-from elastrata.core.events import Action
-from elastrata.core.mesh import lone_group
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.recomputation import Recomputation, recompute
-from elastrata.core.workload import Workload
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.activation_checkpointing import Recomputation, recompute
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import divided_model, training_loop
+from elastrata.step.events import Action
+from elastrata.trainer.build_model import divided_model, training_loop
+from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
 from support.fake_cuda import NEEDS_COMPILER
 from support.synthetic import MODERNBERT, SEQ_LEN, tiny_recipe, write_data_set

@@ -18,13 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import MARKER, Commit, FileRecord, FolderName, commits, problems
-from elastrata.checkpoints.training_state import load
-from elastrata.replicas import storage as storage_module
-from elastrata.replicas.registry import ring_from
-from elastrata.replicas.storage import Replicas, close_replicas, newest_replica, open_replicas
-from elastrata.replicas.store import CHUNK_BYTES
+from elastrata.checkpoints.replicas import replicas as storage_module
+from elastrata.checkpoints.replicas.registry import ring_from
+from elastrata.checkpoints.replicas.replicas import (
+    Replicas,
+    close_replicas,
+    newest_replica,
+    open_replicas,
+)
+from elastrata.checkpoints.replicas.store import CHUNK_BYTES
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import load
 from elastrata_pipelines.storage import Storage
 from support.actors import answers, driver_of_nodes, head_id, on_node
 from support.hot_ranks import DeadlyHotStorage, Rank
@@ -165,7 +170,7 @@ def test_the_ring_gives_every_writer_another_node(alive: set[str], writing: set[
 
 
 def test_a_driver_opens_a_tier_without_torch() -> None:
-    check = "import sys, elastrata.replicas.storage; sys.exit('torch' in sys.modules)"
+    check = "import sys, elastrata.checkpoints.replicas.replicas; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

@@ -39,7 +39,7 @@ from elastrata.cluster.scaling_machine import (
     split_line,
 )
 from elastrata.cluster.scaling_policy import GracefulScalingPolicy
-from elastrata.core.events import Action, ControlSignal
+from elastrata.step.events import Action, ControlSignal
 
 GRACE, RETRY = 60.0, 60.0
 TO_GO = ControlSignal(action=Action.HALT, reason="drain", text="1 node to go")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastrata.core.schedule import DecayConfig, ScheduleConfig, learning_rate
+from elastrata.step.schedule import DecayConfig, ScheduleConfig, learning_rate
 
 
 def decay_starts(shape: str) -> st.SearchStrategy[str]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata.core.sparsity.kernels import SemiStructured, has_kernels
+from elastrata.device.kernels import SemiStructured, has_kernels
 from elastrata.recipe.file import load_recipe
 from elastrata_pipelines.errors import UserError
 from support.ranks import run_ranks

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from elastrata.cli.main import run as run_here
-from elastrata.core.sparsity import rigl
-from elastrata.core.sparsity.config import AnySparsity, SparsityConfig
-from elastrata.core.sparsity.layers import erdos_renyi, layer_levels, sparsity_plan
-from elastrata.core.sparsity.mask_file import packed_masks, read_masks
-from elastrata.core.sparsity.rigl import element_hashes
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.sparsity import rigl
+from elastrata.sparsity.config import AnySparsity, SparsityConfig
+from elastrata.sparsity.layers import erdos_renyi, layer_levels, sparsity_plan
+from elastrata.sparsity.mask_file import packed_masks, read_masks
+from elastrata.sparsity.rigl import element_hashes
 from elastrata.trainer.preflight import mask_problems
 from elastrata_pipelines.deal import WorkModel
 from elastrata_pipelines.errors import UserError

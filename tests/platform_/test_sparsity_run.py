@@ -12,10 +12,10 @@ import yaml
 from safetensors.torch import load_file
 
 from elastrata.checkpoints.commit import commits
-from elastrata.core.sparsity.layers import layer_shapes
-from elastrata.core.sparsity.mask_file import MASKS_FILE, read_masks
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
+from elastrata.sparsity.layers import layer_shapes
+from elastrata.sparsity.mask_file import MASKS_FILE, read_masks
 from elastrata_pipelines.storage import Storage
 from support.command import kill_group, run_json, start, wait_until
 from support.synthetic import tiny_recipe, write_data_set

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.pipeline.schedule import bubble, one_stage_order
-from elastrata.core.pipeline.stages import stage_spans
+from elastrata.pipeline.microbatches import bubble, one_stage_order
+from elastrata.pipeline.stages import stage_spans
 
 
 def _largest(costs: list[int], cuts: tuple[int, ...]) -> int:

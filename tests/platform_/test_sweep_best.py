@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elastrata.cli.main import run
-from elastrata.launch.launch import TrainResult
+from elastrata.driver.launch import TrainResult
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.history import HistoryWriter
 from elastrata.sweeps.config import SweepConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastrata.core.mesh import lone_group
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.sweeps.journal import Report

@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from elastrata.checkpoints.commit import Commit
 from elastrata.cli.main import run
-from elastrata.core.evaluate import EvaluationConfig, evaluation_due
-from elastrata.core.target import TargetConfig, is_over, reached
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import RECIPE_FILE
 from elastrata.run.goodput import TimeToTarget, time_to_target
 from elastrata.run.ownership import Driver
 from elastrata.run.status import Status, summary
+from elastrata.step.evaluate import EvaluationConfig, evaluation_due
+from elastrata.step.target import TargetConfig, is_over, reached
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.groups import BatchSizeWarmup, batch_size_at

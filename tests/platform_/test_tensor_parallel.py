@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastrata.core.mesh import data_rank
+from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.rules import cross_field_problems
 from support.ranks import run_fresh_ranks, run_ranks

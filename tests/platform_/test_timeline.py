@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.target import TargetConfig
 from elastrata.run.goodput import goodput, time_to_target
 from elastrata.run.ownership import Driver
 from elastrata.run.status import run_state, seconds_in_all, summary
 from elastrata.run.timeline import recoveries
+from elastrata.step.target import TargetConfig
 from support.clocks import BEGAN, Life, check_account, check_status
 from support.histories import Entry, said, started, stepped
 from support.lone_run import lone_run

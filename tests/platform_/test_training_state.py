@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import Commit, commits
 from elastrata.checkpoints.dcp_reader import _MetadataUnpickler
-from elastrata.checkpoints.training_state import (
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import (
     ModelTensors,
     load,
     restore,

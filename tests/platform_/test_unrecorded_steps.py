@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from elastrata.cli.main import run
-from elastrata.cluster.failures import Failures
-from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.observer import Observer
-from elastrata.core.events import Started
-from elastrata.launch.launch import _owned
+from elastrata.cluster.failure_attribution import Failures
+from elastrata.driver.interrupt import Interrupt
+from elastrata.driver.launch import _owned
+from elastrata.driver.recorder import Observer
 from elastrata.run import history
-from elastrata.run.evidence import check_continuation
+from elastrata.run.consistency import check_continuation
 from elastrata.run.history import HistoryWriter
 from elastrata.run.ownership import NewestStep, own_run
 from elastrata.run.status import status
 from elastrata.run.timeline import newest_known_step
+from elastrata.step.events import Started
 from elastrata.tracking.tracker import SilentTracker
 from elastrata_pipelines.storage import Storage
 from support.forks import fork

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastrata.core.norms import reproducible_norm
+from elastrata.step.norms import reproducible_norm
 from elastrata_pipelines.deal import WorkModel, deal
 from elastrata_pipelines.virtual_ranks import deal_to_virtual
 from support.bare_loop import train_on_ranks

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from elastrata.core.weight_files import (
+from elastrata.workload.hf_folder import (
     INDEX,
     WeightForm,
     weight_form,

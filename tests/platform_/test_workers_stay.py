@@ -18,7 +18,7 @@ from elastrata.cluster.ray_train_internals import PRIVATE_MEMBERS, WorkerGroup, 
 from elastrata.cluster.staying_workers import STAYING_VARIABLES, LetGoError, join_group, leave
 from elastrata.cluster.worker import WorkerSender
 from elastrata.cluster.worker_group import worker_modules
-from elastrata.core.events import Evaluated, Warned
+from elastrata.step.events import Evaluated, Warned
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.gpt import Gpt
 from support.histories import record
@@ -105,9 +105,7 @@ def test_no_result_of_an_aborted_collective_leaves_the_worker(
     aborted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(
-        "elastrata.cluster.control_channel.Sender.send", lambda _, e: sent.append(e)
-    )
+    monkeypatch.setattr("elastrata.cluster.channel.Sender.send", lambda _, e: sent.append(e))
     sender, line = WorkerSender(None, rank=0), Warned(text="the state is still being saved")
     results = [record(1), Evaluated(step=1, loss=0.1, metrics={}, seconds=1.0)]
     for result in results:

@@ -12,11 +12,12 @@ from unittest.mock import patch
 
 import torch
 
-from elastrata.core import loop, step
-from elastrata.core.events import Chosen
-from elastrata.core.prefetch import BackgroundThread
-from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
+from elastrata.step import train_step as step
+from elastrata.step.events import Chosen
+from elastrata.step.prefetch import BackgroundThread
+from elastrata.step.records import StepRecord
+from elastrata.trainer import loop
 from elastrata_pipelines.batches import Start
 from support.bare_loop import BareTraining
 from support.poison import PoisonedBert

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from elastrata.rehearsal.ledger import WaitFigures
 
 IN_EVERY_STEP = {
-    ("core/readback.py", "wait"),  # the step's numbers, at its end
+    ("device/device_transfer.py", "wait"),  # the step's numbers, at its end
 }
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.core.evaluate import OWN
-from elastrata.core.events import Action
-from elastrata.core.mesh import DataRank, data_rank
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.evaluate import OWN
+from elastrata.step.events import Action
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import TrainingData, training_data
 from elastrata.trainer.trainer import Trainer

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import MODEL, load
-from elastrata.core.average import AVERAGE, AverageConfig, WeightAverage
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import MODEL, load
+from elastrata.step.average import AVERAGE, AverageConfig, WeightAverage
 from elastrata_pipelines.storage import Storage
 from support.checkpoint_ranks import Training
 

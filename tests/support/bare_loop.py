@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastrata.core.evaluate import evaluate, held_out_step
-from elastrata.core.events import Action, Chosen, RanOut
-from elastrata.core.mesh import data_rank
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.record import StepRecord
-from elastrata.core.step import StepLoss
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.evaluate import evaluate, held_out_step
+from elastrata.step.events import Action, Chosen, RanOut
+from elastrata.step.records import StepRecord
+from elastrata.step.train_step import StepLoss
 from elastrata.trainer.autotune import automatic
-from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.trainer.build_model import divided_model, phase_masks, training_loop
 from elastrata.trainer.preflight import training_data
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, decode

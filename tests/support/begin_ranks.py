@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.core.evaluate import OWN
-from elastrata.core.mesh import data_rank
+from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.evaluate import OWN
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.initial_weights import find_parent
 from elastrata.trainer.preflight import training_data

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import EVALUATION_LOSS, newest_verified
-from elastrata.checkpoints.training_state import restore, training_state
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
 from elastrata_pipelines.storage import Storage
 
 ROWS = 6

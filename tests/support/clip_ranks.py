@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastrata.core.bucket_clip import bucket_limits
-from elastrata.core.clip import Clip, ClipConfig, build_clip
-from elastrata.core.mesh import rank_mesh
-from elastrata.core.parallelize import ParallelConfig, parallelize, synchronize_gradients
+from elastrata.parallel.mesh import rank_mesh
+from elastrata.parallel.parallelize import ParallelConfig, parallelize, synchronize_gradients
+from elastrata.step.bucket_clip import bucket_limits
+from elastrata.step.clip import Clip, ClipConfig, build_clip
 
 SHAPES = ((5, 3), (7, 4), (11,))
 """Of the weights of the root bucket and of two blocks; 2, 3 and 4 ranks divide none of them."""

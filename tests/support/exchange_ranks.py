@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.core.reduction import DeterministicReduceScatter, Reduction, exchange_over
-from elastrata.core.reduction import at_once as wait
-from elastrata.core.reduction import exchange_at_once as at_once
+from elastrata.parallel.reduction import DeterministicReduceScatter, Reduction, exchange_over
+from elastrata.parallel.reduction import at_once as wait
+from elastrata.parallel.reduction import exchange_at_once as at_once
 
 PART = 3
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastrata.core.workload import Loss
+from elastrata.workload.workload import Loss
 from elastrata_workloads.bert import Bert
 
 RANK = 1

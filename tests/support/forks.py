@@ -35,7 +35,7 @@ MODULES = (
     "ray.dashboard.head",
     "ray.scripts.scripts",
     "elastrata.cli.main",
-    "elastrata.launch.launch",
+    "elastrata.driver.launch",
     "elastrata.cluster.worker",
     "elastrata_workloads.bert.parallel",
     "elastrata_workloads.unpadded.stack",

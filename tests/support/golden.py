@@ -61,7 +61,7 @@ def _by_layout(root: Path) -> dict[str, list[list[Any]]]:
 
 def _alone(root: Path) -> dict[str, list[list[Any]]]:
     """Return what a lone process does: killed and continued, forked, begun with weights, mixed."""
-    from elastrata.launch.fork import plan_fork
+    from elastrata.driver.fork import plan_fork
     from elastrata.run import history
     from elastrata.run.fork import begin_fork
     from elastrata_pipelines.storage import Storage

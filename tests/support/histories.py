@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import DataSet, RunIdentity, read_identity, read_recipe, write_identity
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.storage import Storage
 from support.synthetic import tiny_recipe
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastrata.checkpoints.checkpoint import replica_saver
 from elastrata.checkpoints.commit import Commit
-from elastrata.checkpoints.training_state import restore
-from elastrata.replicas.storage import Replicas
+from elastrata.checkpoints.replicas.replicas import Replicas
+from elastrata.checkpoints.save import replica_saver
+from elastrata.checkpoints.state import restore
 from support.checkpoint_ranks import ROWS, Training
 from support.hot_writer import wait_long_for_answers
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastrata.replicas import storage as storage_module
-from elastrata.replicas.storage import Replicas
+from elastrata.checkpoints.replicas import replicas as storage_module
+from elastrata.checkpoints.replicas.replicas import Replicas
 
 SECONDS = 500.0
 """The limit of every answer: on a busy machine a process that is alive may take long."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastrata.core.mesh import lone_group
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.sweeps.trial import LoneTrial
 from elastrata_pipelines.storage import Storage

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.clip import Clip
-from elastrata.core.record import StepRecord
-from elastrata.core.step import StepLoss
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.clip import Clip
+from elastrata.step.records import StepRecord
+from elastrata.step.train_step import StepLoss
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from elastrata.core.record import StepRecord
-from elastrata.core.workload import Loss
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.records import StepRecord
+from elastrata.workload.workload import Loss
 from elastrata_workloads.bert import Bert
 from support.bare_loop import train_recipe
 from support.synthetic import SEQ_LEN

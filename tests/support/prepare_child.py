@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 from elastrata_pipelines.preparation import PrepareConfig, prepare
 from support.forked_workers import forked_workers
 from support.forks import fork, forks

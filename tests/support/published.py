@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.cluster import read_cluster
 from elastrata.planner.devices import DEVICES, GPU_PRIOR, Efficiency
 from elastrata.planner.layout import Layout
@@ -17,6 +16,7 @@ from elastrata.planner.memory import memory
 from elastrata.planner.operations import Machine
 from elastrata.planner.stack import ALEPH_ALPHA_2023, MEGATRON_2021, ZERO3_2021, Stack
 from elastrata.planner.step_time import StepTime, step_time
+from elastrata.workload.model_spec import ModelSpec
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "benchmarks" / "published" / "layouts_2311_05610_runs.csv"

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from elastrata.core.parallelize import synchronize_gradients
-from elastrata.core.record import StepRecord
+from elastrata.parallel.parallelize import synchronize_gradients
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.batches import Start
 from support.bare_loop import BareTraining, train_on_ranks
 from support.clip_ranks import Case, Clipped, clip_on_ranks

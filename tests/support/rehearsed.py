@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from elastrata.core.own_time import own_time
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.process import Request
+from elastrata.step.compute_time import own_time
 from elastrata_pipelines.errors import UserError
 
 CUDA = torch.device("cuda", 0)

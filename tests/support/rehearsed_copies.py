@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elastrata.bench.samples import bench_samples
 from elastrata.checkpoints.staging import Stager, state_bytes
-from elastrata.checkpoints.training_state import training_state
-from elastrata.core.events import Action
-from elastrata.core.optimizer import build_optimizer
+from elastrata.checkpoints.state import training_state
+from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.cuda import FakeStream
 from elastrata.rehearsal.ledger import Ledger
-from elastrata.trainer.engine import divided_model, training_loop
+from elastrata.step.events import Action
+from elastrata.trainer.build_model import divided_model, training_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from elastrata.bench.samples import bench_samples
 from elastrata.bench.step import measure_steps
-from elastrata.core.events import Action
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.step import skips_on_device
+from elastrata.optim.optimizer import build_optimizer
 from elastrata.recipe.file import load_recipe
 from elastrata.rehearsal.ledger import Entries, Ledger
-from elastrata.trainer.engine import divided_model, phase_masks, training_loop
+from elastrata.step.events import Action
+from elastrata.step.train_step import skips_on_device
+from elastrata.trainer.build_model import divided_model, phase_masks, training_loop
 from elastrata_pipelines.batches import Start
 
 CUDA = torch.device("cuda", 0)

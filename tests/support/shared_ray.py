@@ -34,7 +34,7 @@ def close_ray() -> None:
 
 
 def _start() -> None:
-    from elastrata.cluster.ray_session import ray_session
+    from elastrata.driver.ray_session import ray_session
 
     with forked_workers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)

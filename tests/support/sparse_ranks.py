@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import load, restore, training_state
-from elastrata.core.clip import Clip
-from elastrata.core.record import StepRecord
-from elastrata.core.sharding import local
-from elastrata.core.sparsity import rigl
-from elastrata.core.sparsity.kernels import use_kernels
-from elastrata.core.sparsity.layers import sparse_matrices
-from elastrata.core.sparsity.rigl import smallest
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import load, restore, training_state
+from elastrata.device.kernels import use_kernels
+from elastrata.parallel.sharding import local
 from elastrata.recipe.recipe import Recipe
+from elastrata.sparsity import rigl
+from elastrata.sparsity.layers import sparse_matrices
+from elastrata.sparsity.rigl import smallest
+from elastrata.step.clip import Clip
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining

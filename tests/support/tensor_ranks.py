@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.norms import gradient_norm
-from elastrata.core.record import StepRecord
-from elastrata.core.step import StepLoss
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.norms import gradient_norm
+from elastrata.step.records import StepRecord
+from elastrata.step.train_step import StepLoss
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.storage import Storage
 from support.bare_loop import BareTraining, train_on_ranks

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastrata.core.evaluate import EVALUATION_SEED, OWN
-from elastrata.core.mesh import data_rank
+from elastrata.parallel.mesh import data_rank
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.evaluate import EVALUATION_SEED, OWN
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import training_data
 from support.synthetic import SEQ_LEN, VOCABULARY

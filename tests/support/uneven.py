@@ -13,12 +13,12 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastrata.checkpoints.checkpoint import DurableSaver
 from elastrata.checkpoints.commit import commits
-from elastrata.checkpoints.training_state import restore, training_state
-from elastrata.core.mesh import rank_mesh
-from elastrata.core.optimizer import OptimizerConfig, build_optimizer
-from elastrata.core.parallelize import ParallelConfig, parallelize
+from elastrata.checkpoints.save import DurableSaver
+from elastrata.checkpoints.state import restore, training_state
+from elastrata.optim.optimizer import OptimizerConfig, build_optimizer
+from elastrata.parallel.mesh import rank_mesh
+from elastrata.parallel.parallelize import ParallelConfig, parallelize
 from elastrata_pipelines.storage import Storage
 
 ROWS, VOCABULARY, WIDTH = 12, 11, 5

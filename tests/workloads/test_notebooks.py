@@ -22,7 +22,7 @@ SMALL = {
 OF_ONES_OWN = """\
 # %%
 import elastrata
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 
 recipe = elastrata.load_recipe("bert/tiny", [
     "name=first", "data.path=data", "steps=40", "batch_size=8", "schedule.warmup_steps=1",

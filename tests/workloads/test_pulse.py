@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import elastrata
-from elastrata.launch.result import TrainResult
+from elastrata.driver.result import TrainResult
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.yaml_reader import available_recipes

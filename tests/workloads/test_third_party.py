@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastrata.core.workload import model_spec, stage_problems, tensor_problems
+from elastrata.workload.workload import model_spec, stage_problems, tensor_problems
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Vocabulary
 from support.command import ELASTRATA

@@ -23,7 +23,7 @@ from pathlib import Path
 import pandas as pd
 
 import elastrata
-from elastrata.launch.quickstart import collect_corpus
+from elastrata.driver.quickstart import collect_corpus
 
 FOLDER = "notebook-adamw-and-lamb"
 BATCH_SIZES = (32, 128, 512)

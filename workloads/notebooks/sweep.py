@@ -22,7 +22,7 @@
 from pathlib import Path
 
 import elastrata
-from elastrata.launch.quickstart import collect_corpus
+from elastrata.driver.quickstart import collect_corpus
 
 FOLDER = "notebook-sweep"
 STEPS = 300

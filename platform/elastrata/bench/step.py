@@ -13,18 +13,18 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from elastrata.bench.samples import Samples
-from elastrata.core.device import (
+from elastrata.device.capabilities import (
     current_device,
     device_name,
     peak_flops,
     peak_memory_bytes,
 )
-from elastrata.core.events import Action
-from elastrata.core.mesh import lone_group
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.record import StepRecord
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import lone_group
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import (
+from elastrata.step.events import Action
+from elastrata.step.records import StepRecord
+from elastrata.trainer.build_model import (
     divided_model,
     looked_for,
     missing_here,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from typing_extensions import override
 
-from elastrata.core.sharding import local, resharded
+from elastrata.parallel.sharding import local, resharded
 
 BUCKET_BYTES = 2**27
 """Tensors are gathered on the GPU up to so many bytes, and copied from there at once. A power of

@@ -15,7 +15,7 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.launch.doctor import Finding
+    from elastrata.driver.doctor import Finding
 
 _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAIL", "bold red")}
 
@@ -46,7 +46,7 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check versions, hardware, Ray, storage and tracking; say what to do about problems."""
-    from elastrata.launch.doctor import examine
+    from elastrata.driver.doctor import examine
 
     if recipe is not None and cluster is None:
         raise UserError(f"{recipe}: expected --cluster FILE with it, to look whether it fits there")

@@ -26,9 +26,9 @@ from elastrata_pipelines.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.core.sparsity.layers import SparsityPlan
-    from elastrata.launch.model_inspection import ModelInspection
+    from elastrata.driver.model_inspection import ModelInspection
     from elastrata.recipe.recipe import Recipe
+    from elastrata.sparsity.layers import SparsityPlan
     from elastrata_pipelines.deal import WorkModel
     from elastrata_pipelines.format import Manifest
     from elastrata_pipelines.inspection import Excerpt, Inspection, SourceAccount
@@ -133,7 +133,7 @@ def inspect(
 
 def _show_model(console: Console, name: str, recipe: Recipe | None) -> dict[str, Any]:
     """Prints what there is to say of a recipe's model, and returns it as JSON values."""
-    from elastrata.launch.model_inspection import inspect_model
+    from elastrata.driver.model_inspection import inspect_model
 
     assert recipe is not None
     inspection = inspect_model(recipe)
@@ -241,7 +241,7 @@ def _excerpts(
     rows = some_rows(storage, manifest, count)
     if model is None:
         return excerpts(storage, rows)
-    from elastrata.launch.model_inspection import inputs_of
+    from elastrata.driver.model_inspection import inputs_of
 
     return excerpts(storage, rows, inputs_of(model, rows, manifest))
 

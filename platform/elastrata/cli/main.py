@@ -29,9 +29,9 @@ from elastrata.cli.schema import schema
 from elastrata.cli.simulate import simulate
 from elastrata.cli.sweep import sweep
 from elastrata.cli.train import train
-from elastrata.cluster.interrupt import SIGNALS, is_ending
-from elastrata.core.environment import expand_segments
+from elastrata.driver.interrupt import SIGNALS, is_ending
 from elastrata.terminal.console import escape_foreign_letters, print_error, print_json_line
+from elastrata.workload.installed import expand_segments
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.url_secrets import NO_SECRET, hide_secrets, without_secrets
 

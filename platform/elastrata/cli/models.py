@@ -57,10 +57,10 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a trained model as a folder for transformers' from_pretrained."""
-    from elastrata.core.weight_files import weight_form
     from elastrata.run.claim import named_run
     from elastrata.run.export import HubRepository, check_free, export_model
     from elastrata.tracking.tracker import check_model_name
+    from elastrata.workload.hf_folder import weight_form
 
     form = weight_form(dtype, shard_size)
     if register is not None:

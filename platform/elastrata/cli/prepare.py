@@ -118,7 +118,7 @@ def _prepared(
 def _one_session(address: str | None) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """What opens Ray for the first data set that needs it. It stays open for the others: to start
     takes seconds, and on a busy machine Ray gives up now and then."""
-    from elastrata.cluster.ray_session import ray_session
+    from elastrata.driver.ray_session import ray_session
 
     with ExitStack() as until_the_end:
 

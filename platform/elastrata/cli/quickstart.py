@@ -16,7 +16,7 @@ from elastrata.terminal.console import open_console, print_json_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from elastrata.launch.result import TrainResult
+    from elastrata.driver.result import TrainResult
     from elastrata.recipe.recipe import Recipe
 
 
@@ -49,13 +49,13 @@ def quickstart(
 ) -> None:
     """Train a small BERT, ModernBERT or GPT on Python's own library: text to shards to model, in
     minutes."""
-    from elastrata.cluster.ray_session import ray_session
-    from elastrata.launch.quickstart import (
+    from elastrata.driver.quickstart import (
         collect_corpus,
         folder_of,
         last_evaluation,
         quickstart_recipe,
     )
+    from elastrata.driver.ray_session import ray_session
     from elastrata.run.claim import check_parent
     from elastrata_pipelines.storage import Storage
 
@@ -81,7 +81,7 @@ def quickstart(
 
 
 def _fill(console: Console, model: Path) -> dict[str, Any]:
-    from elastrata.launch.quickstart import fill_masks
+    from elastrata.driver.quickstart import fill_masks
 
     console.print("5/5  fill: what it would put in the place of masked words")
     filled = fill_masks(model)
@@ -91,7 +91,7 @@ def _fill(console: Console, model: Path) -> dict[str, Any]:
 
 
 def _write(console: Console, model: Path) -> dict[str, Any]:
-    from elastrata.launch.quickstart import write_on
+    from elastrata.driver.quickstart import write_on
 
     console.print("5/5  write: what it would put after the beginning of a line")
     written = write_on(model)

@@ -146,7 +146,7 @@ def _account(goodput: Goodput) -> str:
 
 def _evaluation(newest: Evaluation) -> str:
     """Its loss, and those of sources and of further sets."""
-    from elastrata.core.record import losses_by_set, losses_by_source
+    from elastrata.step.records import losses_by_set, losses_by_source
 
     others = {**losses_by_source(newest.metrics), **losses_by_set(newest.metrics)}
     told = "".join(f", {name} {loss:.4f}" for name, loss in others.items())
@@ -218,7 +218,7 @@ def fork(
 ) -> None:
     """Begin a new run from a checkpoint of another, with changes, and train it."""
     from elastrata.cli.train import train_and_tell
-    from elastrata.launch.fork import plan_fork, show_changes
+    from elastrata.driver.fork import plan_fork, show_changes
     from elastrata.run.fork import begin_fork
     from elastrata.trainer.preflight import check_storage
     from elastrata_pipelines.storage import Storage

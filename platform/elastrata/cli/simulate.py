@@ -115,9 +115,9 @@ def _conditions(
     recipe: Recipe, cluster: Cluster, seconds: float | None, seconds_by_fault: RecoverySeconds
 ) -> Conditions:
     """Return the conditions of a run that has a worker for every device."""
-    from elastrata.core.workload import model_spec
     from elastrata.recipe.data_sets import as_if_full, data_spec
     from elastrata.simulation.simulate import Pace, conditions, planned_pace, step_seconds
+    from elastrata.workload.workload import model_spec
 
     spec = data_spec(recipe)
     recipe = as_if_full(recipe, spec.seq_len)

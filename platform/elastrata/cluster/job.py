@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastrata.checkpoints.replicas.replicas import Replicas
 from elastrata.recipe.recipe import Recipe
-from elastrata.replicas.storage import Replicas
 from elastrata.run.folder import Parent
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.phase import Phase

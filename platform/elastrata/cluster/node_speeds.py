@@ -19,9 +19,9 @@ import ray
 from typing_extensions import override
 
 from elastrata.cluster.nodes import ACCELERATOR, NODE_GROUP, nodes
-from elastrata.core.events import Event, Paced, Slowed, Started
-from elastrata.core.record import StepRecord
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.events import Event, Paced, Slowed, Started
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.speeds import (
     FixedSpeeds,

@@ -24,8 +24,8 @@ import ray
 
 from elastrata.cluster.processes import PROCESSES, children, environment, title
 from elastrata.cluster.ray_internals import SETUP_HOOK, prestart
-from elastrata.core.environment import expand_segments
 from elastrata.recipe.recipe import SPARE_BYTES
+from elastrata.workload.installed import expand_segments
 
 SECONDS_KEPT = 3600
 """After this time Ray may end a spare, where it has more idle processes than idle CPUs."""

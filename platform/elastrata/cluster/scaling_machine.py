@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from elastrata.core.events import Action, ControlSignal
+from elastrata.step.events import Action, ControlSignal
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """At the whole cluster: every node is asked for a connection."""

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from elastrata.cluster.control_channel import tell
+from elastrata.cluster.channel import tell
 from elastrata.cluster.leaked_placement_groups import note_controller
 from elastrata.cluster.nodes import (
     draining,
@@ -63,7 +63,7 @@ from elastrata.cluster.scaling_machine import (
     place,
 )
 from elastrata.cluster.staying_workers import WorkerPlaces
-from elastrata.core.events import Action, Warned
+from elastrata.step.events import Action, Warned
 
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_QUERIES = 1.0

@@ -11,10 +11,10 @@ from typing import Any
 
 from ray.data import Dataset
 
-from elastrata.cluster.control_channel import tell
+from elastrata.checkpoints.replicas.replicas import Replicas
+from elastrata.cluster.channel import tell
 from elastrata.cluster.ray_train_internals import WorkerGroupCallback
-from elastrata.core.events import Warned
-from elastrata.replicas.storage import Replicas
+from elastrata.step.events import Warned
 from elastrata.trainer.resume import ResumePoint, newest_state
 from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.retry import patiently

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed.distributed_c10d import _abort_process_group
 from typing_extensions import override
 
-from elastrata.cluster.failures import is_victim
+from elastrata.cluster.failure_attribution import is_victim
 from elastrata.cluster.ray_train_internals import (
     ControllerCallback,
     PlacedWorkerGroup,

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastrata.cluster.liveness import (
+from elastrata.cluster.hang_detection import (
     NO_ANSWER,
     Kill,
     Killed,
@@ -26,7 +26,7 @@ from elastrata.cluster.liveness import (
     WorkerLiveness,
 )
 from elastrata.cluster.processes import PROCESSES, state
-from elastrata.core.events import Event, Lost
+from elastrata.step.events import Event, Lost
 
 _LOOK_SECONDS = 0.5
 _LONGEST_WAIT_FOR_A_KILL = 30.0

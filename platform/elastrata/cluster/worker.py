@@ -18,8 +18,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import MARKER, Commit, CommitStorage
-from elastrata.cluster.control_channel import Sender, tell
-from elastrata.cluster.failures import is_victim
+from elastrata.cluster.channel import Sender, tell
+from elastrata.cluster.failure_attribution import is_victim
 from elastrata.cluster.job import Job
 from elastrata.cluster.node_speeds import kinds_by_node
 from elastrata.cluster.prestarted import Spares, affordable
@@ -32,8 +32,13 @@ from elastrata.cluster.staying_workers import (
     refuse_aborted,
     release,
 )
-from elastrata.core.device import current_device, device_name, spare_bytes
-from elastrata.core.events import (
+from elastrata.device.capabilities import current_device, device_name, spare_bytes
+from elastrata.parallel.mesh import DataRank, data_rank
+from elastrata.parallel.parallelize import ParallelConfig
+from elastrata.recipe.recipe import SPARE_BYTES, Recipe
+from elastrata.run import history
+from elastrata.run.history import take_over
+from elastrata.step.events import (
     Action,
     ControlSignal,
     Evaluated,
@@ -46,19 +51,14 @@ from elastrata.core.events import (
     Substituted,
     Warned,
 )
-from elastrata.core.mesh import DataRank, data_rank
-from elastrata.core.parallelize import ParallelConfig
-from elastrata.core.record import StepRecord, Stopwatch
-from elastrata.core.target import is_over
-from elastrata.recipe.recipe import SPARE_BYTES, Recipe
-from elastrata.run import history
-from elastrata.run.history import take_over
+from elastrata.step.records import StepRecord, Stopwatch
+from elastrata.step.target import is_over
 from elastrata.trainer.attempt import agreed, attempt
 from elastrata.trainer.autotune import what_fits
+from elastrata.trainer.balancing import Pacing, RankPlace, idle_ranks
+from elastrata.trainer.build_model import looked_for, missing_here
 from elastrata.trainer.checkpoint_manager import CheckpointManager, Saving
-from elastrata.trainer.engine import looked_for, missing_here
 from elastrata.trainer.evaluation import HeldOut
-from elastrata.trainer.pacing import Pacing, RankPlace, idle_ranks
 from elastrata.trainer.resume import ResumePoint
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.errors import UserError

@@ -15,8 +15,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import UserCallback
 
 from elastrata.cluster import prestarted
-from elastrata.cluster.control_channel import tell
-from elastrata.cluster.failures import culprits
+from elastrata.cluster.channel import tell
+from elastrata.cluster.failure_attribution import culprits
 from elastrata.cluster.job import Job
 from elastrata.cluster.leaked_placement_groups import remove_leaked
 from elastrata.cluster.node_speeds import (
@@ -43,12 +43,12 @@ from elastrata.cluster.staying_workers import (
     TrainControllerWithHandover,
 )
 from elastrata.cluster.worker import SPARES_AFTER_SECONDS, STREAM, train_worker
-from elastrata.core.device import PEAKS, spare_bytes
-from elastrata.core.events import ControllerLostError, Lost, Stopped, TrainingError, Warned
-from elastrata.core.mesh import backends
-from elastrata.core.parallelize import ParallelConfig
-from elastrata.core.workload import Workload
+from elastrata.device.capabilities import PEAKS, spare_bytes
+from elastrata.parallel.mesh import backends
+from elastrata.parallel.parallelize import ParallelConfig
 from elastrata.recipe.recipe import WorkersConfig
+from elastrata.step.events import ControllerLostError, Lost, Stopped, TrainingError, Warned
+from elastrata.workload.workload import Workload
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.speeds import SpeedSource, equal_speeds
 from elastrata_pipelines.storage import Storage

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import ray.autoscaler
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from elastrata.cluster.ray_session import NICENESS
-from elastrata.launch.doctor import Finding
+from elastrata.driver.doctor import Finding
+from elastrata.driver.ray_session import NICENESS
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.recipe import WorkersConfig
 from elastrata.recipe.yaml_reader import RecipeText

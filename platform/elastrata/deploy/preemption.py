@@ -24,7 +24,7 @@ from threading import Event
 import ray
 
 from elastrata.cluster.nodes import nodes
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.ray_session import ray_session
 
 _SECONDS_TO_ANSWER = 2.0
 _AWS_TOKEN_SECONDS = 21_600

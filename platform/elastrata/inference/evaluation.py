@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from elastrata.checkpoints.training_state import load_plain
-from elastrata.core.device import current_device
-from elastrata.core.evaluate import evaluated
-from elastrata.core.mesh import data_rank, lone_group
-from elastrata.core.parallelize import ParallelConfig
+from elastrata.checkpoints.state import load_plain
+from elastrata.device.capabilities import current_device
+from elastrata.parallel.mesh import data_rank, lone_group
+from elastrata.parallel.parallelize import ParallelConfig
 from elastrata.recipe.data_sets import without_limits
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.evidence import chosen_commit
+from elastrata.run.consistency import chosen_commit
 from elastrata.run.folder import RUN_FILE, RunIdentity, read_identity, read_recipe
 from elastrata.run.weights import read_weights
+from elastrata.step.evaluate import evaluated
 from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.preflight import training_data
 from elastrata.trainer.trainer import Trainer

@@ -6,9 +6,9 @@ p stages of a pipeline, v parts of the model on each of its devices.
 
 from __future__ import annotations
 
-from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import FP32_BYTES, Stack
+from elastrata.workload.model_spec import ModelSpec
 
 
 def block_activations(model: ModelSpec, stack: Stack, layout: Layout) -> float:
@@ -100,7 +100,7 @@ def waiting_gradients(model: ModelSpec, stack: Stack, layout: Layout) -> float:
 
 def kept_activations(model: ModelSpec, stack: Stack, layout: Layout, block: float) -> float:
     """Bytes of a block kept for the backward pass: all, its input alone, or with that what
-    `selective` keeps (`core/recomputation.py`)."""
+    `selective` keeps (`parallel/activation_checkpointing.py`)."""
     if layout.checkpointing == "none":
         return block
     tokens, parts = layout.micro_batch * model.seq_len, layout.tensor if layout.sequence else 1

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
-from elastrata.core.model_spec import ModelSpec
-from elastrata.core.parallelize import GradientSync, ParallelConfig, sync_at_first
-from elastrata.core.recomputation import Recomputation
+from elastrata.parallel.activation_checkpointing import Recomputation
+from elastrata.parallel.parallelize import GradientSync, ParallelConfig, sync_at_first
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.devices import device_like
 from elastrata.planner.layout import MOST_SAMPLES, Layout
@@ -19,6 +18,7 @@ from elastrata.planner.operations import Machine
 from elastrata.planner.plan import machine_of
 from elastrata.planner.step_time import step_time
 from elastrata.recipe.recipe import PhaseKeys, Recipe
+from elastrata.workload.model_spec import ModelSpec
 
 _EQUALLY_FAST = 1.01
 """Choices so much slower than the fastest count as fast, and the largest is taken: the plan knows

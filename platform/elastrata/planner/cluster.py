@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema, field_validator
 
 from elastrata.config import Config
-from elastrata.core.device import Peak
+from elastrata.device.capabilities import Peak
 from elastrata.planner.devices import NAMES, Device, device_named
 from elastrata.recipe.problems import recipe_problems
 from elastrata.recipe.schema import DRAFT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastrata.core.device import PEAKS, Peak
+from elastrata.device.capabilities import PEAKS, Peak
 from elastrata_pipelines.errors import UserError, nearest
 
 

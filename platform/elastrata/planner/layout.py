@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.parallelize import GradientSync, Schedule
-from elastrata.core.recomputation import Recomputation
+from elastrata.parallel.activation_checkpointing import Recomputation
+from elastrata.parallel.parallelize import GradientSync, Schedule
 
 MOST_SAMPLES = 64
 """Longest samples in a micro-batch: devices are full long before."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from elastrata.core.model_spec import ModelSpec
-from elastrata.core.pipeline.stages import stage_spans
+from elastrata.pipeline.stages import stage_spans
 from elastrata.planner.activations import (
     block_activations,
     computed_again,
@@ -25,6 +24,7 @@ from elastrata.planner.activations import (
 from elastrata.planner.devices import Device
 from elastrata.planner.layout import Layout
 from elastrata.planner.stack import FP32_BYTES, Stack
+from elastrata.workload.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ def blocks_of_stages(model: ModelSpec, stack: Stack, layout: Layout) -> tuple[in
 
 @cache
 def _span_lengths(costs: tuple[int, ...], parts: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """By `core/pipeline/stages.py`."""
+    """By `pipeline/stages.py`."""
     return tuple(map(len, stage_spans(costs, parts, speeds or None)))
 
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
-from elastrata.core.model_spec import ModelSpec
-from elastrata.core.recomputation import Recomputation
+from elastrata.parallel.activation_checkpointing import Recomputation
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.devices import Device, Efficiency
 from elastrata.planner.stack import FP32_BYTES, Stack
+from elastrata.workload.model_spec import ModelSpec
 
 _FILLING = 128
 """Products along the inner dimension that a tile takes to get going and to be written: the depth

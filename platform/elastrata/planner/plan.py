@@ -8,10 +8,8 @@ from itertools import product
 
 from pydantic import ValidationError
 
-from elastrata.core.model_spec import ModelSpec
-from elastrata.core.parallelize import GradientSync, Schedule
-from elastrata.core.recomputation import Recomputation
-from elastrata.core.workload import model_spec, tensor_problems
+from elastrata.parallel.activation_checkpointing import Recomputation
+from elastrata.parallel.parallelize import GradientSync, Schedule
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.devices import CPU, DEVICES, GPU
 from elastrata.planner.layout import MOST_SAMPLES, Layout
@@ -22,6 +20,8 @@ from elastrata.planner.step_time import StepTime, step_time
 from elastrata.recipe.data_sets import data_spec, full_part
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.recipe.rules import cross_field_problems
+from elastrata.workload.model_spec import ModelSpec
+from elastrata.workload.workload import model_spec, tensor_problems
 from elastrata_pipelines.errors import UserError
 
 _WORDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastrata.core.model_spec import LOGITS_AT_ONCE
-from elastrata.core.parallelize import DTYPES, Precision
+from elastrata.parallel.parallelize import DTYPES, Precision
+from elastrata.workload.model_spec import LOGITS_AT_ONCE
 
 FP32_BYTES = 4
 Sharding = Literal["none", "optimizer", "all"]
@@ -72,7 +72,7 @@ def elastrata(precision: Precision, reduced: Precision, *, averages: bool = Fals
     element = DTYPES[precision].itemsize
     return Stack(
         name="elastrata",
-        source="core/parallelize.py",
+        source="parallel/parallelize.py",
         sharding="all",
         flash=True,
         fused=False,

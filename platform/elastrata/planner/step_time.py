@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import ModelSpec
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.layout import Layout
 from elastrata.planner.memory import blocks_of_stages
@@ -19,6 +18,7 @@ from elastrata.planner.operations import (
     sum_seconds,
     traffic_seconds,
 )
+from elastrata.workload.model_spec import ModelSpec
 
 _UPDATE_BYTES = 40
 """AdamW, per number: reads parameter, gradient and two moments, writes three of them and the

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from elastrata.checkpoints.weights_folder import CONFIG, weights_folder
 from elastrata.config import Config
-from elastrata.core.counterpart import HasCounterpart
-from elastrata.core.environment import installed_workloads
-from elastrata.core.workload import workload_class
 from elastrata.recipe.yaml_values import read_stored
+from elastrata.workload.hf_mapping import HasCounterpart
+from elastrata.workload.installed import installed_workloads
+from elastrata.workload.workload import workload_class
 from elastrata_pipelines.checked_json import reason
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage

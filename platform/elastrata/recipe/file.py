@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
-from elastrata.core.workload import Workload, workload_class
 from elastrata.recipe.begin_with import BeginWith, given_workload
 from elastrata.recipe.problems import misread_booleans, recipe_problems, shown_value
 from elastrata.recipe.recipe import LENGTHS, NO_LENGTH, PER_PHASE, PhaseKeys, Recipe, with_inherited
 from elastrata.recipe.rules import cross_field_problems
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import dump_yaml
+from elastrata.workload.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 
 

@@ -18,19 +18,19 @@ from pydantic import (
 
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.config import NAME, Config
-from elastrata.core.average import AverageConfig
-from elastrata.core.clip import ClipConfig
-from elastrata.core.evaluate import EvaluationConfig
-from elastrata.core.optimizer import OptimizerConfig
-from elastrata.core.parallelize import ParallelConfig, Precision, Workers
-from elastrata.core.recomputation import Recomputation
-from elastrata.core.schedule import ScheduleConfig, learning_rate
-from elastrata.core.sparsity.config import SparsityConfig
-from elastrata.core.target import TargetConfig
-from elastrata.core.workload import Workload, workload_class
+from elastrata.optim.optimizer import OptimizerConfig
+from elastrata.parallel.activation_checkpointing import Recomputation
+from elastrata.parallel.parallelize import ParallelConfig, Precision, Workers
 from elastrata.recipe.begin_with import BeginWith
 from elastrata.recipe.value_types import merged
+from elastrata.sparsity.config import SparsityConfig
+from elastrata.step.average import AverageConfig
+from elastrata.step.clip import ClipConfig
+from elastrata.step.evaluate import EvaluationConfig
+from elastrata.step.schedule import ScheduleConfig, learning_rate
+from elastrata.step.target import TargetConfig
 from elastrata.tracking.tracker import TrackingConfig
+from elastrata.workload.workload import Workload, workload_class
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.groups import BatchSizeWarmup
 from elastrata_pipelines.preparation import PrepareConfig

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from elastrata.core.evaluate import evaluation_metrics
-from elastrata.core.optimizers.adamw import AdamWConfig
-from elastrata.core.sparsity.config import TwoFourConfig
-from elastrata.core.sparsity.layers import layer_shapes, sparsity_problems
-from elastrata.core.workload import stage_problems, tensor_problems
+from elastrata.optim.adamw import AdamWConfig
 from elastrata.recipe.recipe import LENGTHS, NO_LENGTH, PhaseKeys, Recipe
+from elastrata.sparsity.config import TwoFourConfig
+from elastrata.sparsity.layers import layer_shapes, sparsity_problems
+from elastrata.step.evaluate import evaluation_metrics
+from elastrata.workload.workload import stage_problems, tensor_problems
 from elastrata_pipelines.errors import UserError, nearest
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastrata.core.environment import installed_workloads
-from elastrata.core.workload import workload_class
 from elastrata.recipe.recipe import LENGTHS, Recipe
+from elastrata.workload.installed import installed_workloads
+from elastrata.workload.workload import workload_class
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _DEFS = "#/$defs/"

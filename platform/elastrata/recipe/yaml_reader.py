@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastrata.core.environment import installed_workloads
 from elastrata.recipe.value_types import Model, replaced_keys, type_below
 from elastrata.recipe.yaml_values import MOST_DEPTH, parse_yaml, read_text
+from elastrata.workload.installed import installed_workloads
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.url_secrets import hide_secrets, without_secrets
 

@@ -21,9 +21,11 @@ _PYTHON = sysconfig.get_path("stdlib")
 
 
 def current_line() -> tuple[str, str]:
-    """Return the innermost line that belongs neither to torch nor to Python, such as
-    `core/step.py:83`, and its function; torch's own line if it has no caller, as in the threads of
-    a backward pass."""
+    """Return the innermost line that belongs neither to torch nor to Python, and its function.
+
+    Such as `step/train_step.py:83`; torch's own line if it has no caller, as in the threads of a
+    backward pass.
+    """
     frame: FrameType | None = sys._getframe(1)
     torchs = None
     while frame is not None:

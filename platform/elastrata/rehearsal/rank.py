@@ -24,15 +24,10 @@ from typing_extensions import override
 
 from elastrata.bench.samples import random_rows
 from elastrata.checkpoints.staging import Stager
-from elastrata.checkpoints.training_state import training_state
-from elastrata.core.events import Action
-from elastrata.core.loop import Loop
-from elastrata.core.mesh import DataRank, data_rank
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.sharding import local
-from elastrata.core.sparsity.masks import Masks
-from elastrata.core.step import total_weights
-from elastrata.core.workload import Planned
+from elastrata.checkpoints.state import training_state
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import DataRank, data_rank
+from elastrata.parallel.sharding import local
 from elastrata.planner.choice import group_layout
 from elastrata.planner.cluster import Cluster
 from elastrata.planner.memory import memory
@@ -48,8 +43,13 @@ from elastrata.rehearsal.ledger import (
     SavingFigures,
 )
 from elastrata.rehearsal.session import rehearsal
-from elastrata.trainer import engine
-from elastrata.trainer.engine import DividedModel, divided_model, weight_average
+from elastrata.sparsity.masks import Masks
+from elastrata.step.events import Action
+from elastrata.step.train_step import total_weights
+from elastrata.trainer import build_model as engine
+from elastrata.trainer.build_model import DividedModel, divided_model, weight_average
+from elastrata.trainer.loop import Loop
+from elastrata.workload.workload import Planned
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.deal import Ints, deal
 from elastrata_pipelines.payload import RankStep

@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from elastrata.core.workload import Planned, model_spec
 from elastrata.planner.choice import group_layout, planned
 from elastrata.planner.cluster import Cluster, read_cluster
 from elastrata.planner.memory import blocks_of_stages, fullest
@@ -20,6 +19,7 @@ from elastrata.rehearsal.cuda import FakeDevice
 from elastrata.rehearsal.ledger import GraphFigures, RankFigures
 from elastrata.rehearsal.process import Request
 from elastrata.rehearsal.rank import Task, rehearse_graphs, rehearse_rank
+from elastrata.workload.workload import Planned, model_spec
 from elastrata_pipelines.errors import UserError
 
 

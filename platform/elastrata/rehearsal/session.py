@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastrata.core import loop, parallelize
-from elastrata.core.prefetch import AtOnce
+from elastrata.parallel import parallelize
 from elastrata.rehearsal.cuda import FakeDevice, fake_cuda
 from elastrata.rehearsal.ledger import Ledger
 from elastrata.rehearsal.recorder import Recorder
+from elastrata.step.prefetch import AtOnce
+from elastrata.trainer import loop
 
 _MESH_METHODS = (
     "__init__",

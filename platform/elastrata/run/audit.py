@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastrata.run import history
-from elastrata.run.evidence import evidence
+from elastrata.run.consistency import evidence
 from elastrata.run.folder import (
     RUN_FILE,
     DataSet,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Discriminator, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from elastrata.core.record import StepRecord
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.errors import UserError
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]

@@ -17,21 +17,21 @@ from typing import Any
 from torch import Tensor
 
 from elastrata.checkpoints.commit import MARKER, Commit, problems
-from elastrata.checkpoints.training_state import load
-from elastrata.core.average import AVERAGE
-from elastrata.core.sparsity.layers import WEIGHT, layer_of, layer_shapes
-from elastrata.core.sparsity.mask_file import MASKS_FILE, packed_masks
-from elastrata.core.sparsity.masks import Masks, SparsePhase
-from elastrata.core.weight_files import AS_TRAINED, WeightForm, num_numbers
+from elastrata.checkpoints.state import load
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.audit import digest_of
 from elastrata.run.claim import EXPORTING, check_local
-from elastrata.run.evidence import chosen_commit
+from elastrata.run.consistency import chosen_commit
 from elastrata.run.folder import RUN_FILE, DataSet, RunIdentity, read_identity, read_recipe
 from elastrata.run.model_card import CARD, ModelCard
 from elastrata.run.weights import TRAINED, read_weights
+from elastrata.sparsity.layers import WEIGHT, layer_of, layer_shapes
+from elastrata.sparsity.mask_file import MASKS_FILE, packed_masks
+from elastrata.sparsity.masks import Masks, SparsePhase
+from elastrata.step.average import AVERAGE
 from elastrata.tracking.models import LoadableModel, write_mlmodel
+from elastrata.workload.hf_folder import AS_TRAINED, WeightForm, num_numbers
 from elastrata_pipelines.checked_json import read_bytes
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest

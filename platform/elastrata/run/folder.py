@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt
 from typing_extensions import override
 
-from elastrata.core.target import TargetConfig
 from elastrata.recipe.yaml_values import dump_yaml, read_stored
+from elastrata.step.target import TargetConfig
 from elastrata_pipelines.checked_json import Record, read_bytes, read_record
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.groups import BatchSizeWarmup

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from elastrata.core.target import TargetConfig, reached
 from elastrata.run import history
 from elastrata.run.entries import metrics_of
 from elastrata.run.timeline import Attempt, Timeline, attempts, cause, undone_steps
+from elastrata.step.target import TargetConfig, reached
 
 Entry = Mapping[str, Any]
 _PLANNED = ("resize", "drain", "stop")

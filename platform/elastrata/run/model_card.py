@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastrata.core.workload import ExportedAs
 from elastrata.recipe.yaml_values import dump_yaml
 from elastrata.run.folder import MAY_CHANGE, Parent
+from elastrata.workload.workload import ExportedAs
 from elastrata_pipelines.format import Manifest
 
 CARD = "README.md"

@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from elastrata.core.record import losses_by_set, losses_by_source
 from elastrata.run import history
 from elastrata.run.entries import metrics_of
+from elastrata.step.records import losses_by_set, losses_by_source
 from elastrata.tracking.plots import (
     flops_curves,
     held_out_losses,

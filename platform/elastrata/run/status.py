@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from elastrata.core.target import TargetConfig
 from elastrata.run import history
+from elastrata.run.consistency import evidence
 from elastrata.run.entries import metrics_of
-from elastrata.run.evidence import evidence
 from elastrata.run.folder import RUN_FILE, read_identity, read_summary, recipe_problems
 from elastrata.run.goodput import Goodput, TimeToTarget, goodput, time_to_target
 from elastrata.run.ownership import Driver, driver_problems, look_at_driver
 from elastrata.run.timeline import Recovery, Timeline, attempts, end_index, recoveries, seconds_lost
+from elastrata.step.target import TargetConfig
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from elastrata.checkpoints.commit import Commit, commits, problems
-from elastrata.checkpoints.training_state import ModelTensors
-from elastrata.core.average import AVERAGE
+from elastrata.checkpoints.state import ModelTensors
 from elastrata.run.history import read_lineage
+from elastrata.step.average import AVERAGE
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.storage import Storage
 

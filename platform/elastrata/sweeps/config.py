@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from elastrata.config import Config
-from elastrata.core.evaluate import evaluation_metrics
 from elastrata.recipe.problems import misread_booleans, recipe_problems, shown_value
 from elastrata.recipe.recipe import Recipe
 from elastrata.recipe.value_types import known_paths
 from elastrata.recipe.yaml_reader import RecipeText, read_recipe_text
 from elastrata.recipe.yaml_values import parse_yaml
+from elastrata.step.evaluate import evaluation_metrics
 from elastrata.sweeps.scheduler import NoneConfig, PbtConfig, SchedulerConfig
 from elastrata.sweeps.search import GridConfig, RandomConfig, SearcherConfig, missing_package
 from elastrata.sweeps.space import Domain, condition_problems, reaching

@@ -18,11 +18,11 @@ from ray.tune import Callback
 from ray.tune.experiment import Trial as TuneTrial
 
 from elastrata.checkpoints.commit import commits
-from elastrata.cluster.interrupt import Interrupt, undisturbed
+from elastrata.driver.interrupt import Interrupt, undisturbed
 from elastrata.recipe.recipe import Recipe, WorkersConfig
 from elastrata.run import history
 from elastrata.run.claim import SWEEP_FILE, is_copy
-from elastrata.run.evidence import note_removal
+from elastrata.run.consistency import note_removal
 from elastrata.run.export import export_model, loadable
 from elastrata.run.facts import data_params, recipe_params, start_tags
 from elastrata.run.history import HistoryWriter

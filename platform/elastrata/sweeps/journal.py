@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from elastrata.core.events import TrainingError
+from elastrata.step.events import TrainingError
 from elastrata_pipelines.errors import UserError
 
 State = Literal["running", "finished", "stopped", "diverged", "failed"]

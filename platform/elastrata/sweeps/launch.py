@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import ray
 
-from elastrata.cluster.interrupt import Interrupt
-from elastrata.cluster.ray_session import ray_session
+from elastrata.driver.interrupt import Interrupt
+from elastrata.driver.ray_session import ray_session
 from elastrata.recipe.data_sets import in_steps, preparations
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.claim import TRIALS, check_folder, check_parent, claim

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from ray.tune import Trainable
 
 from elastrata.checkpoints.commit import Commit, commits
-from elastrata.cluster.interrupt import Interrupt
 from elastrata.cluster.node_speeds import kinds_by_node
-from elastrata.core.device import current_device
-from elastrata.core.evaluate import evaluated
-from elastrata.core.events import Action, Committed, ControlSignal, Evaluated, Event, Started
-from elastrata.core.mesh import data_rank, lone_group
-from elastrata.core.record import StepRecord, Stopwatch
-from elastrata.core.target import is_over
-from elastrata.launch.launch import train
+from elastrata.device.capabilities import current_device
+from elastrata.driver.interrupt import Interrupt
+from elastrata.driver.launch import train
+from elastrata.parallel.mesh import data_rank, lone_group
 from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.entries import metrics_of, step_record
 from elastrata.run.folder import RunIdentity, read_identity, write_identity
 from elastrata.run.history import restore_history, take_over
+from elastrata.step.evaluate import evaluated
+from elastrata.step.events import Action, Committed, ControlSignal, Evaluated, Event, Started
+from elastrata.step.records import StepRecord, Stopwatch
+from elastrata.step.target import is_over
 from elastrata.sweeps.journal import (
     LAUNCHED,
     Copied,

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typing_extensions import override
 
-from elastrata.core.events import (
+from elastrata.step.events import (
     Chosen,
     Committed,
     Evaluated,
@@ -29,7 +29,7 @@ from elastrata.core.events import (
     Substituted,
     Warned,
 )
-from elastrata.core.record import StepRecord
+from elastrata.step.records import StepRecord
 from elastrata.terminal.console import ShownLive
 from elastrata_pipelines.speeds import FULL_SPEED
 

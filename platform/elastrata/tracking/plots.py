@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from elastrata.core.record import losses_by_set, losses_by_source
+from elastrata.step.records import losses_by_set, losses_by_source
 from elastrata_pipelines.storage import write_whole
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastrata.core.events import Action
-from elastrata.core.loop import unmeasured
-from elastrata.core.record import StepRecord
-from elastrata.core.step_message import Effort
-from elastrata.core.target import TargetConfig, reached
+from elastrata.step.events import Action
+from elastrata.step.records import StepRecord
+from elastrata.step.step_message import Effort
+from elastrata.step.target import TargetConfig, reached
 from elastrata.trainer.checkpoint_manager import CheckpointManager
 from elastrata.trainer.evaluation import HeldOut
+from elastrata.trainer.loop import unmeasured
 from elastrata.trainer.trainer import Trainer
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep

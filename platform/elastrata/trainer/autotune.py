@@ -9,11 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastrata.core.device import current_device, device_name, memory_of_worker, peak_memory_bytes
-from elastrata.core.events import Chosen, RanOut
-from elastrata.core.parallelize import GradientSync
-from elastrata.core.recomputation import Recomputation, way_at_first
-from elastrata.core.workload import Planned, model_spec
+from elastrata.device.capabilities import (
+    current_device,
+    device_name,
+    memory_of_worker,
+    peak_memory_bytes,
+)
+from elastrata.parallel.activation_checkpointing import Recomputation, way_at_first
+from elastrata.parallel.parallelize import GradientSync
 from elastrata.planner.choice import (
     USABLE,
     Choice,
@@ -29,6 +32,8 @@ from elastrata.planner.choice import (
     smallest_together,
 )
 from elastrata.recipe.recipe import PhaseKeys, Recipe
+from elastrata.step.events import Chosen, RanOut
+from elastrata.workload.workload import Planned, model_spec
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.payload import RankStep

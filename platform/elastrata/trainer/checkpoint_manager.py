@@ -12,13 +12,15 @@ from typing import Any, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
-from elastrata.checkpoints.checkpoint import DurableSaver, replica_saver
 from elastrata.checkpoints.commit import EVALUATION, EVALUATION_LOSS, Commit
+from elastrata.checkpoints.replicas.replicas import Replicas
+from elastrata.checkpoints.replicas.store import most_per_node
 from elastrata.checkpoints.retention import CheckpointConfig
+from elastrata.checkpoints.save import DurableSaver, replica_saver
 from elastrata.checkpoints.staging import Stager, state_bytes
-from elastrata.core.copy_interval import CopyInterval
-from elastrata.core.evaluate import evaluated
-from elastrata.core.events import (
+from elastrata.run.history import HistoryWriter, unwritten
+from elastrata.step.evaluate import evaluated
+from elastrata.step.events import (
     Action,
     Chosen,
     Committed,
@@ -32,11 +34,9 @@ from elastrata.core.events import (
     Started,
     Warned,
 )
-from elastrata.core.record import StepRecord
-from elastrata.core.step import StepLoss
-from elastrata.replicas.storage import Replicas
-from elastrata.replicas.store import most_per_node
-from elastrata.run.history import HistoryWriter, unwritten
+from elastrata.step.records import StepRecord
+from elastrata.step.train_step import StepLoss
+from elastrata.trainer.copy_interval import CopyInterval
 from elastrata_pipelines.retry import Backoff
 from elastrata_pipelines.storage import Storage
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from elastrata.core.evaluate import EVALUATION_SEED
-from elastrata.core.workload import model_spec
 from elastrata.planner.choice import budgets
 from elastrata.recipe.data_sets import wanted_mixture
 from elastrata.recipe.recipe import PhaseKeys, Recipe
+from elastrata.step.evaluate import EVALUATION_SEED
 from elastrata.trainer.evaluation import FoundSet
+from elastrata.workload.workload import model_spec
 from elastrata_pipelines.batches import Batches, Source
 from elastrata_pipelines.deal import FIXED_TOKENS
 from elastrata_pipelines.errors import UserError

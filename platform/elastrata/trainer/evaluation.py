@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastrata.core.evaluate import EvaluationConfig, evaluation_due, held_out_step
-from elastrata.core.mesh import DataRank
-from elastrata.core.record import StepRecord
+from elastrata.parallel.mesh import DataRank
+from elastrata.step.evaluate import EvaluationConfig, evaluation_due, held_out_step
+from elastrata.step.records import StepRecord
 from elastrata_pipelines.batches import Batches
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, file_problems

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from elastrata.checkpoints.commit import MARKER, Commit, commits, problems
 from elastrata.checkpoints.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
-from elastrata.checkpoints.training_state import model_sizes, restore, restore_weights
+from elastrata.checkpoints.state import model_sizes, restore, restore_weights
 from elastrata.checkpoints.weights_folder import CONFIG, TOKENIZER, WeightsFolder, weights_folder
-from elastrata.core.counterpart import Counterpart, HasCounterpart
-from elastrata.core.first_weights import counted_rows, id_tables, sizes
-from elastrata.core.sharding import local, own_box
-from elastrata.core.workload import Workload
+from elastrata.parallel.init_weights import counted_rows, id_tables, sizes
+from elastrata.parallel.sharding import local, own_box
 from elastrata.recipe.begin_with import BeginConfig, is_run
 from elastrata.recipe.recipe import Recipe
-from elastrata.run.evidence import chosen_commit
+from elastrata.run.consistency import chosen_commit
 from elastrata.run.folder import RUN_FILE, DataSet, Parent, read_identity, read_recipe
 from elastrata.trainer.preflight import TrainingData
+from elastrata.workload.hf_mapping import Counterpart, HasCounterpart
+from elastrata.workload.workload import Workload
 from elastrata_pipelines.errors import UserError, nearest
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.format.manifest import TOKENIZER_DIR

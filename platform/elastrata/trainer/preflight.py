@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from elastrata.core.evaluate import OWN
-from elastrata.core.sparsity.config import GivenConfig
-from elastrata.core.sparsity.layers import layer_shapes
-from elastrata.core.sparsity.mask_file import read_masks
 from elastrata.recipe.data_sets import in_steps
 from elastrata.recipe.recipe import PhaseKeys, Recipe
 from elastrata.run.folder import DataSet, ForkOrigin, Mixtures, record_of
+from elastrata.sparsity.config import GivenConfig
+from elastrata.sparsity.layers import layer_shapes
+from elastrata.sparsity.mask_file import read_masks
+from elastrata.step.evaluate import OWN
 from elastrata.tracking.tracker import DataInput
 from elastrata.trainer.data import limit_problems, phase_data
 from elastrata.trainer.evaluation import found_sets, set_problems

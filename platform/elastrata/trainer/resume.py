@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastrata.checkpoints.commit import Commit, CommitStorage, commits, newest_verified
-from elastrata.replicas.storage import newest_replica
+from elastrata.checkpoints.replicas.replicas import newest_replica
 from elastrata.run import history
-from elastrata.run.evidence import contradictions
+from elastrata.run.consistency import contradictions
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit, CommitStorage
-from elastrata.checkpoints.training_state import load, part_is_saved, restore, training_state
-from elastrata.core.average import AVERAGE, WeightAverage
-from elastrata.core.evaluate import evaluate
-from elastrata.core.events import Action, Chosen, RanOut, RanOutError
-from elastrata.core.loop import unmeasured
-from elastrata.core.mesh import ALONE, DataRank
-from elastrata.core.optimizer import build_optimizer
-from elastrata.core.record import StepRecord
-from elastrata.core.step import StepLoss
-from elastrata.core.step_message import Effort
+from elastrata.checkpoints.state import load, part_is_saved, restore, training_state
+from elastrata.optim.optimizer import build_optimizer
+from elastrata.parallel.mesh import ALONE, DataRank
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
+from elastrata.step.average import AVERAGE, WeightAverage
+from elastrata.step.evaluate import evaluate
+from elastrata.step.events import Action, Chosen, RanOut, RanOutError
+from elastrata.step.records import StepRecord
+from elastrata.step.step_message import Effort
+from elastrata.step.train_step import StepLoss
 from elastrata.trainer.autotune import automatic
-from elastrata.trainer.engine import divided_model, phase_masks, training_loop, weight_average
+from elastrata.trainer.build_model import divided_model, phase_masks, training_loop, weight_average
 from elastrata.trainer.initial_weights import begin_with
+from elastrata.trainer.loop import unmeasured
 from elastrata_pipelines.batches import Start
 from elastrata_pipelines.payload import RankStep, in_turn
 from elastrata_pipelines.phase import Phase

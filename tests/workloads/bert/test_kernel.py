@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastrata.core.device import DeviceCapabilities
+from elastrata.device.capabilities import DeviceCapabilities
 from elastrata.recipe.recipe import Recipe
-from elastrata.trainer.engine import missing_here
+from elastrata.trainer.build_model import missing_here
 from elastrata_workloads.bert import Bert
 from elastrata_workloads.unpadded import attention as attention_module
 from elastrata_workloads.unpadded.attention import attention

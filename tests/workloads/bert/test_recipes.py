@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import elastrata_workloads.bert
-from elastrata.core.schedule import learning_rate
 from elastrata.recipe.file import load_recipe
 from elastrata.recipe.recipe import Recipe
+from elastrata.step.schedule import learning_rate
 from elastrata_pipelines.format import Vocabulary
 
 RECIPES = sorted((Path(elastrata_workloads.bert.__file__).parent / "recipes").glob("*.yaml"))

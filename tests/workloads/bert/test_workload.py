@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastrata.core.evaluate import evaluate, evaluation_metrics
-from elastrata.core.forward_backward import WholeModel
-from elastrata.core.workload import workload_class
+from elastrata.step.evaluate import evaluate, evaluation_metrics
+from elastrata.step.forward_backward import WholeModel
+from elastrata.workload.workload import workload_class
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_workloads.bert import Bert
 

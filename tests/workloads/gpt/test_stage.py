@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastrata.core.pipeline.stages import stage_spans
+from elastrata.pipeline.stages import stage_spans
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama"])

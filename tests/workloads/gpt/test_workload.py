@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastrata.core.device import DeviceCapabilities
-from elastrata.core.evaluate import evaluate, evaluation_metrics
-from elastrata.core.forward_backward import WholeModel
+from elastrata.device.capabilities import DeviceCapabilities
+from elastrata.step.evaluate import evaluate, evaluation_metrics
+from elastrata.step.forward_backward import WholeModel
 from elastrata_pipelines.format import Manifest
 from elastrata_pipelines.preparation.config import TokenizerConfig
 from elastrata_pipelines.preparation.training import train_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from elastrata.core.counterpart import Counterpart
-from elastrata.core.weight_files import WeightForm
+from elastrata.workload.hf_folder import WeightForm
+from elastrata.workload.hf_mapping import Counterpart
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.bert.shape import BertShape
 from elastrata_workloads.unpadded import hf

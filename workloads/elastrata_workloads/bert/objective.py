@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from elastrata.core.workload import Loss, Metric
+from elastrata.workload.workload import Loss, Metric
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 from elastrata_workloads.unpadded.batch import UnpaddedBatch

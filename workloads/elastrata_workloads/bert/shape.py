@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastrata.core.model_spec import ModelSpec
+from elastrata.workload.model_spec import ModelSpec
 from elastrata_workloads.unpadded.shapes import AttentionShape, Kernel, NormShape
 
 _TOKEN_TYPES = 2

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from elastrata.core.counterpart import Counterpart, Origin
-from elastrata.core.weight_files import WeightForm
+from elastrata.workload.hf_folder import WeightForm
+from elastrata.workload.hf_mapping import Counterpart, Origin
 from elastrata_pipelines.errors import UserError
 from elastrata_workloads.gpt.shape import GptShape
 from elastrata_workloads.unpadded import hf

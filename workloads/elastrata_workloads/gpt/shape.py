@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastrata.core.model_spec import ModelSpec
+from elastrata.workload.model_spec import ModelSpec
 from elastrata_workloads.unpadded.shapes import AttentionShape, BlockShape, Kernel, Norm, NormShape
 
 Positions = Literal["learned", "rotary"]

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from elastrata.core.counterpart import Counterpart
-from elastrata.core.model_spec import ModelSpec
-from elastrata.core.weight_files import AS_TRAINED, WeightForm
-from elastrata.core.workload import ExportedAs
+from elastrata.workload.hf_folder import AS_TRAINED, WeightForm
+from elastrata.workload.hf_mapping import Counterpart
+from elastrata.workload.model_spec import ModelSpec
+from elastrata.workload.workload import ExportedAs
 from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.format import Manifest, Vocabulary
 from elastrata_pipelines.rows import Rows

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from elastrata.core.counterpart import Counterpart, Origin
-from elastrata.core.weight_files import WeightForm
+from elastrata.workload.hf_folder import WeightForm
+from elastrata.workload.hf_mapping import Counterpart, Origin
 from elastrata_workloads.modernbert.shape import ModernBertShape
 from elastrata_workloads.unpadded import hf
 from elastrata_workloads.unpadded.hf import IdRows, in_blocks, of_parameters

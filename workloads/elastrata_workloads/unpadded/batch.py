@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastrata.core.batch import Batch
-from elastrata.core.workload import SOURCE_LOSS, Metric
+from elastrata.workload.batch import Batch
+from elastrata.workload.workload import SOURCE_LOSS, Metric
 from elastrata_pipelines.rows import Rows
 
 FILLER_TOKENS = 2

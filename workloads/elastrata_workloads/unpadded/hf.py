@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from elastrata.core.counterpart import Origin
-from elastrata.core.weight_files import WeightForm, write_weights
+from elastrata.workload.hf_folder import WeightForm, write_weights
+from elastrata.workload.hf_mapping import Origin
 
 
 def in_blocks(

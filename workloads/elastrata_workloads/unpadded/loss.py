@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastrata.core.model_spec import LOGITS_AT_ONCE
-from elastrata.core.workload import Loss, Metric
+from elastrata.workload.model_spec import LOGITS_AT_ONCE
+from elastrata.workload.workload import Loss, Metric
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, source_losses
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from elastrata.core.device import DeviceCapabilities
+from elastrata.device.capabilities import DeviceCapabilities
 
 Activation = Literal["gelu", "gelu_tanh", "geglu", "swiglu"]
 Kernel = Literal["auto", "varlen", "dense"]

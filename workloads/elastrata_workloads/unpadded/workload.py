@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import override
 
-from elastrata.core.batch import Batch
-from elastrata.core.counterpart import HasCounterpart
-from elastrata.core.device import DeviceCapabilities
-from elastrata.core.workload import Loss, PipelineParallel, Planned, TensorParallel
+from elastrata.device.capabilities import DeviceCapabilities
+from elastrata.workload.batch import Batch
+from elastrata.workload.hf_mapping import HasCounterpart
+from elastrata.workload.workload import Loss, PipelineParallel, Planned, TensorParallel
 from elastrata_pipelines.format import Manifest
 from elastrata_workloads.unpadded.batch import UnpaddedBatch, equally_long
 from elastrata_workloads.unpadded.shapes import Kernel, interrupts_graphs, substitution

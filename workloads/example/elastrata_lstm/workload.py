@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from elastrata.core.batch import Batch, padded
-from elastrata.core.weight_files import AS_TRAINED, WeightForm, write_weights
-from elastrata.core.workload import Loss, Metric, Workload
+from elastrata.workload.batch import Batch, padded
+from elastrata.workload.hf_folder import AS_TRAINED, WeightForm, write_weights
+from elastrata.workload.workload import Loss, Metric, Workload
 from elastrata_pipelines.format import Vocabulary
 from elastrata_pipelines.rows import Rows
 

@@ -1,0 +1,257 @@
+"""The doctor: what this machine has, what works on it, and what to do about the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from elastrata.driver.ray_session import NICENESS, ray_session
+from elastrata.recipe.yaml_reader import available_recipes
+from elastrata.run.facts import versions
+from elastrata.shipped import cluster_files, tested_versions
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+_GIB = 2**30
+_RECOMMENDED_MEMORY_GIB, _LEAST_MEMORY_GIB = 4, 1
+_LEAST_SHARED_GIB, _LEAST_DISK_GIB = 1, 10
+_PROBE_BYTES = 2**20
+_SECONDS_FOR_A_TASK = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    status: Literal["ok", "warning", "problem"]
+    found: str
+    advice: str = ""
+    """The remedy; empty where it is fine."""
+
+
+def examine(
+    *,
+    storage: str | None,
+    tracking: str | None,
+    address: str | None = None,
+) -> Iterator[Finding]:
+    """All findings, one by one as they are made.
+
+    Args:
+        storage: folder or URL to try to write to; None: not tried.
+        tracking: MLflow's tracking URI to try to reach; None: not tried.
+        address: of a Ray cluster to look at; None: one that is started on this machine.
+    """
+    yield from _versions()
+    yield _recipes()
+    machine = list(_machine())
+    yield from machine
+    yield from _gpus()
+    # A local Ray would only fail again, and say less.
+    if address is not None or all(finding.status != "problem" for finding in machine):
+        yield from _ray(address)
+    if storage is not None:
+        advice = "check the path or URL, the credentials and the rights"
+        yield _tried("storage", advice, lambda: _write_and_read(Storage(storage)))
+    if tracking is not None:
+        advice = "start it (mlflow server --port 5000), or check the address"
+        yield _tried("tracking", advice, lambda: _reach(tracking))
+
+
+def _versions() -> Iterator[Finding]:
+    tested = tested_versions()
+    for name, installed in versions().items():
+        wanted = tested.get(name)
+        plain = installed.split("+")[0]  # torch 2.13.0+cpu is torch 2.13.0
+        is_tested = wanted is None or plain == wanted
+        yield Finding(
+            name=name,
+            status="ok" if is_tested else "warning",
+            found=installed,
+            advice="" if is_tested else f"tested with {wanted}: pip install {name}=={wanted}",
+        )
+
+
+def _recipes() -> Finding:
+    recipes = available_recipes()
+    is_whole = bool(recipes) and cluster_files().is_dir()
+    return Finding(
+        name="recipes",
+        status="ok" if is_whole else "problem",
+        found=f"{len(recipes)} recipes, cluster files in {cluster_files()}",
+        advice="" if is_whole else "the installation is not whole: install it again",
+    )
+
+
+def _machine() -> Iterator[Finding]:
+    from elastrata.device.capabilities import spare_bytes
+
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding(
+        name="cpus",
+        status="ok" if cpus > 1 else "warning",
+        found=str(cpus),
+        advice="" if cpus > 1 else "reading data and training share one CPU; expect it to be slow",
+    )
+    yield finding_of_memory(spare_bytes())
+    if sys.platform == "linux":  # elsewhere Ray uses a folder on disk
+        yield finding_of_shared_memory(Path("/dev/shm"))
+    # Runs lie in the current folder by default, Ray's logs and what it spills in the other one.
+    folder = min((Path.cwd(), Path(tempfile.gettempdir())), key=_free_bytes)
+    yield finding_of_disk(folder, _free_bytes(folder))
+
+
+def finding_of_memory(available: int) -> Finding:
+    """Return the finding for `available` bytes of memory that no process uses.
+
+    Ray gives 30% of them to its object store and refuses to start with less than 75 MiB of that.
+    """
+    gib = available / _GIB
+    return Finding(
+        name="memory",
+        status="ok" if gib >= _RECOMMENDED_MEMORY_GIB else _missing(gib >= _LEAST_MEMORY_GIB),
+        found=f"{gib:.1f} GiB available",
+        advice=""
+        if gib >= _RECOMMENDED_MEMORY_GIB
+        else f"Ray's object store and two workers need {_RECOMMENDED_MEMORY_GIB} GiB: end other "
+        "programs",
+    )
+
+
+def finding_of_shared_memory(folder: Path) -> Finding:
+    """Return the finding for the file system that Ray's object store uses, `/dev/shm`."""
+    if not folder.is_dir():
+        return Finding(
+            name=str(folder),
+            status="problem",
+            found="missing",
+            advice="Ray's object store needs it: mount a tmpfs there",
+        )
+    free = _free_bytes(folder) / _GIB
+    is_enough = free >= _LEAST_SHARED_GIB
+    return Finding(
+        name=str(folder),
+        status="ok" if is_enough else "warning",
+        found=f"{free:.1f} GiB free",
+        advice="" if is_enough else "Ray's object store uses it: docker run --shm-size=4g",
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def finding_of_disk(folder: Path, free: int) -> Finding:
+    """Return the finding for `free` bytes on the disk of a folder."""
+    gib = free / _GIB
+    is_enough = gib >= _LEAST_DISK_GIB
+    return Finding(
+        name="disk",
+        status="ok" if is_enough else "warning",
+        found=f"{gib:.1f} GiB free in {folder}",
+        advice="" if is_enough else f"data, checkpoints and logs need {_LEAST_DISK_GIB} GiB",
+    )
+
+
+def _missing(is_usable: bool) -> Literal["warning", "problem"]:
+    return "warning" if is_usable else "problem"
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from elastrata.device.capabilities import peak_flops
+
+    if not torch.cuda.is_available():
+        yield Finding(name="gpus", status="ok", found="none; training runs on the CPU")
+    for number in range(torch.cuda.device_count()):
+        peak = peak_flops(torch.device("cuda", number))
+        yield Finding(
+            name=f"gpu {number}",
+            status="ok",
+            found=torch.cuda.get_device_name(number)
+            + (f", {peak / 1e12:.0f} TFLOP/s dense bf16" if peak else ", peak not known: no MFU"),
+        )
+
+
+def _tried(name: str, advice: str, action: Callable[[], str]) -> Finding:
+    """The finding of something that works or raises."""
+    started = time.monotonic()
+    try:
+        found = action()
+    except UserError as error:
+        return Finding(name=name, status="problem", found=error.problems[0], advice=advice)
+    except Exception as error:  # every library behind these checks raises its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Finding(name=name, status="problem", found=reason, advice=advice)
+    return Finding(name=name, status="ok", found=f"{found} ({time.monotonic() - started:.1f} s)")
+
+
+def _ray(address: str | None) -> Iterator[Finding]:
+    """Whether tasks are run, and at which priority."""
+    niceness: list[int] = []
+    if address is None:
+        advice = "free memory and disk under /tmp, then look at Ray's logs"
+        yield _tried("ray start", advice, lambda: _run_tasks("local", niceness))
+    else:
+        advice = "check the address, and that Ray and Python have the same versions there and here"
+        yield _tried("ray cluster", advice, lambda: _run_tasks(address, niceness))
+    if niceness:
+        is_fair = max(niceness) <= 0
+        where = "of every `ray start` there" if address else "here"
+        yield Finding(
+            name="niceness",
+            status="ok" if is_fair else "warning",
+            found=f"workers run at nice {max(niceness)}",
+            advice=""
+            if is_fair
+            else f"{NICENESS}=0 in the environment {where}: beside any other work reading data "
+            "starves, and training waits",
+        )
+
+
+def _run_tasks(address: str, niceness: list[int]) -> str:
+    """Runs a task on every node; adds the nice value that each had."""
+    with ray_session(address):
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        task = ray.remote(lambda: os.nice(0))
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        refs = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
+        niceness.extend(ray.get(refs, timeout=_SECONDS_FOR_A_TASK))
+    if address == "local":
+        return "a local cluster starts, runs a task and stops"
+    return f"{address} answers and runs a task on each of {len(nodes)} nodes"
+
+
+def _write_and_read(storage: Storage) -> str:
+    """Writes a file, reads it back, compares, deletes it."""
+    name = f"elastrata-doctor-{uuid.uuid4().hex[:8]}"
+    data = os.urandom(_PROBE_BYTES)
+    try:
+        storage.write(data, name)
+        if storage.sha256(name) != hashlib.sha256(data).hexdigest():
+            raise UserError(f"{storage.uri(name)}: reads back altered")
+    finally:
+        storage.delete(name)
+    return f"{storage.uri()}: {_PROBE_BYTES // 2**20} MiB written, read back equal, deleted"
+
+
+def _reach(uri: str) -> str:
+    from elastrata.tracking.store import check_store, shown, tracking_uri
+
+    absolute = tracking_uri(uri, Storage("."))
+    check_store(absolute)
+    return f"{shown(absolute)} answers"

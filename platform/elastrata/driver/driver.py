@@ -1,0 +1,262 @@
+"""The run driver: one process's part in a run, from the newest state to the end, whatever comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from elastrata.checkpoints.commit import Commit, commits, newest_verified
+from elastrata.checkpoints.replicas.replicas import Replicas, close_replicas, open_replicas
+from elastrata.cluster.channel import Receiver
+from elastrata.cluster.failure_attribution import Failures
+from elastrata.cluster.job import Job
+from elastrata.cluster.watchdog import Watchdog
+from elastrata.driver.interrupt import Interrupt, undisturbed
+from elastrata.driver.prometheus import Gauges
+from elastrata.driver.recorder import Observer
+from elastrata.recipe.recipe import Recipe
+from elastrata.run import history
+from elastrata.run.facts import flops_by_phase
+from elastrata.run.folder import Parent
+from elastrata.run.goodput import goodput, time_to_target
+from elastrata.run.history import HistoryWriter
+from elastrata.run.ownership import read_owner
+from elastrata.run.pictures import publish_pictures
+from elastrata.run.status import status as status_of
+from elastrata.run.timeline import newest_known_step
+from elastrata.step.events import (
+    Action,
+    ControllerLostError,
+    ControlSignal,
+    Event,
+    Lost,
+    TrainingError,
+    Warned,
+)
+from elastrata.step.target import TargetConfig, is_over
+from elastrata.tracking.tracker import Status, Tracker
+from elastrata.trainer.preflight import TrainingData
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.storage import Storage
+
+
+@dataclass(frozen=True)
+class RunDriver:
+    """One driver's part in a run."""
+
+    recipe: Recipe
+    run: Storage
+    data: TrainingData
+    tracker: Tracker
+    channel: Any
+    interrupt: Interrupt
+    gpus: float
+    show: Callable[[Event], None]
+    parent: Parent | None = None
+
+    def to_end(self, finished: bool) -> Status:
+        """Trains what is left, and records how it ended, whatever comes."""
+        entries = history.read(self.run.sub("history"))
+        number = history.next_attempt(self.run.sub("history"))
+        writer = HistoryWriter(self.run.sub("history"), number, self._warn, writer="d")
+        status: Status = "FAILED"
+        text = ""
+        try:
+            if not finished:
+                done = [step["step"] for step in history.effective_steps(entries)]
+                observer = Observer(
+                    self.tracker,
+                    writer,
+                    failures := Failures(self.recipe.workers.max_failures),
+                    self._shown(),
+                    history.world_sizes(entries),
+                    step=newest_known_step(entries, max(done, default=0)),
+                    substituted=[e["text"] for e in entries if e["kind"] == "substituted"],
+                )
+                self._fit(observer, failures, number)
+            status = "FINISHED"
+            self._record_target()
+            self._record_flops()
+            _publish(self.run, self.data, self.tracker, self.show)
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        except Exception as error:
+            text = str(error)
+            raise
+        finally:
+            if not self.interrupt.is_lost:  # else run and record are another driver's
+                with undisturbed("closing the run's record"):
+                    writer.add("ended", {"status": status, "text": text, **self._place(number)})
+                    writer.flush()
+                    self._report(status)
+                    self.tracker.finish(status)
+        return status
+
+    def _place(self, number: int) -> dict[str, Any]:
+        """Return where in the run's history this launch ends: its last group, and its name. Clocks
+        do not tell it."""
+        place: dict[str, Any] = {"last": number}
+        with suppress(Exception):  # storage may be away
+            place["last"] = max(number, history.next_attempt(self.run.sub("history")) - 1)
+        with suppress(Exception):
+            if owner := read_owner(self.run):
+                place["driver"] = owner.token
+        return place
+
+    def _fit(self, observer: Observer, failures: Failures, number: int) -> None:
+        recipe = self.recipe
+        checkpoint = recipe.checkpoint
+        replicas = open_replicas(checkpoint.hot_bytes) if checkpoint.hot_steps else None
+        watchdog = Watchdog(recipe.workers.hang_seconds, lambda lost: observer([lost]))
+
+        def handle(events: Sequence[Event]) -> None:
+            watchdog.hear(events)
+            observer(events)
+
+        receiver = Receiver(self.channel, handle)
+        try:
+            try:
+                self.interrupt.run(
+                    lambda: self._controlled(handle, failures, number, replicas),
+                    checkpoint.grace_seconds,
+                    lambda name: ask_to_stop(self.channel, name),
+                )
+            finally:
+                receiver.close()
+        except TrainingError:
+            if observer.refused:
+                raise UserError(*observer.refused) from None
+            if self.interrupt.signal:
+                raise KeyboardInterrupt(self.interrupt.signal) from None
+            raise
+        finally:
+            watchdog.close()
+            if replicas:
+                close_replicas(replicas)
+        if not is_finished(self.run, steps=recipe.steps_in_all, target=recipe.target):
+            raise TrainingError(
+                "the last checkpoint could not be saved; the same command redoes the steps after "
+                "the one before"
+            )
+
+    def _controlled(
+        self,
+        handle: Callable[[Sequence[Event]], None],
+        failures: Failures,
+        number: int,
+        replicas: Replicas | None,
+    ) -> None:
+        """Runs the job to its end; a controller that dies is replaced, as a lost group is."""
+        from elastrata.cluster.worker_group import fit
+
+        for controller in count():
+            try:
+                fit(
+                    self._job(replicas),
+                    gpus_per_worker=self.gpus,
+                    launch=f"launch-{number:04d}-{controller}",
+                    max_failures=failures.left,
+                )
+            except ControllerLostError as error:
+                if self.interrupt.signal or failures.is_last:
+                    raise
+                handle([Lost(text=f"Ray Train's controller is replaced: {error}", ranks=())])
+            else:
+                return
+
+    def _shown(self) -> Callable[[Event], None]:
+        """Shows an event, and sets Ray's metrics by it."""
+        entries = self.run.sub("history")
+        name = self.run.uri().rpartition("/")[2]
+        gauges = Gauges(name, lambda: goodput(history.read(entries)))
+
+        def show(event: Event) -> None:
+            gauges(event)
+            self.show(event)
+
+        return show
+
+    def _record_target(self) -> None:
+        """Records when the run reached its target, or that it did not."""
+        if self.recipe.target:
+            entries = history.read(self.run.sub("history"))
+            outcome = time_to_target(entries, self.recipe.target)
+            if outcome.step is not None:
+                self.tracker.log_steps([{"step": outcome.step, **outcome.to_metrics()}])
+            self.tracker.tag({"target": outcome})
+
+    def _record_flops(self) -> None:
+        """Records what the phases of a run with weights at zero cost."""
+        if any(part.sparsity for part in self.recipe.parts):
+            steps = history.effective_steps(history.read(self.run.sub("history")))
+            phases = flops_by_phase(steps, [phase.last_step for phase in self.data.phases])
+            self.tracker.log_steps(
+                [{"step": phase.last_step, **phase.to_metrics()} for phase in phases]
+            )
+
+    def _job(self, replicas: Replicas | None) -> Job:
+        return Job(
+            recipe=self.recipe,
+            run=self.run,
+            phases=self.data.phases,
+            held_out=self.data.evaluated,
+            channel=self.channel,
+            replicas=replicas,
+            parent=self.parent,
+        )
+
+    def _report(self, status: Status) -> None:
+        """Records what the run has led to, and how: what `elastrata status --json` tells of it."""
+        checkpoints = self.run.sub("checkpoints")
+        try:
+            for commit in commits(checkpoints)[: int(status == "FINISHED")]:
+                self.tracker.record_output(checkpoints.uri(commit.folder), commit.step)
+            standing = status_of(self.run)
+            if standing.steps:
+                row = {"step": standing.steps, **standing.goodput.to_metrics()}
+                self.tracker.log_steps([row])
+            told = json.dumps(standing.to_dict(), indent=1)
+            self.tracker.log_artifact("report.json", told.encode())
+        except Exception as error:  # it does not undo a run
+            self._warn(f"no report of the run: {error}")
+
+    def _warn(self, line: str) -> None:
+        self.show(Warned(text=line))
+
+
+def ask_to_stop(channel: Any, name: str) -> None:
+    """Asks the workers to save and end, as the signal of that name wants it; waits for nothing."""
+    channel.ask.remote(ControlSignal(action=Action.STOP, reason="stop", text=name))
+
+
+def _publish(
+    run: Storage, data: TrainingData, tracker: Tracker, show: Callable[[Event], None]
+) -> None:
+    """A picture that cannot be drawn or written does not undo a finished run."""
+    try:
+        publish_pictures(run, data.length_histogram, tracker)
+    except Exception as error:
+        show(Warned(text=f"no pictures of the run: {error}"))
+
+
+def is_finished(run: Storage, *, steps: int, target: TargetConfig | None) -> bool:
+    """Whether the newest whole checkpoint is that of the last step, or has reached the target.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+
+    def ends(commit: Commit) -> bool:
+        return is_over(commit.step, commit.evaluation, steps=steps, target=target)
+
+    checkpoints, lineage = run.sub("checkpoints"), history.read_lineage(run.sub("history"))
+    if not any(ends(commit) for commit in commits(checkpoints) if lineage.counts(*commit.place)):
+        return False
+    # What is passed over is told when training begins.
+    newest = newest_verified(checkpoints, lambda _: None, lineage.counts)
+    return newest is not None and ends(newest)

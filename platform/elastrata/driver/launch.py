@@ -1,0 +1,409 @@
+"""The launch: one training run, from a recipe to its last checkpoint and its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import ray
+
+from elastrata.checkpoints.commit import Commit, commits
+from elastrata.cluster.channel import open_channel
+from elastrata.cluster.node_speeds import name_problems
+from elastrata.cluster.nodes import launches_nodes
+from elastrata.driver.driver import RunDriver, ask_to_stop, is_finished
+from elastrata.driver.interrupt import Interrupt
+from elastrata.driver.model_inspection import num_parameters
+from elastrata.driver.ray_session import ray_session
+from elastrata.driver.recorder import catch_up
+from elastrata.driver.result import TrainResult
+from elastrata.recipe.data_sets import in_steps
+from elastrata.recipe.file import to_yaml
+from elastrata.recipe.recipe import Recipe
+from elastrata.recipe.rules import cross_field_problems
+from elastrata.run import history
+from elastrata.run.claim import check_folder, check_parent, claim, is_copy
+from elastrata.run.consistency import check_continuation, find_commit, go_back, is_begun
+from elastrata.run.facts import data_params, recipe_params, start_tags
+from elastrata.run.folder import (
+    RECIPE_FILE,
+    RUN_FILE,
+    DataSet,
+    ForkOrigin,
+    Parent,
+    RunIdentity,
+    check_same_run,
+    read_identity,
+    write_identity,
+)
+from elastrata.run.goodput import time_to_target
+from elastrata.run.history import HistoryWriter, restore_history
+from elastrata.run.ownership import NewestStep, Owner, Ownership, read_owner
+from elastrata.step.events import Committed, Event, Launched, Warned
+from elastrata.step.records import StepRecord, Stopwatch
+from elastrata.step.target import TargetConfig
+from elastrata.tracking.tracker import Tracker, open_tracker
+from elastrata.trainer.initial_weights import find_parent
+from elastrata.trainer.preflight import (
+    TrainingData,
+    check_storage,
+    cluster_problems,
+    mask_problems,
+    training_data,
+)
+from elastrata_pipelines.errors import UserError
+from elastrata_pipelines.phase import positions_after
+from elastrata_pipelines.storage import Storage
+
+CPUS_OF_A_WORKER = 2
+"""CPUs of a cluster without GPUs, for every worker under `workers.max: auto`: one computes, the
+other one reads data and runs Ray."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    name: str,
+    address: str | None = None,
+    show: Callable[[Event], None],
+    interrupt: Interrupt | None = None,
+    record: Tracker | None = None,
+    go_on_from: str | None = None,
+) -> TrainResult:
+    """Trains a recipe to its last step or its target, or continues the run of that name there.
+
+    Args:
+        recipe: what to train.
+        name: of the run; its folder in `recipe.storage`.
+        address: the Ray cluster to join; default: the session that is open, else one of its own.
+        show: called with every event, from a thread of its own.
+        interrupt: by which others can ask for its end; default: signals alone can.
+        record: where the run is recorded; default: as the recipe says.
+        go_on_from: the checkpoint of the run to go back to: its folder's name, or its step.
+            Default: the newest.
+
+    Raises:
+        UserError: something in the run's folder, the recipe, the data or the cluster cannot work.
+        TrainingError: training did not come to its end; says why.
+    """
+    stopwatch = Stopwatch()
+    if problems := [line for _, line in cross_field_problems(recipe)]:
+        raise UserError(*problems)
+    if problems := mask_problems(recipe):
+        raise UserError(*problems)
+    recipe = in_steps(recipe)
+    root = Storage(recipe.storage)
+    run = root.sub(name)
+    data = training_data(recipe, _fork_origin(run))
+    for line in list_warnings(recipe, data):
+        show(Warned(text=line))
+    check_storage(root)
+    interrupt = interrupt or Interrupt()
+    stopwatch.passed("preflight")
+    Thread(target=_import_ahead, daemon=True).start()
+    begun_before = read_identity(run)
+    origin = look_over(run, recipe, data.data_sets, go_on_from, warn=lambda line: _warn(show, line))
+    parent = find_parent(run, recipe, data, lambda line: _warn(show, line))
+    with _owned(run, interrupt, show, origin) as ownership:
+        show = _noting(ownership, show)
+        identity = read_identity(run)
+        if identity != begun_before:  # another command began or continued it while this one looked
+            raise UserError(f"{run.uri()}: was changed by another command just now; try again")
+        if identity:
+            for commit in commits(run.sub("checkpoints"))[:1]:
+                restore_history(run.sub("history"), commit)
+        finished = is_finished(run, steps=recipe.steps_in_all, target=recipe.target)
+        stopwatch.passed("ownership")
+        with ray_session(address):
+            stopwatch.passed("ray")
+            resources = _cluster_resources()
+            gpus = gpus_per_worker(recipe, resources)
+            problems = cluster_problems(recipe, gpus, resources)
+            problems += name_problems(recipe, gpus)
+            if problems:
+                if not launches_nodes():
+                    raise UserError(*problems)
+                show(Warned(text=f"waiting for nodes: {'; '.join(problems)}"))
+            recipe = with_workers(recipe, gpus, resources)
+            channel = open_channel()
+            tracker = _open_record(recipe, name, run, identity, data, parent, record, show)
+            stopwatch.passed("record")
+            show(Launched(seconds=stopwatch.seconds))
+            driver = RunDriver(recipe, run, data, tracker, channel, interrupt, gpus, show, parent)
+            with interrupt.heard(lambda name: _ask_to_stop(channel, show, name)):
+                status = driver.to_end(finished)
+    return _result(run, recipe.target, tracker.run_id, status)
+
+
+def gpus_per_worker(recipe: Recipe, resources: Mapping[str, float]) -> float:
+    """Return the GPUs that each worker claims.
+
+    Raises:
+        UserError: `auto`, and the cluster has yet to launch the nodes that would tell.
+    """
+    is_open = recipe.workers.gpus == "auto"
+    if is_open and cluster_problems(recipe, 0.0, resources) and launches_nodes():
+        raise UserError(
+            "workers.gpus: auto: the cluster has no nodes for the workers yet to look at; "
+            "expected a number, 0 for CPUs"
+        )
+    return recipe.workers.gpus_each(resources.get("GPU", 0.0))
+
+
+def with_workers(recipe: Recipe, gpus: float, resources: Mapping[str, float]) -> Recipe:
+    """Return the recipe with a number as `workers.max`.
+
+    Args:
+        recipe: comes back as it is where it has one.
+        gpus: that each worker claims.
+        resources: of the cluster, by Ray's names.
+
+    Raises:
+        UserError: with so many workers something else in the recipe cannot be.
+    """
+    if recipe.workers.max != "auto":
+        return recipe
+    most = _most(gpus, recipe.workers.cpus, resources)
+    most = min(most, min(part.batch_size for part in recipe.parts))
+    most -= most % recipe.parallel.group_size
+    workers = recipe.workers.model_copy(update={"max": max(recipe.workers.min, most)})
+    counted = recipe.model_copy(update={"workers": workers})
+    if problems := [line for _, line in cross_field_problems(counted)]:
+        raise UserError(*(f"{line} (workers.max: auto is {workers.max} here)" for line in problems))
+    return counted
+
+
+def _most(gpus: float, cpus: float, resources: Mapping[str, float]) -> int:
+    if gpus:
+        return int(resources.get("GPU", 0) / gpus + 1e-9)
+    return int(resources.get("CPU", 0) / max(CPUS_OF_A_WORKER, cpus) + 1e-9)
+
+
+def _fork_origin(run: Storage) -> ForkOrigin | None:
+    """The place that a fork goes on from; None of what is none. What else is wrong with its folder
+    is told later."""
+    try:
+        identity = read_identity(run)
+    except (UserError, OSError):
+        return None
+    return identity.origin if identity else None
+
+
+def look_over(
+    run: Storage,
+    recipe: Recipe,
+    data_sets: Sequence[DataSet],
+    go_on_from: str | None,
+    warn: Callable[[str], None],
+) -> Commit | None:
+    """Looks whether the run of that folder can be begun, or gone on with. Writes nothing.
+
+    Returns:
+        The checkpoint to go back to; None where the run goes on by itself.
+
+    Raises:
+        UserError: it is another run, or what is in the folder contradicts itself.
+    """
+    read_owner(run)
+    identity = read_identity(run)
+    if identity is None and is_begun(run):
+        raise UserError(
+            f"{run.uri(RUN_FILE)}: missing, though the folder has checkpoints or a history; give "
+            "it back, or choose another --name"
+        )
+    check_folder(run, "run")
+    check_parent(Storage(run.uri().rpartition("/")[0]))
+    if identity:
+        check_same_run(run, identity, recipe, data_sets)
+    if go_on_from is not None:
+        return find_commit(run, go_on_from)
+    check_continuation(run, warn)
+    return None
+
+
+@contextmanager
+def _owned(
+    run: Storage, interrupt: Interrupt, show: Callable[[Event], None], origin: Commit | None
+) -> Iterator[Ownership]:
+    """Run the block as the run's only driver, gone back to `origin` if there is one."""
+    before = read_owner(run)
+    with claim(run, "run", lost=interrupt.lose, warn=lambda line: _warn(show, line)) as ownership:
+        if origin:
+            go_back(run, origin, lambda line: _warn(show, line))
+        if before and not before.released:
+            _note_death(run, before, show)
+        yield ownership
+
+
+def _noting(ownership: Ownership, show: Callable[[Event], None]) -> Callable[[Event], None]:
+    """`show`, with every step put where `status` finds it at once."""
+
+    def noted(event: Event) -> None:
+        if isinstance(event, StepRecord):
+            loss = event.loss if math.isfinite(event.loss) else None
+            ownership.note(
+                NewestStep(step=event.step, samples=event.samples, tokens=event.tokens, loss=loss)
+            )
+        show(event)
+
+    return noted
+
+
+def _note_death(run: Storage, before: Owner, show: Callable[[Event], None]) -> None:
+    """The fault that the driver before could not note: its own death, and the newest step that it
+    had heard of, at most a beat before, which may be on no other record."""
+    storage, newest = run.sub("history"), history.next_attempt(run.sub("history")) - 1
+    writer = HistoryWriter(storage, newest, lambda line: _warn(show, line), writer="d")
+    fault = {
+        "text": f"the driver is gone ({before})",
+        "ranks": [],
+        # Its workers may have lived some seconds longer; they write what they do this often.
+        "seconds_unheard": history.PART_SECONDS,
+        **({"newest": before.newest.step} if before.newest else {}),
+    }
+    writer.add("fault", fault)
+    writer.flush()
+
+
+def _warn(show: Callable[[Event], None], line: str) -> None:
+    show(Warned(text=line))
+
+
+def _ask_to_stop(channel: Any, show: Callable[[Event], None], name: str) -> None:
+    """Called in a signal's handler: only sends, and waits for nothing."""
+    ask_to_stop(channel, name)
+    show(Warned(text=f"{name}: saving a checkpoint first; once more to stop at once"))
+
+
+def _import_ahead() -> None:
+    """Imports what is needed next while Ray starts, which leaves a core idle: saves 1 to 2 s."""
+
+    import elastrata.cluster.worker_group  # noqa: F401
+
+
+def _cluster_resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
+def _open_record(
+    recipe: Recipe,
+    name: str,
+    run: Storage,
+    identity: RunIdentity | None,
+    data: TrainingData,
+    parent: Parent | None,
+    record: Tracker | None,
+    show: Callable[[Event], None],
+) -> Tracker:
+    """Starts the run's folder and its record, or goes on with them."""
+
+    def is_copied(original: str) -> bool:
+        if found := is_copy(run, original, _mlflow_run_id):
+            line = f"{run.uri()}: a copy of {original}; it gets an MLflow run of its own"
+            _warn(show, line)
+        return found
+
+    fingerprints = dict.fromkeys(data_set.fingerprint for data_set in data.data_sets)
+    size = {"model.parameters": num_parameters(recipe.workload, data)}
+    origin = identity.origin if identity else None
+    told = recipe.as_recorded()
+    tracker = record or open_tracker(
+        recipe.tracking,
+        Storage(recipe.storage),
+        run_name=name,
+        run_id=identity.mlflow_run_id if identity else None,
+        params={
+            **recipe_params(told.model_dump(mode="json")),
+            **data_params(dict(data.trained_on).values()),
+            **size,
+        },
+        tags=start_tags(", ".join(fingerprints), run.uri(), _cluster_resources())
+        | (parent.to_tags() if parent else {})
+        | (origin.to_tags() if origin else {}),
+        inputs=data.inputs,
+        is_copy=is_copied,
+    )
+    tracker.log_artifact(RECIPE_FILE, to_yaml(told).encode())
+    now = RunIdentity(
+        name=name,
+        data=data.data_sets,
+        mlflow_run_id=tracker.run_id,
+        parent=parent,
+        origin=origin,
+        mixtures=data.mixtures,
+    )
+    write_identity(run, now, recipe)
+    if identity:
+        catch_up(tracker, history.read(run.sub("history")), _committed(run.sub("checkpoints")))
+    return tracker
+
+
+def _mlflow_run_id(run: Storage) -> str | None:
+    identity = read_identity(run)
+    return identity.mlflow_run_id if identity else None
+
+
+def _committed(checkpoints: Storage) -> list[Committed]:
+    """The checkpoints there are, the oldest first."""
+    return [
+        Committed(
+            step=commit.step,
+            uri=checkpoints.uri(commit.folder),
+            evaluation_loss=commit.evaluation_loss,
+        )
+        for commit in reversed(commits(checkpoints))
+    ]
+
+
+def _result(
+    run: Storage, target: TargetConfig | None, mlflow_run_id: str, status: str
+) -> TrainResult:
+    entries = history.read(run.sub("history"))
+    last: Mapping[str, Any] = history.effective_steps(entries)[-1]
+    return TrainResult(
+        run_dir=run.uri(),
+        mlflow_run_id=mlflow_run_id,
+        steps=last["step"],
+        samples_seen=last["samples"],
+        tokens_seen=last["tokens"],
+        final_loss=last["loss"],
+        world_sizes=history.world_sizes(entries),
+        status=status,
+        target=time_to_target(entries, target) if target else None,
+    )
+
+
+MOST_EPOCHS = 40
+"""A data set that is gone through more often than that is learned by heart."""
+
+
+def list_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
+    """Return a line for each setting that works but is probably a mistake."""
+    manifests = dict(data.trained_on)
+    lines = [
+        f"data.path: {url}: {line}"
+        for url, manifest in manifests.items()
+        for line in recipe.workload.advice(manifest)
+    ]
+    repeated = find_repetition(recipe, data)
+    return [*lines, repeated] if repeated else lines
+
+
+def find_repetition(recipe: Recipe, data: TrainingData) -> str | None:
+    """Return a line about the data set that is repeated most often, if that is too often."""
+    sizes = {url: manifest.samples for url, manifest in data.trained_on}
+    phases = [phase.size for phase in data.phases]
+    urls = [[url for url, _ in phase.batches.data_sets] for phase in data.phases]
+    samples = positions_after(recipe.steps_in_all, phases, urls)
+    url = max(samples, key=lambda url: samples[url] / sizes[url])
+    epochs = samples[url] / sizes[url]
+    if epochs <= MOST_EPOCHS:
+        return None
+    return (
+        f"{recipe.steps_in_all:,} steps go {epochs:,.0f} times through the {sizes[url]:,} samples "
+        f"of {url}; epochs=3 in the place of steps, or more data, would learn more from it"
+    )

@@ -1,0 +1,281 @@
+"""The Ray session of a command: a cluster of its own on this machine, or the one that it joins.
+
+The processes of an own cluster end with the driver. Ray has Linux send SIGKILL to those that the
+driver has started (PR_SET_PDEATHSIG), and workers end within 3 s of their raylet. Only its two
+agents try for 60 s to report the raylet's death first. Run as a program, this module is the watcher
+that ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NoReturn
+
+from elastrata.cluster.processes import children, title
+from elastrata.driver.interrupt import undisturbed
+from elastrata_pipelines.errors import UserError
+
+NICENESS = "RAY_worker_niceness"
+"""The environment variable by which Ray's processes take the nice value of their workers."""
+_SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+_REFUSALS = 3
+"""Connections that one of Ray's processes refuses in a row when it is dead."""
+_TRIES_TO_REMOVE = 5
+_NOISY_LOGGERS = ("ray", "ray.data", "ray.train", "ray.tune")
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+_EXPECTED_MESSAGES = ("worker processes have been started on node",)
+"""Spares cause these."""
+_MESSAGE_CHARACTERS = 160
+
+
+@contextmanager
+def ray_session(
+    address: str | None = None, *, num_cpus: int | None = None, log_to_driver: bool = False
+) -> Iterator[None]:
+    """Run the block with Ray, and end what was started. An open session is used as it is.
+
+    Args:
+        address: `auto` or the address of a cluster to join. Default: the one that
+            `ray job submit` names, else a new cluster on this machine, never one that happens to
+            run here.
+        num_cpus: logical CPUs of a new cluster; default: those of the machine.
+        log_to_driver: whether to show what workers print.
+
+    Raises:
+        UserError: there is no cluster at the address.
+    """
+    _quiet_settings()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    with _brief_messages():
+        if wanted == "local":
+            with _local_cluster(num_cpus, log_to_driver):
+                yield
+        else:
+            with _joined_cluster(wanted, log_to_driver):
+                yield
+
+
+@contextmanager
+def _joined_cluster(wanted: str, log_to_driver: bool) -> Iterator[None]:
+    import ray
+
+    try:
+        _check_answers(wanted)
+        ray.init(address=wanted, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except OSError as error:  # refused, timed out, no such host
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--address: {wanted}: no Ray cluster answers there ({reason})") from error
+    _quiet_loggers()
+    try:
+        yield
+    finally:
+        with undisturbed("leaving Ray"):
+            ray.shutdown()
+
+
+@contextmanager
+def _local_cluster(num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
+    """A cluster of one node. Its logs are kept only if the block fails unexpectedly."""
+    # Sockets are created below it, and their paths may have 107 characters at most.
+    parent = "/tmp" if Path("/tmp").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=parent))
+    keep = False
+    try:
+        with _own_node(folder, num_cpus, log_to_driver):
+            yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        keep = True
+        error.add_note(f"Ray's logs: {folder / 'session_latest' / 'logs'}")
+        raise
+    finally:
+        if not keep:
+            _remove(folder)
+
+
+@contextmanager
+def _own_node(folder: Path, num_cpus: int | None, log_to_driver: bool) -> Iterator[None]:
+    import ray
+
+    with _fair_priority():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+    _quiet_loggers()
+    command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
+    # In a session of its own, Ctrl-C and the kill of a process group do not reach the watcher.
+    watcher = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    is_over = Event()
+    try:
+        Thread(target=_watch_ray, args=(_addresses(), folder, is_over), daemon=True).start()
+        yield
+    finally:
+        with undisturbed("ending Ray"):
+            is_over.set()
+            ray.shutdown()
+            watcher.kill()
+            watcher.wait()
+
+
+def _remove(folder: Path) -> None:
+    """Delete the session's files; workers that are about to end may still add to their logs."""
+    for _ in range(_TRIES_TO_REMOVE):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def _fair_priority() -> Iterator[None]:
+    """Let workers run at the priority of all other processes: at Ray's own, 15, reading data waits
+    for whatever else runs on the machine."""
+    is_set = NICENESS in os.environ
+    os.environ.setdefault(NICENESS, "0")
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(NICENESS, None)
+
+
+def _addresses() -> dict[str, tuple[str, int]]:
+    """Return where Ray's head process and its raylet listen."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+    return {
+        "head process": (host, int(port)),
+        "raylet": (node["NodeManagerAddress"], node["NodeManagerPort"]),
+    }
+
+
+def _watch_ray(addresses: Mapping[str, tuple[str, int]], folder: Path, is_over: Event) -> None:
+    """End this command when the head process or the raylet of its own Ray is dead.
+
+    Ray would end the driver a minute later, by an abort with pages of logs, and would wait as long
+    in its own shutdown.
+    """
+    import ray
+
+    refusals = dict.fromkeys(addresses, 0)
+    while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+        for name, address in addresses.items():
+            refusals[name] = refusals[name] + 1 if _refuses(address) else 0
+            # Someone may have called `ray.shutdown` in the block.
+            if refusals[name] == _REFUSALS and ray.is_initialized() and not is_over.is_set():
+                _end_command(name, folder)
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    """Return whether no process listens there. A process that is slow, or a network that is away,
+    gives no refusal."""
+    try:
+        socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _end_command(process: str, folder: Path) -> NoReturn:
+    """End this process as a SIGKILL would: every teardown would wait for the Ray that is gone."""
+    sys.stderr.write(
+        f"Ray has ended (its {process} is gone; logs: {folder / 'session_latest' / 'logs'}); "
+        "the same command continues the run\n"
+    )
+    with suppress(OSError, RuntimeError):
+        sys.stdout.flush()
+    os._exit(1)
+
+
+def _check_answers(address: str) -> None:
+    """Raise at once if no process listens there: Ray itself would try for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER).close()
+
+
+def _quiet_settings() -> None:
+    """Ray reads these when it is imported; what the user has set stays."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def _brief_messages() -> Iterator[None]:
+    """Print an error in the cluster as one line; Ray sends pages of logs to every driver."""
+    from elastrata.cluster.ray_internals import replace_printer
+
+    def briefly(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        if data["pid"] != "raylet":
+            in_full(data, ignore_prefix)
+            return
+        message = " ".join(data["lines"]).strip()
+        if not any(expected in message for expected in _EXPECTED_MESSAGES):
+            line = message.partition("\n")[0]
+            print(f"ray: {line[:_MESSAGE_CHARACTERS]}", file=sys.stderr, flush=True)
+
+    in_full = replace_printer(briefly)
+    try:
+        yield
+    finally:
+        replace_printer(in_full)
+
+
+def _quiet_loggers() -> None:
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _end_agents(driver: int) -> None:
+    """Kill the agents of the driver's raylet when the driver has died.
+
+    The raylet never replaces an agent: it ends with it. So they are found once.
+    """
+    agents: list[Path] = []
+    while os.getppid() == driver:
+        if len(agents) < len(_AGENTS):
+            below = (child for raylet in children(driver) for child in children(int(raylet.name)))
+            agents = [process for process in below if title(process).startswith(_AGENTS)]
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    for process in agents:
+        with suppress(OSError):
+            if title(process).startswith(_AGENTS):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _end_agents(int(sys.argv[1]))

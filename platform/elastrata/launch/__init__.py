@@ -1,1 +1,0 @@
-"""The driver: from a command to the end of a run."""

@@ -1,0 +1,39 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): PyTorch's, with fused kernels or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from elastrata.optim.base import OptimizerKeys, ParameterGroup, decaying_or_not, trainable
+
+
+class AdamWConfig(OptimizerKeys):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    """This optimizer; the default."""
+    fused: bool = True
+    """One kernel for the whole update, the fastest. It rounds the last few numbers of a tensor
+    otherwise than the rest, so `parallel.virtual_ranks` needs false: operator by operator."""
+
+    def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
+        """Weights, which decay, and biases and norms, which do not."""
+        return decaying_or_not(trainable(model), "AdamW", self.weight_decay)
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.AdamW:
+        """PyTorch's AdamW."""
+        return torch.optim.AdamW(
+            [
+                {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
+                for group in groups
+            ],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            fused=self.fused,
+            foreach=False,
+        )

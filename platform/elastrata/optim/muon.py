@@ -1,0 +1,302 @@
+"""Muon (Keller Jordan, kellerjordan.github.io/posts/muon): orthogonal updates for the matrices of
+the blocks, AdamW for everything else.
+
+`torch.optim.Muon` is not used: it multiplies a sharded matrix with itself, which costs collectives
+for every matrix and product, and computes in bfloat16 alone, so that runs at two sizes would part.
+The updates are the same up to that.
+
+Every rank computes a share of the matrices: all ranks send it their parts of them, and get back
+their parts of the results. Where two axes of a mesh divide a matrix, as FSDP2 and tensor
+parallelism do, this happens along one of them inside the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, overload
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastrata.optim.base import (
+    OptimizerKeys,
+    ParameterGroup,
+    adam_directions,
+    block_matrices,
+    decaying_or_not,
+    trainable,
+)
+from elastrata.parallel.parallelize import DTYPES, Precision
+from elastrata.parallel.sharding import MeshAxis, local, sharding_axes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a matrix, on this rank."""
+
+    whole: torch.Size
+    """Shape of the matrix, [m, n]."""
+    axes: tuple[MeshAxis, ...]
+    """The axes that divide it, outermost first; the innermost one has divided it first."""
+    values: Tensor
+
+    def shape_on(self, rank: int) -> torch.Size:
+        """The shape on that rank along the outermost axis, as `torch.chunk` deals: the last ranks
+        may have less than others, or nothing."""
+        sizes, outermost = list(self.whole), self.axes[0]
+        for axis in reversed(self.axes):
+            most = -(-sizes[axis.dim] // axis.size)
+            here = rank if axis is outermost else axis.rank
+            sizes[axis.dim] = max(0, min(most, sizes[axis.dim] - here * most))
+        return torch.Size(sizes)
+
+
+def on_whole_matrices(
+    parameters: Sequence[Tensor], shards: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """`function` of matrices that are sharded as `parameters` are.
+
+    Collective over the ranks that share the matrices: two all-to-alls along every axis of the mesh
+    that divides any, however many matrices there are. A matrix is computed from the whole of it,
+    so the result does not depend on how many ranks there are.
+
+    Args:
+        parameters: shapes [m, n]; say how the matrices are sharded, values do not matter.
+        shards: this rank's part of one matrix per parameter, maybe empty, all of one dtype.
+        function: keeps shape and dtype.
+
+    Returns:
+        This rank's parts of the results.
+    """
+    return _on_parts(
+        [_Part(p.shape, sharding_axes(p), s) for p, s in zip(parameters, shards, strict=True)],
+        function,
+    )
+
+
+def _on_parts(parts: Sequence[_Part], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """This rank's parts of the results.
+
+    What the outermost axis has divided is put together along it, each matrix on one rank. The ranks
+    of the other axes, which have the other parts of the same matrices, do likewise.
+    """
+    axes = [part.axes[0] for part in parts if part.axes]
+    if not axes:
+        return [function(part.values) for part in parts]
+    axis = min(axes, key=lambda axis: axis.number)
+    divided = [i for i, part in enumerate(parts) if part.axes and part.axes[0] == axis]
+    others = [i for i in range(len(parts)) if i not in divided]
+    owners = share_out([_cost(parts[i].whole) for i in divided], axis.size)
+    owned = [[i for i, o in zip(divided, owners, strict=True) if o == r] for r in range(axis.size)]
+    mine = [parts[i] for i in owned[axis.rank]]
+
+    outgoing = [[parts[i].values for i in theirs] for theirs in owned]
+    shapes = [[part.shape_on(r) for part in mine] for r in range(axis.size)]
+    empty = parts[0].values.new_empty(0)
+    received = _exchange(outgoing, shapes, axis.group, empty)
+    joined = [
+        _Part(part.whole, part.axes[1:], torch.cat(pieces, part.axes[0].dim))
+        for part, pieces in zip(mine, zip(*received, strict=True), strict=True)
+    ]
+    results = _on_parts([*joined, *(parts[i] for i in others)], function)
+
+    by_part = dict(zip(others, results[len(mine) :], strict=True))
+    columns = zip(*shapes, strict=True)
+    pieces = [
+        torch.split(result, [shape[part.axes[0].dim] for shape in column], part.axes[0].dim)
+        for part, result, column in zip(mine, results, columns, strict=False)
+    ]
+    back = [[piece[r] for piece in pieces] for r in range(axis.size)]
+    returned = _exchange(
+        back, [[v.shape for v in theirs] for theirs in outgoing], axis.group, empty
+    )
+    for theirs, values in zip(owned, returned, strict=True):
+        by_part |= dict(zip(theirs, values, strict=True))
+    return [by_part[i] for i in range(len(parts))]
+
+
+def share_out(costs: Sequence[float], size: int) -> list[int]:
+    """The rank for each of some pieces of work: the costliest first, each to the least busy rank
+    (Graham's LPT rule)."""
+    busy, owners = [0.0] * size, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+        owners[piece] = min(range(size), key=lambda rank: busy[rank])
+        busy[owners[piece]] += costs[piece]
+    return owners
+
+
+def _cost(shape: torch.Size) -> float:
+    return shape.numel() * min(shape)
+
+
+def _exchange(
+    parts: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[torch.Size]],
+    group: dist.ProcessGroup,
+    empty: Tensor,
+) -> list[list[Tensor]]:
+    """Sends `parts[r]` to rank r of the group; returns what rank r sent here, of `shapes[r]`."""
+    outgoing = torch.cat([empty, *(part.reshape(-1) for theirs in parts for part in theirs)])
+    sizes = [[shape.numel() for shape in theirs] for theirs in shapes]
+    incoming = empty.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        [sum(theirs) for theirs in sizes],
+        [sum(part.numel() for part in theirs) for theirs in parts],
+        group=group,
+    )
+    flat = iter(torch.split(incoming, [size for theirs in sizes for size in theirs]))
+    return [[next(flat).view(shape) for shape in theirs] for theirs in shapes]
+
+
+_RULE = "Muon"
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Keller Jordan's quintic (kellerjordan.github.io/posts/muon): steep at 0, never settling at 1."""
+_STEPS = 5
+_EPS = 1e-7
+
+
+class MuonConfig(OptimizerKeys):
+    """Muon for the matrices of the blocks; AdamW, with `betas` and `eps`, for the rest.
+
+    One `lr` and `weight_decay` for both: a matrix of m rows and n columns moves by 0.2 *
+    sqrt(max(m, n)) * lr, which makes its elements move as far as AdamW's do (Liu et al., arXiv
+    2502.16982, equation 4).
+    """
+
+    has_second_moments: ClassVar[bool] = False
+
+    name: Literal["muon"]
+    """This optimizer."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the running mean of a matrix's gradient, per step."""
+    nesterov: bool = True
+    """Whether the update looks one step of the running mean ahead."""
+    newton_schulz: Precision = "fp32"
+    """Precision of the orthogonalisation. bf16, as published, is faster on GPUs; runs at different
+    numbers of workers then agree in fewer digits."""
+
+    def groups(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[ParameterGroup]:
+        """The blocks' matrices; other weights, such as embeddings and head; biases and norms."""
+        parameters = trainable(model)
+        matrices = block_matrices(parameters, blocks)
+        rest = {name: p for name, p in parameters.items() if name not in matrices}
+        return [
+            ParameterGroup(
+                name="matrices of the blocks",
+                rule=_RULE,
+                weight_decay=self.weight_decay,
+                parameters=matrices,
+            ),
+            *decaying_or_not(rest, "AdamW", self.weight_decay),
+        ]
+
+    def build(self, groups: Sequence[ParameterGroup]) -> Muon:
+        """Muon, with AdamW for the groups that have its rule."""
+        return Muon(
+            [
+                {
+                    "params": list(group.parameters.values()),
+                    "weight_decay": group.weight_decay,
+                    "orthogonal": group.rule == _RULE,
+                }
+                for group in groups
+            ],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            dtype=DTYPES[self.newton_schulz],
+        )
+
+
+class Muon(Optimizer):
+    """Muon on plain or sharded parameters, equal at any number of ranks but for rounding."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        nesterov: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Groups: dicts with `params`, `weight_decay` and `orthogonal`, which the others lack."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._momentum, self._nesterov = momentum, nesterov
+        self._orthogonalized = partial(orthogonalized, dtype=dtype)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates the parameters that have gradients.
+
+        Collective over the ranks that shard them: two all-to-alls for all matrices, along each
+        axis of the mesh.
+        """
+        if closure is not None:
+            raise TypeError("Muon takes no closure")
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            if group["orthogonal"]:
+                updates = self._matrix_updates(parameters)
+            else:
+                updates = adam_directions(self, parameters, betas=group["betas"], eps=group["eps"])
+            weights = [local(parameter) for parameter in parameters]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        return None
+
+    def _matrix_updates(self, parameters: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of the orthogonal updates, scaled to the length of AdamW's."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        means = [local(self._mean(parameter)) for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - self._momentum)
+        updates = torch._foreach_lerp(gradients, means, self._momentum) if self._nesterov else means
+        whole = on_whole_matrices(parameters, updates, self._orthogonalized)
+        torch._foreach_mul_(whole, [0.2 * math.sqrt(max(p.shape)) for p in parameters])
+        return whole
+
+    def _mean(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        mean: Tensor = state["momentum_buffer"]
+        return mean
+
+
+def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Five steps of the quintic X -> a X + b (X X^T) X + c (X X^T)^2 X.
+
+    Args:
+        matrix: shape [m, n]. All zeros stay so.
+        dtype: in which it is computed.
+
+    Returns:
+        Shape [m, n], of the dtype of `matrix`; singular values of some 0.7 to 1.2, but for those
+        that were tiny beside the largest.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x.to(dtype)
+    x = x / x.norm().clamp(min=_EPS)
+    for _ in range(_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)

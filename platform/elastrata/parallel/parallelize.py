@@ -1,0 +1,261 @@
+"""Parallelism, applied to a plain model from outside, in one function whose order is its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from elastrata.config import Config
+from elastrata.parallel.activation_checkpointing import Recomputation, recompute
+from elastrata.parallel.mesh import data_axes
+from elastrata.parallel.reduction import (
+    BackgroundAllGather,
+    DeterministicReduceScatter,
+    DuringBackward,
+    Exchange,
+    Reduction,
+    at_once,
+    exchange_over,
+    nodes_of_all,
+)
+
+Workers = Annotated[int, Field(gt=0, le=100_000)]
+Precision = Literal["fp32", "bf16"]
+DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The type in which parameters are applied."""
+GradientSync = Literal["step", "micro_batch"]
+"""When gradients are summed over ranks: once a step, or after every micro-batch."""
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Division = Callable[[nn.Module, DeviceMesh, bool], None]
+"""Divides a plain model over a mesh of one axis; with true, its tokens as well: a workload's
+`TensorParallel.tensor_parallel`."""
+_KEEPS_PARAMETERS = "_keeps_parameters"
+"""On a model that `parallelize` returned: gathered once a step, not for every micro-batch."""
+_IN_ORDER = "_in_order"
+"""On such a model: those of its reductions that add up in the order of virtual ranks."""
+
+
+class ParallelConfig(Config):
+    """How the workers divide the model among them, and what they send each other."""
+
+    replicate: Workers | Literal["all"] = 1
+    """HSDP: this many copies of the model, each sharded over workers / replicate. 1: FSDP. all: a
+    whole copy on every worker, which sends gradients and no parameters. With `tensor`, of every
+    group of that many workers."""
+    tensor: Workers = 1
+    """This many workers compute every sample together: each holds and applies its part of every
+    matrix (tensor parallelism). They talk in every block, so they belong on one machine. Must
+    divide the model's heads."""
+    sequence: bool = False
+    """With `tensor`, also divides the tokens between the matrices: activations take less memory,
+    for messages of the same size."""
+    pipeline: Workers = 1
+    """Divides the model's blocks over this many workers, or groups of `tensor` workers, one after
+    the other (pipeline parallelism): each sends what it made of a micro-batch on to the next one.
+    The messages are small; workers wait at the start and the end of every step (the bubble)."""
+    virtual_stages: Annotated[int, Field(gt=0, le=10_000)] = 1
+    """With `pipeline`, every worker has so many stages of the model, which come in turns: shorter
+    waits, for more messages. For `schedule: interleaved_1f1b` or `zero_bubble`."""
+    stage_speeds: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None, Field(max_length=10_000)
+    ] = None
+    """With `pipeline`, how fast its workers are beside one another, a number for each, such as
+    `[1, 0.5]`: a slower one has fewer blocks. Workers are numbered by the peaks of their nodes'
+    GPUs, downwards where the first number is not below the last, else upwards. Default: all are
+    equally fast."""
+    schedule: Schedule = "1f1b"
+    """With `pipeline`, what a worker does when. gpipe: all micro-batches forward, then all
+    backward. 1f1b: in turns, which keeps the activations of fewer micro-batches. interleaved_1f1b:
+    the same with `virtual_stages`. zero_bubble: gradients of weights fill the waits."""
+    micro_batches: Annotated[int, Field(gt=0, le=2**20)] | None = None
+    """With `pipeline`, every worker's part of a step is cut into a multiple of so many
+    micro-batches, as few as `micro_batch_tokens` allows; itself a multiple of `pipeline`, which is
+    the default. The more, the shorter the waits."""
+    reshard_after_forward: bool = True
+    """Drop a block's gathered parameters after its forward pass and gather them again for its
+    backward pass. false: gather once a step and keep them over all its micro-batches, in memory
+    for one more copy of the model."""
+    gradient_sync: GradientSync | Literal["auto"] = "step"
+    """When gradients are summed over the workers. step: once; until then every worker adds up the
+    whole gradient of its micro-batches, in memory for 4 bytes a parameter (with `tensor`, of its
+    part). micro_batch: after every micro-batch; each worker adds up its shard alone, and a step
+    sends as many gradients as it has micro-batches. auto: one of these, by the plan and by what
+    the first steps measure, as with `micro_batch_tokens`."""
+    reduce_dtype: Precision = "fp32"
+    """In which numbers gradients travel. bf16: half the bytes, each part rounded to 8 bits; they
+    are added up over micro-batches, clipped and applied in fp32."""
+    prefetch: Annotated[int, Field(gt=0, le=10_000)] | None = None
+    """Gather the parameters of so many blocks ahead. Default: FSDP2's way, one."""
+    overlap_on_cpu: bool = False
+    """On CPUs, too, gather parameters and sum gradients while the model is computed. FSDP2 waits
+    there for each message; on GPUs it never does."""
+    virtual_ranks: Workers | None = None
+    """Divides every global batch into so many parts, whatever the number of workers, and adds up
+    their gradients in the order of the parts: losses are then equal to the bit at any number of
+    workers, at the price of a reduction for each part. A multiple of every number of workers is
+    balanced best. Needs `workers.threads`, as sums inside an operator depend on its threads, and
+    AdamW with `optimizer.fused: false`. With `tensor`, at any number of groups of that many."""
+
+    @property
+    def group_size(self) -> int:
+        """So many workers compute every sample together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the blocks are cut into."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Every worker has a multiple of so many micro-batches in a step."""
+        return self.micro_batches or self.pipeline
+
+
+def sync_at_first(policy: GradientSync | Literal["auto"]) -> GradientSync:
+    """When gradients are summed until that is chosen."""
+    return "step" if policy == "auto" else policy
+
+
+def parallelize(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    precision: Precision,
+    activation_checkpointing: Recomputation,
+    compile: bool,
+    parallel: ParallelConfig,
+    tensor_parallel: Division | None = None,
+) -> nn.Module:
+    """Tensor parallelism, then checkpointing and compilation, then FSDP2 on every block and on what
+    is left, over the data axes.
+
+    Gradients are *summed* over ranks, never averaged: the step has divided by the weight of the
+    global batch already. With virtual ranks they are summed in the order of these.
+
+    Args:
+        model: plain; on the meta device, or with the same weights on every rank.
+        blocks: its repeated blocks.
+        mesh: as `rank_mesh` returned it.
+        precision: what parameters are applied in.
+        activation_checkpointing: what blocks compute again in the backward pass.
+        compile: whether blocks are compiled.
+        parallel: the recipe's.
+        tensor_parallel: the workload's; needed where the mesh has an axis for it.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        if tensor_parallel is None:
+            raise ValueError("a mesh with an axis `tensor`, and nothing that divides the model")
+        tensor_parallel(model, mesh["tensor"], parallel.sequence)
+    for block in blocks:
+        recompute(block, activation_checkpointing, compile=compile)
+    _shard(model, blocks, data_axes(mesh), precision, parallel)
+    return model
+
+
+def _shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    data: DeviceMesh,
+    precision: Precision,
+    parallel: ParallelConfig,
+) -> None:
+    """FSDP2 over the data axes, with our own collectives where the recipe asks for them."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
+    )
+    overlap = parallel.overlap_on_cpu and data.device_type == "cpu"
+    exchange = _exchange(data, parallel)
+    reduction = _reduction(data, parallel.reduce_dtype, overlap, exchange)
+    shards = data["shard"] if reduction else data  # ours sums over copies itself
+    reshard = None if parallel.reshard_after_forward else False  # None: as FSDP2 sees fit
+    for module in (*blocks, model):
+        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+    setattr(model, _KEEPS_PARAMETERS, not parallel.reshard_after_forward)
+    in_order: list[DeterministicReduceScatter] = []
+    setattr(model, _IN_ORDER, in_order)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if parallel.virtual_ranks and data.size() > 1:
+                in_order.append(DeterministicReduceScatter(exchange))
+                module.set_custom_reduce_scatter(in_order[-1])
+            elif reduction:
+                reduction.attach(module)
+            if overlap:
+                module.set_custom_all_gather(BackgroundAllGather())
+    if parallel.prefetch or overlap:
+        _prefetch(model, blocks, parallel.prefetch or 1)
+
+
+def _exchange(mesh: DeviceMesh, parallel: ParallelConfig) -> Exchange | None:
+    """Between the ranks that share a copy, as gradients in bf16 and those of virtual ranks need it;
+    None: gloo's, which has connections between all ranks anyway. Collective."""
+    if mesh.device_type != "cuda":
+        return None
+    if parallel.reduce_dtype == "fp32" and not parallel.virtual_ranks:
+        return None
+    group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
+    return exchange_over(group, nodes_of_all(), "nccl")
+
+
+def _reduction(
+    mesh: DeviceMesh, dtype: Precision, overlap: bool, exchange: Exchange | None
+) -> Reduction | None:
+    """None where FSDP2's own will do."""
+    if dtype == "fp32" and not overlap:
+        return None
+    then = DuringBackward() if overlap else at_once
+    copies = mesh.get_group("replicate") if mesh.ndim > 1 else None
+    return Reduction(DTYPES[dtype], then, copies, exchange)
+
+
+def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Both passes begin with what is left of the model beside its blocks."""
+    forward: list[FSDPModule] = [m for m in (model, *blocks) if isinstance(m, FSDPModule)]
+    backward = [forward[0], *reversed(forward[1:])]
+    for number in range(len(forward)):
+        following = slice(number + 1, number + 1 + ahead)
+        forward[number].set_modules_to_forward_prefetch(forward[following])
+        backward[number].set_modules_to_backward_prefetch(backward[following])
+
+
+def begin_rounds(model: nn.Module, rounds: int) -> None:
+    """The next step reduces gradients so many times.
+
+    Args:
+        model: as `parallelize` returned it.
+        rounds: of virtual ranks.
+    """
+    for reduce_scatter in getattr(model, _IN_ORDER, ()):
+        reduce_scatter.begin(rounds)
+
+
+def synchronize_gradients(model: nn.Module, wanted: bool, *, is_last: bool | None = None) -> None:
+    """Whether the next backward pass reduces gradients over ranks or adds them up locally.
+
+    A model that keeps its parameters does so until the last one.
+
+    Args:
+        model: as `parallelize` returned it.
+        wanted: whether it reduces them, and adds the sums up.
+        is_last: whether it is the last one whose gradients are added up; until then the sums are
+            those over a copy of the model, where there are several. Default: where it reduces.
+    """
+    is_last = wanted if is_last is None else is_last
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+        model.set_requires_all_reduce(wanted and is_last)
+        if getattr(model, _KEEPS_PARAMETERS, False):
+            model.set_reshard_after_backward(is_last)

@@ -1,0 +1,171 @@
+"""A model cut into stages of about equal costs, and parallelized stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastrata.parallel.activation_checkpointing import Recomputation
+from elastrata.parallel.mesh import data_axes
+from elastrata.parallel.parallelize import ParallelConfig, Precision, parallelize
+from elastrata.step.forward_backward import weighted
+from elastrata.workload.batch import Batch
+from elastrata.workload.workload import Loss, PipelineParallel, TensorParallel, Workload
+
+
+def stage_spans(
+    costs: Sequence[int], num_stages: int, speeds: Sequence[float] | None = None
+) -> list[range]:
+    """The blocks of each stage, in order; every stage gets at least one.
+
+    The stage that takes longest, which sets the pace of a pipeline, is as fast as it can be; of all
+    such divisions it is one with the least sum of squares of the times.
+
+    Args:
+        costs: of every block.
+        num_stages: how many stages.
+        speeds: of the ranks that have the stages in turns; default: all are equally fast.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    if len(costs) < num_stages:
+        raise ValueError(f"{len(costs)} blocks for {num_stages} stages")
+    sums = [0, *accumulate(costs)]
+
+    def seconds(begin: int, end: int, stage: int) -> float:
+        cost = sums[end] - sums[begin]
+        return cost / speeds[stage % len(speeds)] if speeds else cost
+
+    @cache
+    def longest(blocks: int, stages: int) -> float:
+        """The least possible time of the slowest of so many stages with the first blocks."""
+        if stages == 1:
+            return seconds(0, blocks, 0)
+        return min(
+            max(longest(cut, stages - 1), seconds(cut, blocks, stages - 1))
+            for cut in range(stages - 1, blocks)
+        )
+
+    limit = longest(len(costs), num_stages)
+
+    @cache
+    def squares(blocks: int, stages: int) -> tuple[float, int]:
+        """The least sum of squares within `limit`, and the first block of the last stage."""
+        best = (float("inf"), 0)
+        for cut in range(stages - 1, blocks) if stages > 1 else [0]:
+            own = seconds(cut, blocks, stages - 1)
+            if own <= limit:
+                before = squares(cut, stages - 1)[0] if stages > 1 else 0.0
+                best = min(best, (before + float(own) ** 2, cut))
+        return best
+
+    spans, end = [], len(costs)
+    for stages in range(num_stages, 0, -1):
+        begin = squares(end, stages)[1]
+        spans.append(range(begin, end))
+        end = begin
+    return spans[::-1]
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline; with the last one, the loss."""
+
+    def __init__(self, part: nn.Module, workload: Workload, *, is_last: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.losses: list[Loss] = []
+        """Detached losses of the micro-batches that have passed the last stage."""
+        self.weights: dict[str, float] = {}
+        """Per loss term the weight of the global batch; to be set before a micro-batch comes."""
+        self._workload = workload
+        self._is_last = is_last
+
+    def forward(self, hidden: Tensor | None = None, *, batch: Batch) -> Tensor:
+        """The input of the next stage; from the last one, the micro-batch's share in the loss."""
+        part: Any = self.part if hidden is None else partial(self.part, hidden=hidden)
+        if not self._is_last:
+            return cast(Tensor, part(batch))
+        loss = self._workload.loss(part, batch)
+        self.losses.append(loss.detached())
+        return weighted(loss, self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A rank's part of a model that is cut into stages."""
+
+    model: nn.Module
+    """All its blocks, under their names in the whole model: what is optimized and saved. It is
+    never called."""
+    stages: dict[int, Stage]
+    """The stages it runs, by number."""
+    costs: tuple[float, ...]
+    """The cost of a forward pass through each of all stages, over the speed of its rank."""
+    shared: tuple[str, ...]
+    """Names of the parameters that the first and the last stage both have: a tied embedding."""
+
+
+def own_spans(costs: Sequence[int], mesh: DeviceMesh, parallel: ParallelConfig) -> dict[int, range]:
+    """The blocks of each of this rank's stages, by number: stage s is at place s mod `pipeline` of
+    the axis `pipeline`."""
+    spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
+    numbers = range(mesh.get_local_rank("pipeline"), len(spans), parallel.pipeline)
+    return {number: spans[number] for number in numbers}
+
+
+def cut_in_stages(
+    model: nn.Module,
+    workload: PipelineParallel,
+    costs: Sequence[int],
+    mesh: DeviceMesh,
+    *,
+    precision: Precision,
+    activation_checkpointing: Recomputation,
+    compile: bool,
+    parallel: ParallelConfig,
+) -> Stages:
+    """Divides the blocks' matrices over the axis `tensor`, cuts the blocks into stages of about
+    equal costs, and takes of these the ones of this rank. Each is then treated like a whole model
+    by `parallelize`."""
+    if parallel.tensor > 1:
+        assert isinstance(workload, TensorParallel)
+        workload.tensor_parallel(model, mesh["tensor"], parallel.sequence)
+    spans = stage_spans(costs, parallel.num_stages, parallel.stage_speeds)
+    own = own_spans(costs, mesh, parallel)
+    stages = {
+        number: Stage(workload.stage(model, span), workload, is_last=number == len(spans) - 1)
+        for number, span in own.items()
+    }
+    for stage in stages.values():
+        parallelize(
+            stage,
+            workload.blocks(stage.part),
+            data_axes(mesh),
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            parallel=parallel,
+        )
+    first, last = (dict(workload.stage(model, spans[n]).named_parameters()) for n in (0, -1))
+    return Stages(
+        model=workload.stage(model, [block for span in own.values() for block in span]),
+        stages=stages,
+        costs=_costs(spans, costs, parallel.stage_speeds or (1.0,)),
+        shared=tuple(sorted(first.keys() & last.keys())),
+    )
+
+
+def _costs(
+    spans: Sequence[range], costs: Sequence[int], speeds: Sequence[float]
+) -> tuple[float, ...]:
+    return tuple(
+        sum(costs[block] for block in span) / speeds[number % len(speeds)]
+        for number, span in enumerate(spans)
+    )

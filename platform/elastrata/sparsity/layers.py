@@ -1,0 +1,268 @@
+"""The layers of a workload that may be sparse, and how sparse each is to be.
+
+A weight is multiplied once per token in the forward pass and twice in the backward pass, for the
+gradient of the input and for its own; a multiplication with its addition counts as two. With a
+weight at zero none of the three is needed: 6 FLOPs per zero and token. An update of RigL needs the
+gradients of all weights, so in its step only two of the three can be left out: 4 FLOPs. What is not
+the matrix of a sparse layer (embeddings, head, attention's own products) costs what it costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from elastrata.device.kernels import MULTIPLE
+from elastrata.optim.base import block_matrices
+from elastrata.parallel.init_weights import meta_model
+from elastrata.sparsity.config import (
+    AnySparsity,
+    BlockConfig,
+    GivenConfig,
+    LevelKeys,
+    RiglConfig,
+    TwoFourConfig,
+)
+from elastrata.sparsity.mask_file import read_masks
+from elastrata.sparsity.rigl import drop_fraction
+from elastrata_pipelines.deal import WorkModel
+from elastrata_pipelines.format import Vocabulary
+
+if TYPE_CHECKING:
+    from elastrata.workload.workload import Workload
+
+
+WEIGHT = ".weight"
+"""The end of a layer's parameter's name."""
+Shapes = Mapping[str, tuple[int, int]]
+"""Rows and columns of layers by name."""
+
+
+def layer_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every matrix that may be sparse, by the layer's name.
+
+    They do not depend on the vocabulary. Takes neither memory nor data.
+    """
+    vocabulary = Vocabulary(size=8, pad_id=0, mask_id=1, special_ids=(), continuation_ids=())
+    model = meta_model(lambda: workload.build_model(vocabulary, seq_len=1))
+    matrices = sparse_matrices(model, workload.blocks(model))
+    return {layer_of(name): (m.shape[0], m.shape[1]) for name, m in matrices.items()}
+
+
+def sparse_matrices(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters that may be held at zero, by name: the matrices of the blocks, each of which
+    is applied once to every token."""
+    return block_matrices(dict(model.named_parameters()), blocks)
+
+
+def layer_of(parameter: str) -> str:
+    """The name of the layer whose weight a parameter is."""
+    return parameter.removesuffix(WEIGHT)
+
+
+def layers_named(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that any of `patterns` is or stands for, in their order."""
+    wanted = list(patterns)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def layer_levels(config: AnySparsity, shapes: Shapes) -> dict[str, float]:
+    """The share of weights that is to be zero, of every layer that is to be sparse; 0 where a file
+    says which."""
+    sparse = layers_named(shapes, config.layers)
+    if isinstance(config, GivenConfig):
+        return dict.fromkeys(sparse, 0.0)
+    if isinstance(config, TwoFourConfig):
+        return dict.fromkeys(sparse, config.level)
+    own = {
+        name: given.level for given in config.levels for name in layers_named(sparse, given.layers)
+    }
+    rest = {name: shapes[name] for name in sparse if name not in own}
+    if config.distribution == "uniform":
+        spread = dict.fromkeys(rest, config.level)
+    else:
+        spread = erdos_renyi(rest, config.level)
+    return {name: own.get(name, spread.get(name, 0.0)) for name in sparse}
+
+
+def erdos_renyi(shapes: Shapes, level: float) -> dict[str, float]:
+    """Levels so that a layer keeps weights in proportion to its rows plus its columns, and all
+    layers together the share 1 - level.
+
+    A layer that would keep more than it has is dense, and the others share what is left (Evci et
+    al., arXiv 1911.11134, section 3).
+    """
+    dense: set[str] = set()
+    while True:
+        rest = {name: shape for name, shape in shapes.items() if name not in dense}
+        if not rest:
+            return dict.fromkeys(shapes, 0.0)
+        kept = (1 - level) * sum(rows * columns for rows, columns in shapes.values())
+        kept -= sum(rows * columns for rows, columns in (shapes[name] for name in dense))
+        scale = kept / sum(rows + columns for rows, columns in rest.values())
+        shares = {name: scale * (m + n) / (m * n) for name, (m, n) in rest.items()}
+        full = {name for name, share in shares.items() if share > 1}
+        if not full:
+            return {name: 1 - shares.get(name, 1.0) for name in shapes}
+        dense |= full
+
+
+Problem = tuple[tuple[str, ...], str]
+"""The key to change, and the line about it."""
+_NEIGHBOURS = 4
+_NUM_NEAREST = 3
+
+
+def sparsity_problems(config: AnySparsity, shapes: Shapes) -> Iterator[Problem]:
+    """One for each thing that cannot work."""
+    yield from _unknown_layers(("layers",), config.layers, shapes)
+    sparse = {name: shapes[name] for name in layers_named(shapes, config.layers)}
+    if isinstance(config, LevelKeys):
+        for number, given in enumerate(config.levels):
+            path = ("levels", str(number), "layers")
+            yield from _unknown_layers(path, given.layers, sparse)
+    if isinstance(config, BlockConfig):
+        line = "expected a divisor of the {rows} rows and {columns} columns of {name}"
+        both = config.block, config.block
+        yield from _misfit(sparse, "block", both, f"{config.block}: {line}")
+    if isinstance(config, TwoFourConfig):
+        line = (
+            "'two_four': expected layers with rows of a multiple of four weights, not {columns} "
+            "as in {name}; leave it out of sparsity.layers"
+        )
+        yield from _misfit(sparse, "method", (1, _NEIGHBOURS), line)
+        if config.kernels:
+            line = (
+                f"true: expected layers of multiples of {MULTIPLE} rows and columns, not "
+                "{rows} by {columns} as {name}; leave it out of sparsity.layers"
+            )
+            yield from _misfit(sparse, "kernels", (MULTIPLE, MULTIPLE), line)
+
+
+def _unknown_layers(
+    path: tuple[str, ...], patterns: Sequence[str], shapes: Shapes
+) -> Iterator[Problem]:
+    for number, pattern in enumerate(patterns):
+        if not layers_named(shapes, [pattern]):
+            where = ".".join(("sparsity", *path, str(number)))
+            yield (
+                (*path, str(number)),
+                f"{where}: {pattern!r}: no layer has that name; the nearest: "
+                f"{', '.join(_nearest(pattern, shapes))}",
+            )
+
+
+def _nearest(pattern: str, shapes: Shapes) -> list[str]:
+    """Names with `*` for the numbers in them, those most like the pattern first."""
+    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in shapes))
+    return get_close_matches(pattern, known, n=_NUM_NEAREST, cutoff=0.0)
+
+
+def _misfit(sparse: Shapes, key: str, multiples: tuple[int, int], line: str) -> Iterator[Problem]:
+    """One for the first layer whose rows or columns are no such multiples."""
+    for name, (rows, columns) in sparse.items():
+        if rows % multiples[0] or columns % multiples[1]:
+            yield (key,), f"sparsity.{key}: " + line.format(name=name, rows=rows, columns=columns)
+            return
+
+
+_ALL, _WITHOUT_GRADIENT = 6, 4
+_FORWARD_AND_BACKWARD = 3
+"""Times the FLOPs of the forward pass."""
+
+
+def flops_of_zeros(zeros: int, tokens: int, *, dense_gradient: bool = False) -> int:
+    """The FLOPs of forward and backward that a device which skips zeros saves.
+
+    Args:
+        zeros: weights held at zero, each applied once to every token.
+        tokens: of the global batch.
+        dense_gradient: whether the gradients of all weights are needed.
+    """
+    return (_WITHOUT_GRADIENT if dense_gradient else _ALL) * zeros * tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityPlan:
+    """A phase's sparsity, layer by layer."""
+
+    method: str
+    """`dense` where it holds nothing."""
+    shapes: Shapes
+    """Rows and columns of the sparse layers."""
+    zeros: Mapping[str, int]
+    """Weights at zero, by layer."""
+    seq_len: int
+    """FLOPs are those of a sample of so many tokens, forward and backward."""
+    flops_dense: int
+    """By the workload's formula, without zeros."""
+    flops: float
+    """Without products with zeros; where gradients of all weights are needed now and then, the mean
+    over the phase."""
+
+    @property
+    def level(self) -> float:
+        """Share of the sparse layers' weights that is zero."""
+        weights = sum(rows * columns for rows, columns in self.shapes.values())
+        return sum(self.zeros.values()) / weights if weights else 0.0
+
+    @property
+    def times_fewer(self) -> float:
+        """How many times fewer FLOPs than dense."""
+        return self.flops_dense / self.flops
+
+
+def sparsity_plan(
+    config: AnySparsity | None, shapes: Shapes, *, work: WorkModel, seq_len: int, steps: int
+) -> SparsityPlan:
+    """The plan of a phase.
+
+    Raises:
+        UserError: a file of masks is missing or that of another model.
+    """
+    zeros = planned_zeros(config, shapes) if config else {}
+    dense = _FORWARD_AND_BACKWARD * int(work(seq_len))
+    number = sum(zeros.values())
+    updates = _updates(config, steps) / steps
+    saved = flops_of_zeros(number, seq_len) * (1 - updates)
+    saved += flops_of_zeros(number, seq_len, dense_gradient=True) * updates
+    return SparsityPlan(
+        method=config.method if config else "dense",
+        shapes={name: shapes[name] for name in zeros},
+        zeros=zeros,
+        seq_len=seq_len,
+        flops_dense=dense,
+        flops=dense - saved,
+    )
+
+
+def planned_zeros(config: AnySparsity, shapes: Shapes) -> dict[str, int]:
+    """Weights that are held at zero, by layer."""
+    levels = layer_levels(config, shapes)
+    if isinstance(config, GivenConfig):
+        masks = read_masks(config.masks, shapes)
+        return {name: int(masks[name].sum()) if name in masks else 0 for name in levels}
+    zeros = {}
+    for name, level in levels.items():
+        weights = shapes[name][0] * shapes[name][1]
+        if isinstance(config, TwoFourConfig):
+            zeros[name] = weights // 2
+        elif isinstance(config, BlockConfig):
+            zeros[name] = round(level * (weights // config.block**2)) * config.block**2
+        else:
+            zeros[name] = round(level * weights)
+    return zeros
+
+
+def _updates(config: AnySparsity | None, steps: int) -> int:
+    """Steps of a phase that need the gradients of all weights."""
+    if not isinstance(config, RiglConfig):
+        return 0
+    every = config.schedule.every
+    return sum(drop_fraction(config, step, steps) > 0 for step in range(every, steps + 1, every))

@@ -1,0 +1,133 @@
+"""Gradient clipping: a choice in the recipe, and what carries it out."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from elastrata.config import Config
+from elastrata.parallel.sharding import local
+from elastrata.step.bucket_clip import (
+    LateBucketClip,
+    LocalBucketClip,
+    ReducedBucketClip,
+    buckets_of,
+)
+from elastrata.step.norms import (
+    Measure,
+    ModelNorm,
+    StageRanks,
+    gradient_norm,
+    reproducible_norm,
+)
+
+_EPSILON = 1e-6
+"""Added to the norm that the gradient is divided by, as PyTorch does."""
+
+
+class ClipConfig(Config):
+    """Limits the gradient before the optimizer sees it."""
+
+    only_with: ClassVar = {"scope": ("method", "bucketwise")}
+
+    method: Literal["global_norm", "bucketwise", "none"] = "global_norm"
+    """global_norm: scale the whole gradient down where its 2-norm exceeds `max_norm`. bucketwise:
+    scale each bucket (a block, or what is left) down where it exceeds its part of `max_norm`,
+    during the backward pass; with sparsity, a pipeline or `parallel.gradient_sync`, after it."""
+    max_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    """The whole gradient's 2-norm is never above it, but with none."""
+    scope: Literal["reduced", "local"] = "reduced"
+    """For bucketwise. reduced: clip the sum over the workers, the same at any number of workers.
+    local: clip each worker's part before the sum, without a message; losses then depend on the
+    number of workers."""
+
+
+class Clip(Protocol):
+    """Clips the gradient of one step, during or after its backward passes."""
+
+    def before_backward(self, share: float) -> None:
+        """Once per step, before its first backward pass.
+
+        Args:
+            share: of this rank in the weight of the global batch; over all ranks they add up to 1.
+        """
+
+    def after_backward(self) -> Tensor:
+        """Finishes clipping and returns the 2-norm of the global batch's gradient, a scalar.
+
+        The norm before clipping; that of what is left of it with `scope=local`. Not finite where
+        the gradient of any rank is not. Collective, and the same on every rank.
+        """
+
+
+def build_clip(
+    config: ClipConfig,
+    model: nn.Module,
+    *,
+    ordered: bool = False,
+    late: bool = False,
+    pipeline: StageRanks | None = None,
+) -> Clip:
+    """The clip of a model's gradient; may set hooks on the model. Collective over the ranks of a
+    pipeline.
+
+    Args:
+        config: how to clip.
+        model: as `parallelize` returned it, or this rank's stages.
+        ordered: whether no bit of the norm may depend on how the parameters are sharded; not with
+            bucketwise.
+        late: whether the gradient is what is to be clipped only once all backward passes are over,
+            as where weights' gradients are zeroed, or sums of micro-batches added up; not with
+            `scope=local`.
+        pipeline: the ranks that have all stages; None: there are none.
+
+    Raises:
+        ValueError: `scope=local` where every rank holds a whole copy of the model, or its stages.
+    """
+    if config.method != "bucketwise":
+        max_norm = config.max_norm if config.method == "global_norm" else None
+        measure = reproducible_norm if ordered else gradient_norm
+        return WholeClip(model, max_norm, measure, pipeline)
+    buckets = buckets_of(model, config.max_norm, pipeline)
+    if config.scope == "local":
+        return LocalBucketClip(buckets)
+    return LateBucketClip(buckets) if late or pipeline else ReducedBucketClip(buckets)
+
+
+class WholeClip:
+    """Scales the whole gradient after the backward pass, by its norm; no limit: measures only.
+
+    Args:
+        model: this rank's, or its stages.
+        max_norm: the limit, or none.
+        measure: the norm of what this rank's stages have.
+        pipeline: the ranks that have all stages; None: there are none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_norm: float | None,
+        measure: Measure,
+        pipeline: StageRanks | None = None,
+    ) -> None:
+        self._parameters = list(model.parameters())
+        self._max_norm = max_norm
+        self._norm = ModelNorm(model, measure, pipeline)
+
+    def before_backward(self, share: float) -> None:
+        """Nothing to do."""
+
+    def after_backward(self) -> Tensor:
+        """The norm before clipping."""
+        norm = self._norm()
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if self._max_norm is not None and gradients:
+            # As `torch.nn.utils.clip_grads_with_norm_`, whose DTensors took a seventh of a
+            # rehearsal on a mesh of three axes.
+            scale = torch.clamp(self._max_norm / (norm + _EPSILON), max=1.0)
+            torch._foreach_mul_(gradients, scale)
+        return norm

@@ -1,0 +1,148 @@
+"""Evaluation on held-out data: the same batches, masks and sums every time, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+
+from elastrata.config import NAME, Config
+from elastrata.step.events import Evaluated
+from elastrata.step.forward_backward import ForwardBackward
+from elastrata.step.train_step import StepLoss, mean_loss, reduce_sums, total_weights
+from elastrata.workload.workload import Workload
+from elastrata_pipelines.batches import Batches
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.groups import Group
+from elastrata_pipelines.payload import RankStep, decode
+from elastrata_pipelines.rows import Rows
+from elastrata_pipelines.speeds import RankKinds
+
+EVALUATION_SEED = 0
+"""Fixed, so that runs of different seeds are evaluated on the same predictions."""
+OWN = ""
+"""In place of a name: what is held out of the run's data, or the set of `evaluation.path`."""
+
+
+class NamedSet(Config):
+    """A further held-out data set."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    """Its name: that of its loss is `eval/NAME/loss`."""
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or URL of the data set."""
+
+
+class EvaluationConfig(Config):
+    """When and on how much held-out data the model is evaluated."""
+
+    either: ClassVar = (("every",), ("every_samples",))
+
+    every: Annotated[int, Field(gt=0, le=10**9)] | None = 250
+    """Steps between evaluations; there is always one after the last step."""
+    every_samples: Annotated[int, Field(gt=0, le=10**15)] | None = None
+    """In place of `every`: samples between evaluations. There is one after the first step that
+    reaches a multiple of this, over all samples since the run began."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder or URL of the held-out data set; default: `held_out` inside `data.path`, where
+    `prepare` puts it. Without one there is no evaluation."""
+    samples: Annotated[int, Field(gt=0, le=10**12)] = 4096
+    """At most this many samples of each set, a random draw that is always the same."""
+    sets: Annotated[tuple[NamedSet, ...], Field(max_length=256)] = ()
+    """Further held-out data sets, evaluated at every evaluation, each by itself. They have the
+    tokenizer and the `seq_len` of the training data."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_replace_steps(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("every_samples") is not None:
+            return {"every": None, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> EvaluationConfig:
+        if (self.every is None) == (self.every_samples is None):
+            raise ValueError("needs either every (steps) or every_samples, the other one null")
+        return self
+
+
+def evaluation_due(
+    config: EvaluationConfig, *, step: int, steps: int, samples: int, batch_samples: int
+) -> bool:
+    """Whether the model is evaluated after that step.
+
+    Args:
+        config: when.
+        step: steps done, that one included.
+        steps: of the whole run; there is always an evaluation after the last one.
+        samples: seen since the run began, those of that step included.
+        batch_samples: in that step.
+    """
+    if step == steps:
+        return True
+    if config.every_samples is None:
+        return config.every is not None and step % config.every == 0
+    return samples // config.every_samples > (samples - batch_samples) // config.every_samples
+
+
+def evaluation_metrics(workload: Workload, sets: Iterable[NamedSet] = ()) -> list[str]:
+    """Names of the metrics that every evaluation of this workload reports, on its own data and on
+    further sets."""
+    names = ["loss", *workload.metrics()]
+    places = ["eval", *(f"eval/{one.name}" for one in sets)]
+    return [f"{place}/{name}" for place in places for name in names]
+
+
+def evaluated(step: int, losses: Mapping[str, StepLoss], seconds: float) -> Evaluated:
+    """What an evaluation tells."""
+    metrics = _values(losses[OWN])
+    for name, loss in losses.items():
+        if name != OWN:
+            told = {"loss": loss.total, **_values(loss)}
+            metrics |= {f"{name}/{metric}": value for metric, value in told.items()}
+    return Evaluated(step=step, loss=losses[OWN].total, metrics=metrics, seconds=seconds)
+
+
+def _values(loss: StepLoss) -> dict[str, float]:
+    return {**{f"{term}_loss": value for term, value in loss.terms.items()}, **loss.metrics}
+
+
+def held_out_step(
+    batches: Batches, *, samples: int, rank: int, num_ranks: int, kinds: RankKinds = ()
+) -> RankStep:
+    """This rank's part of the held-out data. All ranks get equally many micro-batches.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    group = Group(
+        first_step=0,
+        first_position=0,
+        num_steps=1,
+        batch_size=min(samples, batches.samples),
+    )
+    for number, payload in enumerate(batches.payloads(group, num_ranks, kinds=kinds)):
+        if number == rank:
+            return next(decode(payload, batches.manifest.token_dtype))
+    raise ValueError(f"rank {rank} of {num_ranks}")
+
+
+def evaluate(
+    forward_backward: ForwardBackward,
+    workload: Workload,
+    micro_batches: Sequence[Rows],
+    vocabulary: Vocabulary,
+    device: torch.device,
+    *,
+    is_primary: bool = True,
+) -> StepLoss:
+    """Mean loss and metrics over the held-out data. Collective; the model trains on after it."""
+    batches = [
+        workload.collate(rows, vocabulary, EVALUATION_SEED).to(device) for rows in micro_batches
+    ]
+    losses = forward_backward.evaluate(forward_backward.ready(batches))
+    weights = total_weights(batches)
+    whole = reduce_sums(weights, is_primary=is_primary)
+    return mean_loss(losses, whole, is_primary=is_primary)

@@ -1,0 +1,275 @@
+"""The engine of a recipe on one rank: its model, sharded, and the loop that trains it.
+
+Knows no Ray, so that `elastrata bench` measures what the workers run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from elastrata.checkpoints.state import MODEL, training_state
+from elastrata.device.capabilities import (
+    DeviceCapabilities,
+    capabilities,
+    current_device,
+    substitutions,
+)
+from elastrata.device.kernels import has_kernels, use_kernels
+from elastrata.parallel.activation_checkpointing import (
+    RECOMPUTED,
+    Recomputation,
+    recompute,
+    way_at_first,
+)
+from elastrata.parallel.init_weights import Outline, allocate
+from elastrata.parallel.mesh import rank_mesh
+from elastrata.parallel.parallelize import DTYPES, parallelize, sync_at_first
+from elastrata.recipe.recipe import Recipe
+from elastrata.sparsity.config import TwoFourConfig
+from elastrata.sparsity.layers import layer_shapes, sparse_matrices
+from elastrata.sparsity.masks import Masks, SparsePhase
+from elastrata.step.average import WeightAverage
+from elastrata.step.clip import Clip, build_clip
+from elastrata.step.forward_backward import ForwardBackward, WholeModel
+from elastrata.step.norms import StageRanks
+from elastrata.step.train_step import StepHooks
+from elastrata.trainer.loop import Loop
+from elastrata.workload.workload import PipelineParallel, TensorParallel
+from elastrata_pipelines.format import Vocabulary
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A recipe's model over all ranks, as this rank has it."""
+
+    model: nn.Module
+    """Its parameters, under their names in the whole model."""
+    forward_backward: ForwardBackward
+    """Through it; with a pipeline, through what all its ranks have."""
+    clip: Clip
+    """Clips its gradient; may have hooks on the model."""
+    blocks: Sequence[nn.Module]
+    """The model's blocks."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks that have the model's stages between them, where there are any."""
+    compile: bool = False
+    """Whether blocks are compiled."""
+    draw: Callable[[], None] = lambda: None
+    """Gives this rank's parameters their first weights, where `divided_model` has not."""
+
+    def recompute(self, way: Recomputation) -> None:
+        """From now on its blocks compute again what `activation_checkpointing` of that value has
+        them compute again."""
+        for block in self.blocks:
+            recompute(block, way, compile=self.compile)
+        self.forward_backward.recomputes(RECOMPUTED[way])
+
+
+def divided_model(
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    seq_len: int,
+    device: torch.device,
+    world_size: int,
+    *,
+    draws: bool = True,
+) -> DividedModel:
+    """The recipe's model over all ranks of the process group.
+
+    Args:
+        recipe: says which.
+        vocabulary: of its data.
+        seq_len: tokens of the longest sample.
+        device: of this rank.
+        world_size: ranks of the process group.
+        draws: whether its parameters get their first weights now.
+    """
+    divide = _pipelined if recipe.parallel.pipeline > 1 else _sharded
+    divided = divide(recipe, vocabulary, seq_len, device, world_size)
+    if draws:
+        divided.draw()
+    return divided
+
+
+def _sharded(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    workload = recipe.workload
+    outline = _outline(recipe, vocabulary, seq_len)
+    model = parallelize(
+        outline.model,
+        workload.blocks(outline.model),
+        rank_mesh(device.type, world_size, recipe.parallel.replicate, recipe.parallel.tensor),
+        precision=recipe.precision,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        compile=_compiles(recipe, device),
+        parallel=recipe.parallel,
+        tensor_parallel=workload.tensor_parallel if isinstance(workload, TensorParallel) else None,
+    )
+    allocate(model, device)
+    outline.fill_buffers(model)
+    clip = build_clip(
+        recipe.clip,
+        model,
+        ordered=recipe.parallel.virtual_ranks is not None,
+        late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
+    )
+    sync = sync_at_first(recipe.parallel.gradient_sync)
+    forward_backward = WholeModel(model, recipe.workload, sync)
+    blocks = recipe.workload.blocks(model)
+    compile, draw = _compiles(recipe, device), partial(outline.draw, model)
+    return DividedModel(model, forward_backward, clip, blocks, compile=compile, draw=draw)
+
+
+def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
+    """The masks of the recipe's phases over its model; None where no phase has any."""
+    phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
+    if not any(phase.sparsity for phase in phases):
+        return None
+    sharded = [module for module in divided.model.modules() if isinstance(module, FSDPModule)]
+    matrices = sparse_matrices(divided.model, divided.blocks)
+    masks = Masks(
+        matrices,
+        layer_shapes(recipe.workload),
+        phases,
+        seed=recipe.seed,
+        sharded=sharded,
+        pipeline=divided.pipeline,
+    )
+    if _skips_zeros(recipe) and has_kernels(current_device()):
+        use_kernels(divided.model, matrices, masks.is_in_fours)
+    return masks
+
+
+def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
+    """The average of this rank's shards, which has not begun; None where the recipe has none."""
+    if recipe.average is None:
+        return None
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return WeightAverage(recipe.average, training_state(model)[MODEL], sharded)
+
+
+def training_loop(
+    recipe: Recipe,
+    clip: Clip,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    world_size: int,
+    *,
+    is_primary: bool = True,
+    masks: Masks | None = None,
+    blocks: Sequence[nn.Module] = (),
+) -> Loop:
+    """The recipe's loop."""
+    return Loop(
+        workload=recipe.workload,
+        vocabulary=vocabulary,
+        seed=recipe.seed,
+        learning_rate=recipe.learning_rate,
+        clip=clip,
+        on_nonfinite=recipe.on_nonfinite,
+        device=device,
+        world_size=world_size,
+        is_primary=is_primary,
+        hooks=masks or StepHooks(),
+        blocks=blocks,
+    )
+
+
+def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
+    """The abilities that the recipe may ask for: 2:4 kernels are tried only where it does."""
+    return capabilities(device, tries_kernels=_skips_zeros(recipe))
+
+
+def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
+    """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
+    dtype = DTYPES[recipe.precision]
+    may_be_selective = recipe.compile and recipe.activation_checkpointing in ("selective", "auto")
+    uncompiled = []
+    if may_be_selective and here.can_compile and recipe.workload.interrupts_graphs(here, dtype):
+        uncompiled = [
+            "compile: true: dense attention on a GPU interrupts graphs: with "
+            "activation_checkpointing selective blocks run uncompiled instead; full or none "
+            "compiles the rest of them"
+        ]
+    return [
+        *uncompiled,
+        *substitutions(here, dtype=dtype, compile=recipe.compile, skip_zeros=_skips_zeros(recipe)),
+        *recipe.workload.substitutions(here, dtype),
+    ]
+
+
+def _skips_zeros(recipe: Recipe) -> bool:
+    """Whether 2:4 kernels are to multiply in any of its phases."""
+    sparsities = [part.sparsity for part in recipe.parts]
+    return any(isinstance(sparsity, TwoFourConfig) and sparsity.kernels for sparsity in sparsities)
+
+
+def _pipelined(
+    recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
+) -> DividedModel:
+    # Imported here: it brings torch's compiler along, seconds that others can do without.
+    from elastrata.pipeline.microbatches import Pipeline
+    from elastrata.pipeline.stages import cut_in_stages
+
+    workload, parallel = recipe.workload, recipe.parallel
+    assert isinstance(workload, PipelineParallel)
+    mesh = rank_mesh(
+        device.type, world_size, parallel.replicate, parallel.tensor, parallel.pipeline
+    )
+    costs = workload.block_costs(vocabulary, seq_len)
+    outline = _outline(recipe, vocabulary, seq_len)
+    stages = cut_in_stages(
+        outline.model,
+        workload,
+        costs,
+        mesh,
+        precision=recipe.precision,
+        activation_checkpointing=way_at_first(recipe.activation_checkpointing),
+        compile=_compiles(recipe, device),
+        parallel=parallel,
+    )
+    for stage in stages.stages.values():
+        allocate(stage, device)
+    outline.fill_buffers(stages.model)
+    forward_backward = Pipeline(
+        stages,
+        workload,
+        mesh,
+        parallel,
+        dtype=DTYPES[recipe.precision],
+        device=device,
+        recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
+    )
+    group = mesh.get_group("pipeline")
+    counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
+    ranks = StageRanks(group, counted_elsewhere)
+    clip = build_clip(recipe.clip, stages.model, pipeline=ranks)
+    return DividedModel(
+        stages.model,
+        forward_backward,
+        clip,
+        workload.blocks(stages.model),
+        group,
+        compile=_compiles(recipe, device),
+        draw=partial(outline.draw, stages.model),
+    )
+
+
+def _compiles(recipe: Recipe, device: torch.device) -> bool:
+    return recipe.compile and capabilities(device).can_compile
+
+
+def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> Outline:
+    def build() -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return recipe.workload.build_model(vocabulary, seq_len)
+
+    return Outline(build)
