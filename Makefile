@@ -19,11 +19,11 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # These start clusters: one at a time, as a run without a core looks like one that hangs.
 ALONE := tests/clusters tests/e2e tests/faults
 FILES ?=
-# Options: GPU_OPTIONS="--minutes 10 --cases check". Machines with PyTorch lack pydantic at most;
-# others of the engine's needs: GPU_NEEDS="pydantic numpy pyarrow pyyaml fsspec".
+# Options: GPU_OPTIONS="--minutes 10 --cases check". Machines with PyTorch lack these at most;
+# others of the engine's needs: GPU_NEEDS="pydantic tenacity numpy pyarrow pyyaml fsspec".
 GPU_RESULTS ?= gpu.jsonl
 GPU_OPTIONS ?=
-GPU_NEEDS ?= pydantic
+GPU_NEEDS ?= pydantic tenacity
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 

@@ -52,7 +52,7 @@ ROOT = HERE.parent
 SITE = ROOT / "build" / "gpu"
 """What a machine lacks is installed here."""
 NEEDED = {"numpy": "numpy", "fsspec": "fsspec", "pyarrow": "pyarrow", "yaml": "pyyaml"} | {
-    "pydantic": "pydantic"
+    name: name for name in ("pydantic", "tenacity")
 }
 """By the name of the module, the package; beside PyTorch."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -56,6 +58,34 @@ def test_every_test_that_is_named_exists() -> None:
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
     assert named <= set(re.findall(r"^def (test_\w+)\(", sources, flags=re.MULTILINE))
+
+
+def test_python_in_the_docs_imports_what_exists() -> None:
+    for document in DOCUMENTS:
+        for block in _blocks(str(document), "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elastrata"):
+                    module = importlib.import_module(node.module or "")
+                    for alias in node.names:
+                        assert hasattr(module, alias.name), f"{document.name}: {alias.name}"
+
+
+def test_paths_in_the_docs_exist() -> None:
+    """Of modules and tests, as a document names them: `parallel/mesh.py`."""
+    files = [str(path) for path in map(Path, _tracked()) if path.suffix == ".py"]
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":
+            continue  # it also names what has gone
+        for name in re.findall(r"`([\w/]+/\w+\.py)`", document.read_text(encoding="utf-8")):
+            assert any(file.endswith(name) for file in files), f"{document.name}: {name}"
+
+
+def _tracked() -> list[str]:
+    return [
+        str(path.relative_to(ROOT))
+        for folder in ("platform", "pipelines", "workloads", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
 
 
 def test_every_command_is_documented() -> None:

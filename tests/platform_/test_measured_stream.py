@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from elastrata.cluster.channel import Sender, open_channel
+from elastrata.cluster.channel import Receiver, Sender, open_channel
 from elastrata.cluster.node_speeds import STEPS_IN_A_GROUP, MeasuredSpeeds
 from elastrata_pipelines.batches import Batches, Start
 from elastrata_pipelines.deal import WorkModel
@@ -34,6 +34,7 @@ def test_training_and_readers_do_not_wait_for_each_other(ray_local: None, tmp_pa
     )
     phases = [Phase(batches=batches, steps=STEPS, batch_size=29)]
     channel = open_channel()
+    driver = Receiver(channel, lambda events: None)  # a sender waits for it with its next batch
     speeds = MeasuredSpeeds(channel=channel, copies=1, repeats=1)(["one node", "another"])
     source = descriptors(phases, Start(), max_steps=STEPS_IN_A_GROUP)
     splits = dealt(source, phases, 2, speeds=speeds)
@@ -53,3 +54,4 @@ def test_training_and_readers_do_not_wait_for_each_other(ray_local: None, tmp_pa
         rank.join(timeout=500)
     assert done == [list(range(1, STEPS + 1))] * 2
     sender.close()
+    driver.close()

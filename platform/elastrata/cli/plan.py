@@ -62,7 +62,6 @@ def plan(
     from elastrata.planner.plan import plan as make_plan
     from elastrata.recipe.data_sets import in_steps
     from elastrata.recipe.file import load_recipe
-    from elastrata.recipe.recipe import SPARE_BYTES
 
     console = open_console(as_json=json)
     loaded = in_steps(load_recipe(recipe, overrides or []))
@@ -76,6 +75,8 @@ def plan(
     _show_heading(console, recipe, f"{where.devices}x{where.device.name}", made)
     show_plan(console, made, families)
     if loaded.workers.spares:
+        from elastrata.cluster.prestarted import SPARE_BYTES
+
         spares = where.per_node * SPARE_BYTES / 1e9
         console.print(
             f"spares take {spares:.1f} GB of each node's memory (workers.spares)", markup=False

@@ -22,7 +22,7 @@ from elastrata.cluster.channel import Sender, tell
 from elastrata.cluster.failure_attribution import is_victim
 from elastrata.cluster.job import Job
 from elastrata.cluster.node_speeds import kinds_by_node
-from elastrata.cluster.prestarted import Spares, affordable
+from elastrata.cluster.prestarted import SPARE_BYTES, Spares, affordable
 from elastrata.cluster.scaling_machine import split_line
 from elastrata.cluster.source import resume_point
 from elastrata.cluster.staying_workers import (
@@ -35,7 +35,7 @@ from elastrata.cluster.staying_workers import (
 from elastrata.device.capabilities import current_device, device_name, spare_bytes
 from elastrata.parallel.mesh import DataRank, data_rank
 from elastrata.parallel.parallelize import ParallelConfig
-from elastrata.recipe.recipe import SPARE_BYTES, Recipe
+from elastrata.recipe.recipe import Recipe
 from elastrata.run import history
 from elastrata.run.history import take_over
 from elastrata.step.events import (

@@ -252,10 +252,6 @@ Speed = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]
 
 
-SPARE_BYTES = 480_000_000
-"""Memory of an idle process that has the imports of a worker done (measured: 479 MB, on a CPU)."""
-
-
 class WorkersConfig(Config):
     """How many workers, and what each one takes of a machine."""
 
