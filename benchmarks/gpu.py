@@ -177,7 +177,11 @@ LARGE = [
     *_fitting("speed", "gpt/7b", COMPILED, seconds=240, aim=0.52),
     *(
         case
-        for model, sizes in (("gpt/1.3b", (4096, 16384, 32768)), ("gpt/125m", (32768, 65536)))
+        for model, sizes, lengths in (
+            ("bert/large", (32768,), NATURAL),
+            ("gpt/125m", (32768, 65536), "full"),
+            ("gpt/1.3b", (4096, 16384, 32768), "full"),
+        )
         for size in sizes
         for case in _fitting(
             f"micro-batches of {size}",
@@ -185,6 +189,19 @@ LARGE = [
             COMPILED,
             f"micro_batch_tokens={size}",
             seconds=120,
+            lengths=lengths,
+        )
+    ),
+    *(
+        case
+        for model, lengths in (("bert/large", NATURAL), ("gpt/125m", "full"))
+        for case in _fitting(
+            "parameters kept",
+            model,
+            COMPILED,
+            "parallel.reshard_after_forward=false",
+            seconds=120,
+            lengths=lengths,
         )
     ),
     *_fitting("padded", "bert/large", COMPILED, seconds=120, lengths=NATURAL, padded=True),
