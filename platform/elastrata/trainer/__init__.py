@@ -1,1 +1,1 @@
-"""A run on the worker: from a recipe, rows and a state to a trained model. Knows no Ray."""
+"""Training on one worker: from a recipe, rows and a state to a trained model, without Ray."""

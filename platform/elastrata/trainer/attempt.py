@@ -1,4 +1,4 @@
-"""An attempt: THE loop of training. Step, evaluation, save, until the run's end or a halt."""
+"""One attempt of a run: the loop of step, evaluation and save, until the run ends or halts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from elastrata_pipelines.payload import RankStep
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
-    """A step that is done, with the evaluation after it and its state saved where they were due."""
+    """A finished step, after its evaluation and its save if they were due."""
 
     record: StepRecord
     metrics: Mapping[str, float]
-    """The evaluation's results, by name; empty where none was due."""
+    """The evaluation's results by name; empty if no evaluation was due."""
     evaluation_seconds: float
     action: Action
-    """The action that all ranks agree on."""
+    """The action that all ranks have agreed on."""
     is_last: bool
-    """Whether the run ends here: at its last step, or at its target."""
+    """True if the run ends with this step: its last one, or the one that reached its target."""
 
 
 def attempt(
@@ -46,7 +46,8 @@ def attempt(
     target: TargetConfig | None,
     measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
 ) -> Iterator[TrainedStep]:
-    """Trains until the run's end, or until nobody asks for more. Collective."""
+    """Train until the run ends or the caller closes the generator. Collective."""
+    # A run that began with given weights is evaluated before its first step, as step 0.
     if at_once := held_out.due_at_once():
         manager.evaluated(0, *trainer.evaluate(at_once))
     steps_done = trainer.steps(
@@ -83,7 +84,8 @@ def _has_reached(
     record: StepRecord,
     manager: CheckpointManager,
 ) -> bool:
-    """Whether the run ends here, at its target: the same on every rank. Collective."""
+    """Return whether the evaluation has reached the run's target; equal on every rank.
+    Collective."""
     if target is None or not agreed(reached(target, metrics)):
         return False
     manager.reached(record, target.metric, metrics[target.metric])
@@ -91,7 +93,7 @@ def _has_reached(
 
 
 def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+    """Return rank 0's value on every rank. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

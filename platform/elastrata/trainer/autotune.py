@@ -1,4 +1,7 @@
-"""The keys that are `auto`: what fits in memory and is fastest, corrected by what steps measure."""
+"""Choice of the keys that are `auto`: the fastest setting that fits into memory.
+
+The planner predicts the memory of each setting, and the peaks that steps measure correct it.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ from elastrata_pipelines.phase import Phase
 from elastrata_pipelines.speeds import RankKind, RankKinds, different
 
 _ERROR = 1.1
-"""A plan errs by less than this factor: what it says is too much for a device's memory by more is
-refused."""
+"""Upper bound of the planner's relative error. A setting is refused only if its planned memory
+exceeds the device's by more than this factor."""
 _GIB = 2**30
 _DIVIDE = (
     "more workers, or parallel.tensor, divide the model further; `elastrata plan` tells what fits"
@@ -50,8 +53,8 @@ _DIVIDE = (
 
 
 def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
-    """The line for a group whose settings need more memory than this rank's device has: which ones
-    would fit by the plan. Not collective: the other ranks wait."""
+    """Return an error line that names settings which fit by the plan, for a group that ran out of
+    memory. Not collective, because the other ranks are blocked in the step."""
     device = current_device()
     memory = memory_of_worker(device, 1, recipe.workers.memory_gb)
     name = device_name(device) if device.type == "cuda" else "CPU"
@@ -74,10 +77,10 @@ def what_fits(recipe: Recipe, phases: Sequence[Phase]) -> str:
 def refuse_what_never_fits(
     kinds: Sequence[Choices], memory: Sequence[float], names: Sequence[str]
 ) -> None:
-    """Of what can be chosen not even the smallest may need clearly more than there is.
+    """Check that each kind of rank can fit its smallest choice, with `_ERROR` as a margin.
 
     Raises:
-        UserError: it does: a line for each kind.
+        UserError: a smallest choice needs clearly more memory; one line for each kind of rank.
     """
     lines = []
     for choices, room, name in zip(kinds, memory, names, strict=True):
@@ -94,19 +97,20 @@ def refuse_what_never_fits(
 
 
 def ran_out(choice: Choice, group: str, device: torch.device) -> RanOut:
-    """A choice as one that ran out of memory."""
+    """Return the event that reports that a choice ran out of memory."""
     text = f"{device_name(device)}: out of memory with {words(choice)}"
     return RanOut(group=group, choice=asdict(choice), text=text)
 
 
 def without(choices: Choices, one: RanOut) -> Choices:
-    """Those that need less than the one that ran out of memory; all, where it is none of them."""
+    """Return the choices that need less than the one that ran out of memory, or all if it is not
+    among them."""
     taken = next((choice for choice in choices.all if asdict(choice) == one.choice), None)
     return choices.smaller_than(taken) if taken else choices
 
 
 def words(choice: Choice) -> str:
-    """A choice in a sentence."""
+    """Return a choice in words for messages."""
     synced = "" if choice.gradient_sync == "step" else f", gradient_sync {choice.gradient_sync}"
     return (
         f"micro_batch_tokens {choice.micro_batch_tokens:,} and activation_checkpointing "
@@ -117,8 +121,8 @@ def words(choice: Choice) -> str:
 def _phase(
     recipe: Recipe, part: PhaseKeys, phase: Phase, device: str, world_size: int
 ) -> tuple[Choices, Choice]:
-    """All that could be chosen in a phase, and what the recipe says; where it leaves something
-    open, the smallest."""
+    """Return all choices of a phase, and the one that the recipe sets (the smallest if it leaves
+    keys open)."""
     found = phase.batches
     spec = model_spec(recipe.workload, found.manifest.vocabulary, found.manifest.seq_len)
     given = found.tokens_per_micro_batch
@@ -144,24 +148,26 @@ def _keys(choice: Choice) -> str:
 
 
 _CHOSEN = "chosen"
-"""The key of `Commit.extra`."""
+"""Key in `Commit.extra` of the choices that groups have settled on."""
 _USUAL = {"gradient_sync": "step"}
-"""Commits leave that out."""
+"""Default values, which commits leave out."""
 
 
 class KnownChoices:
-    """Choices that were measured, and the bytes that each needs."""
+    """Choices that earlier groups have settled on, with the bytes that each needs."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, Any]] = {}
 
     def state(self) -> dict[str, Any]:
-        """As a commit keeps it."""
+        """Return the choices as a commit stores them."""
         return {_CHOSEN: self._values} if self._values else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what a commit's `extra` says."""
+        """Replace the choices by those in a commit's `extra`."""
         known = state.get(_CHOSEN)
+        # Entries that other versions wrote in another form are ignored: the choice is then measured
+        # again.
         self._values = {
             key: found
             for key, found in (known.items() if isinstance(known, dict) else ())
@@ -169,14 +175,15 @@ class KnownChoices:
         }
 
     def add(self, key: str, choice: Choice, needed: float) -> None:
-        """A group has settled on a choice."""
+        """Record the choice that a group has settled on."""
         values = {name: v for name, v in asdict(choice).items() if v != _USUAL.get(name)}
         self._values[key] = {**values, "bytes": round(needed)}
 
     def find(
         self, keys: Sequence[str], choices: Sequence[Choices], memory: Sequence[float]
     ) -> JointChoice | None:
-        """Return what a group like this one has settled on, if its workers have room for it."""
+        """Return the choice that an equal group has settled on, or None if its workers lack the
+        memory."""
         found = []
         for key, own, room in zip(keys, choices, memory, strict=True):
             values = dict(self._values.get(key, {}))
@@ -189,25 +196,25 @@ class KnownChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseChoices:
-    """The choices that there are in a phase."""
+    """The choices that are available in a phase."""
 
     last_step: int
     kinds: tuple[Choices, ...]
-    """Of each kind of ranks."""
+    """The choices of each kind of rank."""
 
 
 class Automatic:
-    """One rank's part in the choices of its group. All its methods are for all ranks alike.
+    """One rank's part in its group's choices. All methods are collective unless they say otherwise.
 
     Args:
-        phases: of the run; none where its recipe leaves nothing open.
-        way: what blocks compute again now.
-        recompute: has them compute again something else.
-        device: of this rank.
+        phases: the run's phases; empty if the recipe has no `auto` key.
+        way: the blocks' present activation checkpointing.
+        recompute: sets the blocks' activation checkpointing.
+        device: this rank's device.
         memory: bytes that this rank may use.
-        synchronize: has gradients summed at other times.
-        names: of the kinds of ranks.
-        kind: the number of this rank's.
+        synchronize: sets when gradients are synchronised.
+        names: names of the kinds of ranks.
+        kind: index of this rank's kind in `names`.
     """
 
     def __init__(
@@ -235,54 +242,54 @@ class Automatic:
         self._is_settled = False
 
     def cut(self, stream: Iterable[RankStep], tell: Callable[[Chosen], None]) -> Iterator[RankStep]:
-        """The steps, each cut as it is chosen when it is asked for: the step before it is
-        done by then, and is measured. Collective."""
+        """Yield the steps, cut into micro-batches of the chosen size. Each choice is made when its
+        step is requested, after the step before it is measured. Collective."""
         for part in stream:
-            if news := self._prepare(part.step):
-                tell(news)
+            if event := self._prepare(part.step):
+                tell(event)
             mine = self.as_chosen(part)
             self._tokens = max(len(rows.tokens) for rows in mine.micro_batches)
             yield mine
 
     def as_chosen(self, part: RankStep) -> RankStep:
-        """A step, of training or of evaluation, cut as steps are now."""
+        """Return a step of training or evaluation, cut by the present choice."""
         if self._chosen is None:
             return part
         return part.cut_for([choice.micro_batch_tokens for choice in self._chosen], self._kind)
 
     def foreseen(self, part: RankStep) -> RankStep | None:
-        """A step as `cut` will have it, while the step before it is still trained; None where that
-        is measured first. May be called beside `cut`, of any step to come."""
+        """Return a later step as `cut` will yield it, or None if its choice depends on a
+        measurement that is not yet made. May be called from another thread than `cut`."""
         if not self._phases:
             return part
-        phase = self._phase  # before it is asked whether that is settled: `cut` may begin a phase
+        phase = self._phase  # read before `_is_settled`: `cut` may begin another phase in between
         if self._is_settled and part.step <= self._phases[phase].last_step:
             return self.as_chosen(part)
         return None
 
     def figures(self) -> dict[str, Any]:
-        """The choices that the newest step was taken with: fields of `StepRecord`."""
+        """Return the choices of the newest step, as fields of `StepRecord`."""
         if self._chosen is None:
             return {}
         values = self._values(self._chosen)
         return {key: value for key, value in values.items() if key != "gradient_sync"}
 
     def state(self) -> dict[str, Any]:
-        """The choices that groups have settled on, by layout and phase: a commit keeps them."""
+        """Return the choices that groups have settled on, by layout and phase, for a commit."""
         return self._known.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what groups before have settled on, as a commit's `extra` says it."""
+        """Restore the choices of earlier groups from a commit's `extra`."""
         self._known.restore(state)
 
     def avoid(self, choices: Iterable[RanOut]) -> None:
-        """Takes none of these, nor any that needs as much: they ran out of memory before."""
+        """Exclude choices that ran out of memory before, and all that need as much."""
         for one in choices:
             self._phases = [self._without(one, number) for number in range(len(self._phases))]
 
     def ran_out(self) -> RanOut | None:
-        """The newest step's choice, as one that ran out of memory; None where there is none, or no
-        smaller one. Not collective, as the other ranks wait in the step."""
+        """Return the newest step's choice as one that ran out of memory, or None if there is no
+        smaller one. Not collective, because the other ranks are blocked in the step."""
         if self._chosen is None:
             return None
         choice, number = self._chosen[self._kind], self._kind
@@ -293,7 +300,8 @@ class Automatic:
         return ran_out(choice, self._keys(self._phase)[number], self._device)
 
     def _without(self, one: RanOut, number: int) -> PhaseChoices:
-        """A phase in which the kind that ran out of memory with a choice has smaller ones."""
+        """Return a phase without the choices that need as much as the one that ran out of
+        memory."""
         phase = self._phases[number]
         pairs = zip(phase.kinds, self._keys(number), strict=True)
         return replace(
@@ -304,12 +312,12 @@ class Automatic:
         )
 
     def _prepare(self, step: int) -> Chosen | None:
-        """Chooses for a step; returns what is to be recorded."""
+        """Choose for a step and return the event to record, or None if nothing was chosen."""
         if not self._phases:
             return None
         phase = next(n for n, one in enumerate(self._phases) if step <= one.last_step)
         if phase != self._phase:
-            self._is_settled = False  # first, as `foreseen` looks at it
+            self._is_settled = False  # first, as `foreseen` reads it in another thread
             self._phase = phase
             return self._begin(step)
         return None if self._is_settled else self._measure(step)
@@ -323,19 +331,19 @@ class Automatic:
         return any(len(kind.all) > 1 for kind in self._choices)
 
     def _begin(self, step: int) -> Chosen | None:
-        """The first choice of a phase: the one of a group like this, or the smallest, or what
-        follows from the phase before."""
+        """Choose for the first step of a phase: the choice that an equal group has settled on, or
+        the next by the corrections so far (at first, the smallest)."""
         choices, memory = self._choices, self._least_memory
         if known := self._known.find(self._keys(self._phase), choices, memory):
-            self._take(known)
+            self._apply(known)
             self._is_settled = True
-            return self._news(step, "as before in such a group")
+            return self._chosen_event(step, "as before in such a group")
         refuse_what_never_fits(choices, memory, self._names)
         planned = best_together(choices, lambda n, one: choices[n].bytes(one) <= USABLE * memory[n])
         for correction in self._corrections:
             correction.begin_phase()
-        self._take(self._next())
-        return self._news(step, f"first; the plan has {self._words(planned)}")
+        self._apply(self._choose_next())
+        return self._chosen_event(step, f"first; the plan has {self._describe(planned)}")
 
     def _measure(self, step: int) -> Chosen | None:
         assert self._chosen is not None
@@ -346,37 +354,39 @@ class Automatic:
             corrections, before, measured, strict=True
         ):
             own.measured(choices, choice, int(tokens), -short)
-        self._take(self._next())
+        self._apply(self._choose_next())
         self._is_settled = corrections[0].is_over
         if not self._is_settled or not self._is_open:
             return None
+        # The plan adds bytes to the measured peak, e.g. for a longer micro-batch than any so far.
         for number, (_, _, most) in enumerate(measured):
             choice = self._chosen[number]
             more = corrections[number].more(self._choices[number], choice)
             self._known.add(self._keys(self._phase)[number], choice, most + max(0.0, more))
         rooms = zip((most for _, _, most in measured), self._least_memory, self._names, strict=True)
-        return self._news(step, "; ".join(_peak(*room) for room in rooms))
+        return self._chosen_event(step, "; ".join(_peak(*room) for room in rooms))
 
-    def _next(self) -> JointChoice:
-        """The choice for the next step, by what was measured."""
+    def _choose_next(self) -> JointChoice:
+        """Return the choice for the next step, by the corrections measured so far."""
         choices, corrections = self._choices, self._corrections
         if not corrections[0].has_measured:
+            # Nothing is measured yet: no choice is trusted to fit, so the smallest is taken.
             return best_together(choices, lambda *_: False)
         return best_together(choices, lambda n, one: corrections[n].fits(choices[n], one))
 
-    def _take(self, chosen: JointChoice) -> None:
+    def _apply(self, chosen: JointChoice) -> None:
         self._chosen = chosen
         if chosen[0].activation_checkpointing != self._way:
             self._way = chosen[0].activation_checkpointing
             self._recompute(self._way)
         self._synchronize(chosen[0].gradient_sync)
 
-    def _news(self, step: int, why: str) -> Chosen | None:
+    def _chosen_event(self, step: int, why: str) -> Chosen | None:
         assert self._chosen is not None
         return Chosen(step=step, **self._values(self._chosen), text=why) if self._is_open else None
 
     def _values(self, chosen: JointChoice) -> dict[str, Any]:
-        """Fields of `Chosen`."""
+        """Return a choice as fields of `Chosen`."""
         tokens = [choice.micro_batch_tokens for choice in chosen]
         each = dict(zip(self._names, tokens, strict=True)) if len(set(tokens)) > 1 else {}
         return {
@@ -386,27 +396,29 @@ class Automatic:
             **({"micro_batch_tokens_by_kind": each} if each else {}),
         }
 
-    def _words(self, chosen: JointChoice) -> str:
+    def _describe(self, chosen: JointChoice) -> str:
         if len(self._names) == 1:
             return words(chosen[0])
         pairs = zip(self._names, chosen, strict=True)
         return "; ".join(f"{name}: {words(choice)}" for name, choice in pairs)
 
     def _keys(self, phase: int) -> list[str]:
-        """The kind of each kind's group: what it chooses holds for others of it."""
+        """Return a key for each kind of rank; groups with equal keys can share a choice."""
         group = f"{self._phases[phase].kinds[0].layout.division}, phase {phase}"
         if len(self._names) == 1:
             return [group]
         return [f"{group}, {name} of {', '.join(sorted(self._names))}" for name in self._names]
 
     def _largest(self, values: Sequence[float]) -> list[list[float]]:
-        """By kind, the largest values over its ranks."""
-        told = torch.full((len(self._names), len(values)), -torch.inf, dtype=torch.float64)
-        told[self._kind] = torch.tensor(values, dtype=torch.float64)
+        """Return the elementwise maxima of values over the ranks of each kind. Collective."""
+        values_by_kind = torch.full(
+            (len(self._names), len(values)), -torch.inf, dtype=torch.float64
+        )
+        values_by_kind[self._kind] = torch.tensor(values, dtype=torch.float64)
         if self._phases and dist.is_initialized():
-            told = told.to(self._device)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        largest: list[list[float]] = told.tolist()
+            values_by_kind = values_by_kind.to(self._device)
+            dist.all_reduce(values_by_kind, op=dist.ReduceOp.MAX)
+        largest: list[list[float]] = values_by_kind.tolist()
         return largest
 
 
@@ -427,9 +439,9 @@ def automatic(
     kinds: RankKinds = (),
     data_rank: int = 0,
 ) -> Automatic:
-    """A group's choices, as a recipe leaves them open. Collective."""
-    there = different(kinds)
-    number = there.index(kinds[data_rank]) if kinds else 0
+    """Return the chooser for a group, with the choices that a recipe leaves open. Collective."""
+    all_kinds = different(kinds)
+    number = all_kinds.index(kinds[data_rank]) if kinds else 0
     open_phases = []
     if recipe.is_automatic:
         name = device_name(device) if device.type == "cuda" else "CPU"
@@ -439,7 +451,7 @@ def automatic(
                 last_step=phase.last_step,
                 kinds=tuple(
                     _choices(recipe, part, phase, kind, world_size, *devices[n])
-                    for n, kind in enumerate(there)
+                    for n, kind in enumerate(all_kinds)
                 ),
             )
             for part, phase in zip(recipe.parts, phases, strict=True)
@@ -451,7 +463,7 @@ def automatic(
         device,
         memory_of_worker(device, per_node, recipe.workers.memory_gb),
         synchronize=synchronize,
-        names=[kind.name for kind in there],
+        names=[kind.name for kind in all_kinds],
         kind=number,
     )
 
@@ -465,7 +477,7 @@ def _choices(
     device: str,
     per_node: int,
 ) -> Choices:
-    """All that a kind of ranks may choose in a phase."""
+    """Return all choices of a kind of rank in a phase."""
     data = phase.batches
     return phase_choices(
         recipe,
@@ -478,15 +490,15 @@ def _choices(
 
 
 def _budgets(data: Batches, kind: RankKind) -> list[int]:
-    """The numbers of tokens that a kind's micro-batches may have, ascending."""
+    """Return the token budgets that a kind's micro-batches may have, ascending."""
     sizes = (data.tokens_per_micro_batch, *data.larger_budgets)
     return [size for size in sizes if kind.budget(size) == size] or [kind.budget(sizes[0])]
 
 
 def _by_kind(value: tuple[int, Any], world_size: int) -> dict[int, Any]:
-    """Of each kind the value of its first rank, on every rank: they may differ from machine to
-    machine."""
+    """Return for each kind the value of its first rank, equal on every rank. Collective."""
     values = [value] * world_size
     if dist.is_initialized():
         dist.all_gather_object(values, value)
+    # Reversed, so that the first rank of a kind wins: values may differ between machines.
     return dict(reversed(values))

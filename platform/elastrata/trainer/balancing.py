@@ -1,8 +1,8 @@
-"""Pacing: how fast ranks are, which of them are slow, and by which speeds steps are dealt.
+"""Pacing: throughput of each rank, detection of slow ranks, and the speeds to deal steps by.
 
-Rank 0 estimates the paces of all ranks from steps that are noisy (`Paces`), decides when other
-speeds would make steps shorter (`SpeedController`), and sends both as events (`Pacing`). Knows no
-Ray.
+Rank 0 estimates the pace of every rank from noisy step times (`Paces`), decides when other speeds
+would make steps shorter (`SpeedController`), and sends both as events (`Pacing`). It does not
+depend on Ray.
 """
 
 from __future__ import annotations
@@ -23,54 +23,59 @@ from elastrata_pipelines.speeds import Speeds, least_samples, quantized
 Floats = npt.NDArray[np.float64]
 
 WINDOW = 64
-"""Steps that an estimate looks back at most."""
+"""Largest number of steps that an estimate uses."""
 RECENT = 6
-"""The newest steps, which tell whether a rank has become another: then older ones count no more."""
+"""Number of newest steps that are compared with the older ones. If they differ, the rank's pace has
+changed, and the older steps are dropped."""
 _LEAST_SPREAD = 0.01
 _LEAST_JUMP = 0.05
-_OF_MEDIAN = math.sqrt(math.pi / 2)
+_MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, for normal noise."""
-_OF_DEVIATION = 1.4826
-"""Standard deviation over the median distance from the median, for normal noise."""
+_DEVIATION_FACTOR = 1.4826
+"""Standard deviation over the median absolute deviation, for normal noise."""
 LEAST_GAIN = 0.04
-"""Of a step's time: for less the speeds stay."""
+"""Smallest saving, as a share of the step time, for which speeds are changed."""
 PATIENCE = 48
-"""Steps until speeds that were asked for and did not come are asked for again."""
+"""Steps after which requested speeds that have not taken effect are requested again."""
 _SETTLING = 8
-"""Steps that speeds stay, once steps are dealt by them."""
+"""Steps for which speeds are kept after they took effect."""
 STEPS_BETWEEN_LOOKS = 4
 SLOW, USUAL = 0.8, 0.9
-"""Shares of the pace of others: below the first one a rank is slow, above the second it is not."""
+"""Pace relative to other ranks of the kind: below `SLOW` a rank is reported as slow, above `USUAL`
+as recovered."""
 _LEAST_STEPS = 6
 
 
 def certain(num_ranks: int, num_steps: Floats | float) -> Floats:
-    """So many standard errors are no chance, among so many ranks and after so many steps: chance
-    gets there less than once in thousands of steps, also where the spread is known from few."""
+    """Return the number of standard errors that exclude chance, given the number of ranks and of
+    steps that an estimate uses.
+
+    Chance exceeds it less than once in thousands of steps, also if few steps determine the spread.
+    """
     several = 4.8 + 0.3 * math.log(num_ranks)
     return np.asarray(several * (1 + 6 / np.maximum(num_steps, 1)))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of every rank; arrays of shape [ranks]."""
+    """Estimates for every rank, as arrays of shape [ranks]."""
 
     paces: Floats
-    """Work by second; NaN where nothing is known."""
+    """Work per second; NaN if unknown."""
     errors: Floats
-    """Standard errors, as shares of the pace."""
+    """Standard errors, relative to the pace."""
     num_steps: Floats
-    """That the estimate rests on."""
+    """Number of steps that each estimate uses."""
     since: npt.NDArray[np.int64]
     """The step since which the rank has this pace."""
 
 
 class Paces:
-    """Estimates by the median of the newest steps, which no outlier moves. A rank that has become
-    faster or slower, beyond its noise, is looked at anew.
+    """Estimates of the paces by medians of the newest steps, which are robust against outliers. If
+    a rank's pace changes by more than its noise, its estimate starts again.
 
     Args:
-        num_ranks: in all.
+        num_ranks: number of all ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -80,13 +85,14 @@ class Paces:
         self._since = np.zeros(num_ranks, dtype=np.int64)
 
     def add(self, step: int, seconds: Floats, work: Floats) -> None:
-        """A step is done.
+        """Add the measurements of a step.
 
         Args:
-            step: its number.
-            seconds: own ones of every rank, shape [ranks].
-            work: of every rank; 0 where it had fillers alone.
+            step: number of the step.
+            seconds: each rank's own compute time, shape [ranks].
+            work: each rank's work, shape [ranks]; 0 if it had only filler micro-batches.
         """
+        # Log paces, so that noise that is a share of the pace has the same spread on every rank.
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(work / seconds)
         if not self._steps:
@@ -95,37 +101,43 @@ class Paces:
         self._logs.append(np.where(np.isfinite(logs), logs, np.nan))
 
     def estimate(self) -> Estimate:
-        """By all steps so far; also drops those of a rank that has become another."""
+        """Return the estimate by all steps so far. Drops the older steps of ranks whose pace
+        changed."""
         logs, steps = np.stack(self._logs), np.array(self._steps)
         counts = steps[:, None] >= self._since
-        middle, spread, number = _middle(np.where(counts, logs, np.nan))
-        newest = _middle(logs[-RECENT:])
-        before = _middle(np.where(counts, logs, np.nan)[:-RECENT])
+        middle, spread, number = _median_and_spread(np.where(counts, logs, np.nan))
+        newest = _median_and_spread(logs[-RECENT:])
+        before = _median_and_spread(np.where(counts, logs, np.nan)[:-RECENT])
         spreads = np.maximum(before[1], _LEAST_SPREAD)
-        error = _OF_MEDIAN * spreads * np.sqrt(1 / RECENT + 1 / np.maximum(before[2], 1))
+        error = _MEDIAN_ERROR_FACTOR * spreads * np.sqrt(1 / RECENT + 1 / np.maximum(before[2], 1))
         limit = np.maximum(certain(self._num_ranks, before[2]) * error, _LEAST_JUMP)
         jumped = (before[2] >= RECENT) & (np.abs(newest[0] - before[0]) > limit)
         if jumped.any():
+            # The older steps belong to another pace. The recursion ends, as a rank needs RECENT
+            # older steps to be tested again.
             self._since[jumped] = steps[-RECENT]
             return self.estimate()
+        # A spread from few steps is often far too small, so no rank's is below the median of all
+        # ranks.
         spread = np.maximum(spread, _median(np.maximum(spread, _LEAST_SPREAD)[:, None])[0])
-        errors = _OF_MEDIAN * spread / np.sqrt(np.maximum(number, 1))
+        errors = _MEDIAN_ERROR_FACTOR * spread / np.sqrt(np.maximum(number, 1))
         since = np.where(number > 0, self._since, steps[-1])
         return Estimate(np.exp(middle), errors, number, since)
 
 
-def _middle(logs: Floats) -> tuple[Floats, Floats, Floats]:
-    """Median, spread and number of the values that are known, by column."""
+def _median_and_spread(logs: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return median, spread and number of the values that are not NaN, by column."""
     if not len(logs):
         nothing = np.full(logs.shape[1], np.nan)
         return nothing, nothing, np.zeros(logs.shape[1])
     middle, number = _median(logs), np.sum(~np.isnan(logs), axis=0).astype(np.float64)
-    spread = _OF_DEVIATION * _median(np.abs(logs - middle))
+    spread = _DEVIATION_FACTOR * _median(np.abs(logs - middle))
     return middle, spread, number
 
 
 def _median(values: Floats) -> Floats:
-    """By column, of what is not NaN."""
+    """Return the median of each column, without NaN."""
+    # np.nanmedian would warn about columns without a value.
     ordered = np.sort(np.ascontiguousarray(values.T), axis=1)  # NaN comes last
     last = np.maximum(np.sum(~np.isnan(values), axis=0) - 1, 0)
     columns = np.arange(values.shape[1])
@@ -133,8 +145,8 @@ def _median(values: Floats) -> Floats:
 
 
 class SpeedController:
-    """Asks for other speeds where the steps would be shorter by more than noise explains: small
-    gains must be seen for longer than large ones, and none is taken back without the same proof.
+    """Controller that requests other speeds if they shorten the steps by more than noise explains.
+    A small gain needs more steps as evidence than a large one, in both directions.
 
     Args:
         num_ranks: number of data ranks.
@@ -142,57 +154,60 @@ class SpeedController:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._asked: Speeds = ()
-        self._asked_at = self._in_effect_since = 0
+        self._requested: Speeds = ()
+        self._requested_at = self._in_effect_since = 0
 
     def decide(self, step: int, dealt_by: Sequence[int], estimate: Estimate) -> Speeds | None:
-        """The speeds that steps to come should be dealt by; None: those that there are.
+        """Return the speeds to deal later steps by, or None to keep the present ones.
 
         Args:
-            step: the last one that is done.
-            dealt_by: the speeds it was dealt by; none: all are equally fast.
+            step: the last finished step.
+            dealt_by: the speeds that the step was dealt by; empty if all are equal.
             estimate: of the data ranks' paces.
         """
         if self._is_waiting(step, tuple(dealt_by)):
             return None
-        known = np.isfinite(estimate.paces)
-        if not known.any() or estimate.num_steps[known].min() < _LEAST_STEPS:
+        has_pace = np.isfinite(estimate.paces)
+        if not has_pace.any() or estimate.num_steps[has_pace].min() < _LEAST_STEPS:
             return None
         speeds = np.asarray(dealt_by or (1,) * self._num_ranks, dtype=np.float64)
-        paces = _completed(estimate.paces, speeds)
-        gain, doubt = _gain(speeds, paces, estimate)
+        paces = _fill_unknown_paces(estimate.paces, speeds)
+        gain, doubt = _estimate_gain(speeds, paces, estimate)
         if gain <= max(LEAST_GAIN, doubt):
             return None
         wanted = quantized(paces.tolist())
         if wanted == tuple(dealt_by):
             return None
-        self._asked, self._asked_at = wanted, step
+        self._requested, self._requested_at = wanted, step
         return wanted
 
     def _is_waiting(self, step: int, dealt_by: Speeds) -> bool:
-        """Whether asked-for speeds are on their way, or have only come."""
-        if not self._asked:
+        """Return whether requested speeds have not taken effect yet, or took effect only
+        recently."""
+        if not self._requested:
             return False
-        if dealt_by != self._asked:
+        if dealt_by != self._requested:
             self._in_effect_since = step + 1
-            return step - self._asked_at < PATIENCE
+            return step - self._requested_at < PATIENCE
         return step - self._in_effect_since < _SETTLING
 
 
-def _completed(paces: Floats, speeds: Floats) -> Floats:
-    """Paces with those of ranks that had no rows, which keep their speeds."""
-    known = np.isfinite(paces)
-    scale = np.median(paces[known] / speeds[known])
-    return np.where(known, paces, speeds * scale)
+def _fill_unknown_paces(paces: Floats, speeds: Floats) -> Floats:
+    """Return the paces, with a value by their present speed for ranks that had no rows."""
+    has_pace = np.isfinite(paces)
+    scale = np.median(paces[has_pace] / speeds[has_pace])
+    return np.where(has_pace, paces, speeds * scale)
 
 
-def _gain(speeds: Floats, paces: Floats, estimate: Estimate) -> tuple[float, float]:
-    """What the slowest rank takes longer than if all were dealt to by these paces; and the least
-    that is no chance."""
+def _estimate_gain(speeds: Floats, paces: Floats, estimate: Estimate) -> tuple[float, float]:
+    """Return how much longer the slowest rank takes than if steps were dealt by these paces (as a
+    share), and the smallest share that is significant."""
     times = speeds / paces
     slowest = int(np.argmax(times))
     ideal = speeds.sum() / paces.sum()
     shares = paces / paces.sum()
+    # Error of the slowest pace over the sum of all paces, by linear propagation: the slowest rank
+    # stands in the sum, too.
     shares[slowest] = 1 - shares[slowest]
     errors = np.nan_to_num(estimate.errors)
     error = float(np.sqrt(np.sum((shares * errors) ** 2)))
@@ -202,23 +217,23 @@ def _gain(speeds: Floats, paces: Floats, estimate: Estimate) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank computes."""
+    """The machine and device of a rank."""
 
     node: str
-    """The node's id."""
+    """Ray's id of the node."""
     host: str
     device: str
     """The kind of device."""
 
 
 class Pacing:
-    """Looks at the efforts of all ranks, every few steps.
+    """Evaluation of the times of all ranks every few steps, on rank 0.
 
     Args:
-        places: of all ranks.
-        data_ranks: of all ranks: which ones compute the same samples.
+        places: machine and device of every rank.
+        data_ranks: data rank of every rank; ranks with the same one compute the same samples.
         deals: whether steps are dealt by measured speeds.
-        tell: called with what is found.
+        tell: called with each event.
     """
 
     def __init__(
@@ -236,7 +251,7 @@ class Pacing:
         self._slow: set[int] = set()
 
     def __call__(self, rank_step: RankStep, efforts: Sequence[Effort]) -> None:
-        """A step is done, with these efforts by rank; none where they are not known."""
+        """Add a finished step with the efforts by rank; empty if they are unknown."""
         seconds = np.array([effort.seconds for effort in efforts])
         if not len(seconds) or not seconds.all():
             return
@@ -245,7 +260,7 @@ class Pacing:
         if step % STEPS_BETWEEN_LOOKS:
             return
         estimate = self._paces.estimate()
-        self._name(step, estimate)
+        self._report_slow_ranks(step, estimate)
         if self._controller:
             groups = slowest_members(estimate, self._data_ranks)
             speeds = self._controller.decide(step, rank_step.speeds, groups)
@@ -253,8 +268,8 @@ class Pacing:
                 paces = tuple(np.nan_to_num(estimate.paces).tolist())
                 self._tell(Paced(step=step, speeds=speeds, paces=paces))
 
-    def _name(self, step: int, estimate: Estimate) -> None:
-        """Tells of ranks that are slow now, and of those that are not any more."""
+    def _report_slow_ranks(self, step: int, estimate: Estimate) -> None:
+        """Send an event for each rank that has become slow, and for each that has recovered."""
         doubts = certain(len(self._places), estimate.num_steps) * estimate.errors
         for rank, factor in enumerate(self._factors(estimate.paces).tolist()):
             is_known = estimate.num_steps[rank] >= _LEAST_STEPS and np.isfinite(factor)
@@ -263,13 +278,14 @@ class Pacing:
             is_slow = factor < SLOW and -np.log(factor) > doubts[rank]
             if is_slow and rank not in self._slow:
                 self._slow.add(rank)
-                self._tell(self._slowed(step, rank, factor, estimate))
+                self._tell(self._slowed_event(step, rank, factor, estimate))
             elif factor > USUAL and rank in self._slow:
                 self._slow.remove(rank)
-                self._tell(self._slowed(step, rank, factor, estimate, is_over=True))
+                self._tell(self._slowed_event(step, rank, factor, estimate, is_over=True))
 
     def _factors(self, paces: Floats) -> Floats:
-        """Every rank's pace over the median of the others of its kind; NaN where it has none."""
+        """Return every rank's pace over the median of the others of its kind; NaN if it has
+        none."""
         kinds = np.array([place.device for place in self._places])
         factors = np.full(len(paces), np.nan)
         for kind in set(kinds.tolist()):
@@ -278,7 +294,7 @@ class Pacing:
                 factors[members] = paces[members] / medians_of_others(paces[members])
         return factors
 
-    def _slowed(
+    def _slowed_event(
         self, step: int, rank: int, factor: float, estimate: Estimate, *, is_over: bool = False
     ) -> Slowed:
         place = self._places[rank]
@@ -295,7 +311,7 @@ class Pacing:
 
 
 def idle_ranks(speeds: Speeds, samples: int) -> Iterator[str]:
-    """A line for each data rank that is too slow to get a row of a batch of so many samples."""
+    """Yield a line for each data rank that is too slow to get a row of a batch of `samples`."""
     for rank, speed in enumerate(speeds):
         least = least_samples(speeds, rank)
         if samples < least:
@@ -307,13 +323,13 @@ def idle_ranks(speeds: Speeds, samples: int) -> Iterator[str]:
 
 
 def medians_of_others(values: Floats) -> Floats:
-    """For each of several numbers the median of all but it."""
+    """Return for each number the median of all the others, in O(n log n)."""
     order = np.argsort(values, kind="stable")
     ordered, places = values[order], np.empty(len(values), dtype=np.int64)
     places[order] = np.arange(len(values))
 
     def other(number: int) -> Floats:
-        """The others' number in ascending order."""
+        """Return for each value the `number`-th of the others in ascending order."""
         return np.asarray(ordered[number + (places <= number)])
 
     last = len(values) - 2
@@ -321,11 +337,11 @@ def medians_of_others(values: Floats) -> Floats:
 
 
 def slowest_members(estimate: Estimate, data_ranks: np.ndarray) -> Estimate:
-    """The estimate of every data rank: that of its slowest rank.
+    """Return the estimate of each data rank: that of its slowest rank.
 
     Args:
         estimate: of all ranks.
-        data_ranks: the data rank of each.
+        data_ranks: the data rank of each rank.
     """
     by_pace = np.argsort(-np.nan_to_num(estimate.paces), kind="stable")
     slowest = np.zeros(data_ranks.max() + 1, dtype=np.int64)

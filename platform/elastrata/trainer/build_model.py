@@ -1,6 +1,6 @@
-"""The engine of a recipe on one rank: its model, sharded, and the loop that trains it.
+"""Construction of a recipe's model on one rank, sharded, and of the loop that trains it.
 
-Knows no Ray, so that `elastrata bench` measures what the workers run.
+It does not depend on Ray, so that `elastrata bench` measures the code that workers run.
 """
 
 from __future__ import annotations
@@ -47,26 +47,25 @@ from elastrata_pipelines.format import Vocabulary
 
 @dataclass(frozen=True)
 class DividedModel:
-    """A recipe's model over all ranks, as this rank has it."""
+    """This rank's part of a recipe's model, divided over all ranks."""
 
     model: nn.Module
-    """Its parameters, under their names in the whole model."""
+    """Module whose parameters have their names in the whole model."""
     forward_backward: ForwardBackward
-    """Through it; with a pipeline, through what all its ranks have."""
+    """Forward and backward pass through the model, with all stages of a pipeline."""
     clip: Clip
-    """Clips its gradient; may have hooks on the model."""
+    """Clips the gradient; may register hooks on the model."""
     blocks: Sequence[nn.Module]
     """The model's blocks."""
     pipeline: dist.ProcessGroup | None = None
-    """The ranks that have the model's stages between them, where there are any."""
+    """The ranks that hold the stages of this pipeline; None without one."""
     compile: bool = False
     """Whether blocks are compiled."""
     draw: Callable[[], None] = lambda: None
-    """Gives this rank's parameters their first weights, where `divided_model` has not."""
+    """Initialises this rank's parameters at random, if `divided_model` has not."""
 
     def recompute(self, way: Recomputation) -> None:
-        """From now on its blocks compute again what `activation_checkpointing` of that value has
-        them compute again."""
+        """Set the activation checkpointing of the blocks from now on."""
         for block in self.blocks:
             recompute(block, way, compile=self.compile)
         self.forward_backward.recomputes(RECOMPUTED[way])
@@ -81,15 +80,15 @@ def divided_model(
     *,
     draws: bool = True,
 ) -> DividedModel:
-    """The recipe's model over all ranks of the process group.
+    """Build the recipe's model over all ranks of the process group.
 
     Args:
-        recipe: says which.
-        vocabulary: of its data.
+        recipe: workload, parallelism, precision and clipping.
+        vocabulary: of the run's data.
         seq_len: tokens of the longest sample.
         device: of this rank.
         world_size: ranks of the process group.
-        draws: whether its parameters get their first weights now.
+        draws: whether parameters are initialised at random now.
     """
     divide = _pipelined if recipe.parallel.pipeline > 1 else _sharded
     divided = divide(recipe, vocabulary, seq_len, device, world_size)
@@ -119,6 +118,8 @@ def _sharded(
         recipe.clip,
         model,
         ordered=recipe.parallel.virtual_ranks is not None,
+        # The masks of a sparse phase change gradients after the backward pass, so the norm has to
+        # be taken later than usual.
         late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
     )
     sync = sync_at_first(recipe.parallel.gradient_sync)
@@ -129,7 +130,7 @@ def _sharded(
 
 
 def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
-    """The masks of the recipe's phases over its model; None where no phase has any."""
+    """Return the masks of the recipe's phases over its model, or None if no phase is sparse."""
     phases = [SparsePhase(part.num_steps, part.sparsity) for part in recipe.parts]
     if not any(phase.sparsity for phase in phases):
         return None
@@ -149,7 +150,7 @@ def phase_masks(recipe: Recipe, divided: DividedModel) -> Masks | None:
 
 
 def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
-    """The average of this rank's shards, which has not begun; None where the recipe has none."""
+    """Return the average of this rank's shards, not yet started, or None if the recipe has none."""
     if recipe.average is None:
         return None
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -167,7 +168,7 @@ def training_loop(
     masks: Masks | None = None,
     blocks: Sequence[nn.Module] = (),
 ) -> Loop:
-    """The recipe's loop."""
+    """Return the recipe's loop."""
     return Loop(
         workload=recipe.workload,
         vocabulary=vocabulary,
@@ -184,12 +185,13 @@ def training_loop(
 
 
 def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:
-    """The abilities that the recipe may ask for: 2:4 kernels are tried only where it does."""
+    """Return the device's capabilities. 2:4 kernels are only probed if the recipe uses them."""
     return capabilities(device, tries_kernels=_skips_zeros(recipe))
 
 
 def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
-    """A line for each thing that the recipe asks for and a machine lacks, with what is used."""
+    """Return a line for each feature that the recipe requests and the device lacks, with its
+    substitute."""
     dtype = DTYPES[recipe.precision]
     may_be_selective = recipe.compile and recipe.activation_checkpointing in ("selective", "auto")
     uncompiled = []
@@ -207,7 +209,7 @@ def missing_here(recipe: Recipe, here: DeviceCapabilities) -> list[str]:
 
 
 def _skips_zeros(recipe: Recipe) -> bool:
-    """Whether 2:4 kernels are to multiply in any of its phases."""
+    """Return whether 2:4 kernels multiply in any phase."""
     sparsities = [part.sparsity for part in recipe.parts]
     return any(isinstance(sparsity, TwoFourConfig) and sparsity.kernels for sparsity in sparsities)
 
@@ -215,7 +217,7 @@ def _skips_zeros(recipe: Recipe) -> bool:
 def _pipelined(
     recipe: Recipe, vocabulary: Vocabulary, seq_len: int, device: torch.device, world_size: int
 ) -> DividedModel:
-    # Imported here: it brings torch's compiler along, seconds that others can do without.
+    # Imported here because it loads torch's compiler, which takes seconds.
     from elastrata.pipeline.microbatches import Pipeline
     from elastrata.pipeline.stages import cut_in_stages
 
@@ -249,6 +251,7 @@ def _pipelined(
         recomputed=RECOMPUTED[way_at_first(recipe.activation_checkpointing)],
     )
     group = mesh.get_group("pipeline")
+    # Parameters shared by stages, such as tied embeddings, count once in the gradient norm.
     counted_elsewhere = stages.shared if mesh.get_local_rank("pipeline") else ()
     ranks = StageRanks(group, counted_elsewhere)
     clip = build_clip(recipe.clip, stages.model, pipeline=ranks)
@@ -269,6 +272,7 @@ def _compiles(recipe: Recipe, device: torch.device) -> bool:
 
 def _outline(recipe: Recipe, vocabulary: Vocabulary, seq_len: int) -> Outline:
     def build() -> nn.Module:
+        # The model is built once per rank and must be the same on each, so the seed is set here.
         torch.manual_seed(recipe.seed)
         return recipe.workload.build_model(vocabulary, seq_len)
 

@@ -1,4 +1,4 @@
-"""When the state of a run is saved, in memory and on storage."""
+"""The schedule by which a run's state is saved, in memory and on storage."""
 
 from __future__ import annotations
 
@@ -41,38 +41,39 @@ from elastrata_pipelines.retry import Backoff
 from elastrata_pipelines.storage import Storage
 
 _SECONDS_BETWEEN_WORDS = 20.0
-"""Who waits for a save says so this often; silence would be taken for a hang."""
+"""Interval of log lines while a save is awaited; the driver would take silence for a hang."""
 
 
 class Channel(Protocol):
-    """To and from whoever leads the run: the driver of a cluster, or the trial of a sweep."""
+    """Channel to the process that leads the run: the driver of a cluster, or the trial of a
+    sweep."""
 
     def send(self, event: Event) -> None:
-        """Sends an event; waits for nothing."""
+        """Send an event without blocking."""
 
     def look(self) -> ControlSignal | None:
-        """The signal to the workers, as far as it is known here; waits for nothing."""
+        """Return the newest signal to the workers that has arrived here, without blocking."""
 
     def flush(self) -> None:
-        """Waits until what was sent has left this process; a minute at most."""
+        """Wait until all sent events have left this process, for a minute at most."""
 
 
 class CheckpointManager:
-    """One attempt's writer of history and state. Every rank has one; rank 0's does more.
+    """Writer of an attempt's history and state on one rank. Rank 0 also writes the history.
 
-    On a clean end it waits for the last checkpoint; after an exception it leaves what is not yet
-    committed behind.
+    On a clean exit it waits for the last checkpoint. After an exception it abandons saves that are
+    not yet committed.
 
     Args:
         run: the run's folder.
-        replicas: where copies in memory go; None: nowhere.
+        replicas: target of in-memory checkpoints; None for no such checkpoints.
         attempt: number of this group of workers.
         rank: of this worker.
-        config: which checkpoints are taken and stay.
+        config: interval and retention of checkpoints.
         channel: to the driver.
-        state: what there is to save, as it is when this is called.
-        extra: more that a commit is to say, as it is when this is called.
-        on_gpu: whether the state is on one.
+        state: returns the state to save, at the time of the call.
+        extra: returns further values for the commit, at the time of the call.
+        on_gpu: whether the state is on a GPU.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class CheckpointManager:
         self._evaluated: Evaluated | None = None
         self._serving: ControlSignal | None = None
         self._newest: Saving | None = None
-        self._retry, self._overdue = Backoff(), False
+        self._retry, self._is_overdue = Backoff(), False
         self._stager = Stager()
         self._durable = DurableSaver(
             self._checkpoints,
@@ -102,7 +103,7 @@ class CheckpointManager:
             stager=self._stager,
             keep_last=config.keep_last,
             keep_best=config.keep_best,
-            warn=self._failed,
+            warn=self._save_failed,
             on_commit=self._committed,
             before_removal=self._note_removal,
             on_remove=lambda commit: channel.send(
@@ -119,7 +120,8 @@ class CheckpointManager:
         )
 
     def asked(self) -> Action:
-        """The action of all ranks after the step that is about to begin; on rank 0."""
+        """Return the action of all ranks after the step that is about to begin, on rank 0;
+        elsewhere `Action.GO_ON`."""
         if self._history is None:
             return Action.GO_ON
         request = self._channel.look()
@@ -128,11 +130,11 @@ class CheckpointManager:
         if request and is_new:
             self._channel.send(Heard(action=request.action))
             return request.action
-        is_due = self._overdue or self._retry.retry_due(time.monotonic())
+        is_due = self._is_overdue or self._retry.retry_due(time.monotonic())
         return Action.SAVE if is_due and not self._durable.saving else Action.GO_ON
 
     def started(self, event: Started) -> None:
-        """The group is ready for its first step."""
+        """Record that the group is ready for its first step."""
         self._channel.send(event)
         if self._history:
             self._history.add(
@@ -149,13 +151,13 @@ class CheckpointManager:
             self._history.flush()
 
     def chose(self, event: Chosen) -> None:
-        """The group has chosen what the recipe leaves open. Rank 0 says so."""
+        """Record the group's choice of keys that the recipe leaves open. Rank 0 sends it."""
         if self._history:
             self._channel.send(event)
             self._history.add("chosen", asdict(event))
 
     def stepped(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Record a finished step."""
         self._channel.send(record)
         if self._history:
             self._history.add("step", record.to_dict())
@@ -163,10 +165,10 @@ class CheckpointManager:
     def evaluated(
         self, step: int, losses: Mapping[str, StepLoss], seconds: float
     ) -> Mapping[str, float]:
-        """The held-out data was evaluated after so many steps.
+        """Record an evaluation after `step` steps.
 
         Returns:
-            What the evaluation reports, by metric name.
+            The evaluation's results by metric name.
         """
         self._evaluated = evaluated(step, losses, seconds)
         self._channel.send(self._evaluated)
@@ -176,7 +178,7 @@ class CheckpointManager:
         return reported
 
     def reached(self, record: StepRecord, metric: str, value: float) -> None:
-        """The evaluation after that step has reached the run's target."""
+        """Record that the evaluation after this step has reached the run's target."""
         if self._history:
             progress = {"samples": record.samples, "tokens": record.tokens}
             self._history.add(
@@ -184,7 +186,8 @@ class CheckpointManager:
             )
 
     def keep(self, record: StepRecord, action: Action, *, is_last: bool) -> None:
-        """Copies the state after that step where a copy is due, as after the last. Collective."""
+        """Save the state after a step if a checkpoint is due, requested, or the last one.
+        Collective."""
         self._newest = self._saving(record)
         seconds = 0.0
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
@@ -196,20 +199,20 @@ class CheckpointManager:
             self._channel.send(Stalled(step=record.step, seconds=seconds))
 
     def before_change(self) -> None:
-        """The state is about to change: what the GPU does from here on comes after its copies."""
+        """Order later work of the GPU after the copies of the state, which is about to change."""
         self._stager.before_change()
 
     def continued(self, saving: Saving) -> None:
-        """The group continued from that state in memory, and no step is left: it is the last one
-        that there will be to save. Collective."""
+        """Save the state that the group resumed from, if no step is left to train. Collective."""
+        # It may exist in memory alone so far, and the run ends here.
         self._newest = saving
         self._save_durably(waits=True)
 
     def halted(self, action: Action) -> ControlSignal:
-        """Waits until the newest state is safe, and says so. Collective.
+        """Wait until the newest state is safe, and report the halt. Collective.
 
         Returns:
-            What was asked, on every rank.
+            The signal that requested the halt, on every rank.
         """
         self._make_safe(in_memory=action < Action.STOP)
         if self._history and self._serving and self._newest:
@@ -227,27 +230,28 @@ class CheckpointManager:
         return cast(ControlSignal, agreed[0])
 
     def leave(self) -> None:
-        """Nobody will go on from here: what is not saved by now need not be."""
+        """Give up the newest state, as no group will resume from it."""
         self._newest = None
 
     def _make_safe(self, *, in_memory: bool) -> None:
-        """Returns when the newest state is on storage, and takes it again where that fails; or, if
-        that is enough, when it is in memory. Collective."""
+        """Wait until the newest state is on storage, and save again if that fails; or until it is
+        in memory, if `in_memory` permits that. Collective."""
         while self._newest:
-            self._await(self._durable)
+            self._wait_for(self._durable)
             if self._in_memory:
-                self._await(self._in_memory.saver)
+                self._wait_for(self._in_memory.saver)
             if self._durable.all_saved(self._newest.step):
                 return
             copies = self._in_memory if in_memory else None
             if copies and copies.saver.all_saved(self._newest.step):
                 return
+            # Only rank 0 knows the retry delay; the others wait for it at the barrier.
             if self._history:
                 Flag().wait(self._retry.seconds)
             dist.barrier()
             self._save_durably(waits=True)
 
-    def _await(self, saver: DurableSaver) -> None:
+    def _wait_for(self, saver: DurableSaver) -> None:
         while not saver.wait(_SECONDS_BETWEEN_WORDS):
             self._warn("the state is still being saved")
 
@@ -260,15 +264,16 @@ class CheckpointManager:
         return Saving(step=record.step, samples=record.samples, tokens=record.tokens, extra=extra)
 
     def _save_durably(self, *, waits: bool) -> float:
-        """Saves to storage; where the save before is not complete, later, unless it is to wait."""
-        self._overdue = not waits and not self._durable.all_idle()
-        if self._overdue:
+        """Save to storage, or postpone that if the previous save is not complete and `waits` is
+        false. Returns the seconds that this took."""
+        self._is_overdue = not waits and not self._durable.all_idle()
+        if self._is_overdue:
             return 0.0
-        self._await(self._durable)
+        self._wait_for(self._durable)
         return self._save(self._durable)
 
     def _copy(self, copies: MemoryCopies, step: int, *, asked: bool) -> float:
-        """Copies into memory where that is due, or asked for, and there is room."""
+        """Copy into memory if a copy is due or `asked` for, and there is room. Returns seconds."""
         if (asked or copies.is_due(step)) and copies.has_room(self._state):
             return copies.copy(step, self._save)
         return 0.0
@@ -276,6 +281,8 @@ class CheckpointManager:
     def _save(self, saver: DurableSaver) -> float:
         assert self._newest is not None
         extra = dict(self._newest.extra)
+        # The commit carries the part of the history that is not yet on storage, so that neither is
+        # ahead of the other.
         if self._history:
             extra |= unwritten(self._history)
         return saver.save(
@@ -289,7 +296,7 @@ class CheckpointManager:
     def _warn(self, line: str) -> None:
         self._channel.send(Warned(text=line))
 
-    def _failed(self, line: str) -> None:
+    def _save_failed(self, line: str) -> None:
         self._warn(line)
         self._retry = self._retry.failed(time.monotonic())
 
@@ -304,8 +311,8 @@ class CheckpointManager:
         )
 
     def _note_removal(self, folders: Sequence[str]) -> None:
-        """Notes which checkpoints are to go, before they do: one that is gone without a note is
-        missing."""
+        """Record in the history which checkpoints will be removed."""
+        # Before the removal: a checkpoint that is gone without a record counts as lost.
         if self._history:
             self._history.add("removed", {"commits": list(folders)})
             if not self._history.flush():
@@ -331,20 +338,21 @@ class CheckpointManager:
 
 
 _SECONDS_FOR_A_COPY = 5.0
-"""How long a copy in memory waits for the one before, once: then steps go on without."""
+"""How long an in-memory checkpoint waits for the previous one, once; after that, steps continue
+without copies."""
 
 
 class MemoryCopies:
-    """One rank's part in them. All its methods but `stepped` are collective.
+    """In-memory checkpoints on one rank. All methods but `stepped` are collective.
 
     Args:
-        replicas: where the copies go.
+        replicas: target of the copies.
         attempt: number of this group of workers.
-        config: how often, and how many bytes on a node.
-        stager: of the state's savers.
-        adapts: whether they may come more often than `config` has it, where they cost little: on
-            GPUs, beside which the processor has time for them.
-        warn: called with one line when a copy has failed, or none can be made.
+        config: interval, and limit of bytes on a node.
+        stager: the stager of the state's savers.
+        adapts: whether copies may be more frequent than in `config` if they are cheap. True on
+            GPUs, because the CPU has time for them.
+        warn: called with one line if a copy has failed or none is possible.
     """
 
     def __init__(
@@ -368,19 +376,19 @@ class MemoryCopies:
         self._was_saving = False
 
     def stepped(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Add the time of a finished step."""
         if self._interval:
             self._interval.stepped(record.seconds, beside=self._was_saving)
         self._was_saving = self.saver.saving
 
     def is_due(self, step: int) -> bool:
-        """Whether a copy is to be made after that step."""
+        """Return whether a copy is due after that step."""
         if self._interval is None or not self._next:
             return step % self._every == 0
         return step >= self._next
 
     def has_room(self, state: Callable[[], dict[str, Any]]) -> bool:
-        """Whether the copies of such a state fit at all; where they never can, says so once."""
+        """Return whether copies of such a state fit into memory; warns once if they do not."""
         if self._has_room is None:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, (self._replicas.node, state_bytes(state())))
@@ -395,11 +403,11 @@ class MemoryCopies:
         return self._has_room
 
     def copy(self, step: int, save: Callable[[DurableSaver], float]) -> float:
-        """Copies into memory; not now where the copy before is stuck, as its store may be gone.
+        """Copy into memory, unless the previous copy is stuck, e.g. because its store is gone.
 
         Args:
-            step: that is done.
-            save: begins to, and returns the seconds that this took.
+            step: the last finished step.
+            save: starts the save and returns the seconds that this took.
 
         Returns:
             Seconds that the training waited.
@@ -407,7 +415,7 @@ class MemoryCopies:
         started = time.perf_counter()
         self.saver.wait(0.0 if self._is_stuck else _SECONDS_FOR_A_COPY)
         self._is_stuck = not self.saver.all_idle()
-        every = self._agreed_interval()
+        every = self._agree_on_interval()
         waited = time.perf_counter() - started
         self._next = step + every
         if self._is_stuck:
@@ -418,8 +426,8 @@ class MemoryCopies:
             self._was_saving = True
         return waited
 
-    def _agreed_interval(self) -> int:
-        """The longest that any rank wants."""
+    def _agree_on_interval(self) -> int:
+        """Return the longest interval that any rank wants. Collective."""
         if self._interval is None:
             return self._every
         wanted = torch.tensor(self._interval.wanted, dtype=torch.int32)
@@ -429,7 +437,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """The progress, and more values, that a commit keeps beside the state."""
+    """Progress and further values that a commit stores with the state."""
 
     step: int
     samples: int

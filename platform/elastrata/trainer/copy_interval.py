@@ -1,4 +1,4 @@
-"""The interval between copies of a state: as short as their cost allows."""
+"""The interval between in-memory checkpoints, as short as their cost allows."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from collections import deque
 from statistics import median
 
 SHARE = 0.02
-"""Of the training time that copies may cost."""
+"""Largest share of the training time that copies may cost."""
 _LEAST = 2
-"""So that there are steps without a copy, by which the others are measured."""
-_REMEMBERED = 32
-"""Steps by which it is known how long one takes without a copy."""
+"""Lower bound of the interval. Steps without a copy are needed as the baseline for those with one.
+"""
+_BASELINE_STEPS = 32
+"""Number of steps without a copy that the baseline uses."""
 
 
 class CopyInterval:
-    """Steps from one copy to the next: so many that a copy, by what the last one cost, takes at
-    most `SHARE` of the time; never more than `most`, whatever it costs.
+    """Number of steps between copies for which a copy, by the cost of the last one, takes at most
+    `SHARE` of the time, and never more than `most` steps.
 
-    A copy costs the seconds that a step waits for it, and those that the steps beside it are longer
-    than others.
+    A copy costs the seconds that a step waits for it, plus the extra seconds of steps that run
+    while it is written.
 
     Args:
-        most: steps.
+        most: largest interval in steps.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._alone: deque[float] = deque(maxlen=_REMEMBERED)
+        self._seconds_without_copy: deque[float] = deque(maxlen=_BASELINE_STEPS)
         self._cost: float | None = None
 
     def stepped(self, seconds: float, *, beside: bool) -> None:
-        """A step is done.
+        """Add the time of a finished step.
 
         Args:
-            seconds: that it took.
-            beside: whether a copy was under way while it was trained.
+            seconds: duration of the step.
+            beside: whether a copy was in progress during the step.
         """
         if not beside:
-            self._alone.append(seconds)
-        elif self._cost is not None and self._alone:
-            self._cost += max(0.0, seconds - median(self._alone))
+            self._seconds_without_copy.append(seconds)
+        elif self._cost is not None and self._seconds_without_copy:
+            self._cost += max(0.0, seconds - median(self._seconds_without_copy))
 
     def copied(self, seconds: float) -> None:
-        """A copy has begun; the training waited so long for it."""
+        """Start the cost of a new copy with the seconds that the training waited for it."""
         self._cost = seconds
 
     @property
     def wanted(self) -> int:
-        """The steps that this rank would leave between copies, by the last one; all it may where it
-        knows of none."""
-        if self._cost is None or not self._alone:
+        """This rank's interval in steps, by the cost of the last copy; `most` if there was none."""
+        if self._cost is None or not self._seconds_without_copy:
             return self._most
-        steps = math.ceil(self._cost / (SHARE * median(self._alone)))
+        steps = math.ceil(self._cost / (SHARE * median(self._seconds_without_copy)))
         return min(self._most, max(_LEAST, steps))
