@@ -1,1 +1,1 @@
-"""The state of a run on storage: commits, how they are written and read."""
+"""Durable and in-memory checkpoints of a run: writing, committing and reading them."""

@@ -1,4 +1,4 @@
-"""The commit: a checkpoint that is whole, as its marker was written last; and where it lies."""
+"""Commits: complete checkpoints, each marked by a file that is written last."""
 
 from __future__ import annotations
 
@@ -19,70 +19,70 @@ from elastrata_pipelines.storage import Storage
 
 
 class CommitStorage(Protocol):
-    """Files below a root, each written whole: on disk, in an object store, or in memory.
+    """Files below a root, each written atomically: on disk, in an object store, or in memory.
 
-    `elastrata_pipelines.storage.Storage` says what the methods do.
+    See `elastrata_pipelines.storage.Storage` for the methods.
     """
 
     @property
     def url(self) -> str:
-        """The name of the root in messages."""
+        """Name of the root in messages."""
         ...
 
     def uri(self, *parts: str) -> str:
-        """The name of a path below the root in messages."""
+        """Return the name of a path below the root in messages."""
         ...
 
     def names(self, *parts: str) -> list[str]:
-        """The names directly below a folder, sorted; looks afresh."""
+        """Return the names directly below a folder, sorted, by a fresh listing."""
         ...
 
     def exists(self, *parts: str) -> bool:
-        """Whether there is a file or folder; looks afresh."""
+        """Return whether a file or folder exists, by a fresh look."""
         ...
 
     def size(self, *parts: str) -> int:
-        """Bytes of a file; as the last look saw it where there was one."""
+        """Return the bytes of a file, by the last listing if there was one."""
         ...
 
     def sha256(self, *parts: str) -> str:
-        """The SHA-256 of a file, as `sha256sum` prints it."""
+        """Return the SHA-256 of a file, as `sha256sum` prints it."""
         ...
 
     def read(self, *parts: str) -> bytes:
-        """All bytes of a file."""
+        """Return all bytes of a file."""
         ...
 
     def open(self, *parts: str) -> Any:
-        """Opens a file for reading, seekable."""
+        """Open a file for reading, seekable."""
         ...
 
     def write(self, data: bytes, *parts: str) -> None:
-        """Writes a file whole or not at all."""
+        """Write a file atomically."""
         ...
 
     def create(self, *parts: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a new file that appears, whole, when the block ends without error."""
+        """Open a new file that appears, complete, when the block ends without error."""
         ...
 
     def delete(self, *parts: str) -> None:
-        """Deletes a file, or a folder with all that is in it."""
+        """Delete a file, or a folder with its contents."""
         ...
 
 
 FORMAT_VERSION = 1
 MARKER = "commit.json"
 METADATA = ".metadata"
-"""The file that says where the tensors are; without it the others mean nothing."""
+"""DCP's index of the tensors in the other files, which are unreadable without it."""
 ATTEMPT = "attempt"
-"""The key of `Commit.extra` with the attempt of its folder's name."""
+"""Key in `Commit.extra` of the attempt that the folder's name holds."""
 FRESH_OPTIMIZER = "fresh_optimizer"
-"""The key of `Commit.extra` that says that the optimizer is another one than the saved state's, and
-begins anew."""
+"""Key in `Commit.extra` that marks a commit whose run has changed its optimizer: the saved
+optimizer state is not restored."""
 EVALUATION_LOSS = "evaluation_loss"
-"""The key of `Commit.extra` that decides which commit is the best one: smaller is better."""
+"""Key in `Commit.extra` of the loss that decides which commit is best; smaller is better."""
 EVALUATION = "evaluation"
-"""The key of `Commit.extra` with all that the evaluation of that step reported."""
+"""Key in `Commit.extra` of all metrics of that step's evaluation."""
 _FOLDER = re.compile(r"(?P<step>\d{9})-(?P<attempt>\d{4}|[1-9]\d{4,})-(?P<token>[0-9a-f]{6})")
 _VERIFY_THREADS = 8
 
@@ -99,14 +99,15 @@ class FolderName:
     """1 for the first group of workers that saved into this storage, then 2..."""
     step: int
     token: str
-    """Random, so that two attempts which start at the same moment never share a folder."""
+    """Random, so that two attempts that start at the same moment never share a folder."""
 
     def __str__(self) -> str:
         return f"{self.step:09d}-{self.attempt:04d}-{self.token}"
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The parts of a folder's name; None where it is not the name of a commit's folder."""
+        """Return the parts of a folder's name, or None if it is not the name of a commit's
+        folder."""
         found = _FOLDER.fullmatch(name)
         if not found:
             return None
@@ -114,23 +115,23 @@ class FolderName:
 
 
 class FileRecord(BaseModel):
-    """The size and checksum that a file of a commit must have."""
+    """Size and checksum that a file of a commit must have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     size: NonNegativeInt
     """Bytes."""
     sha256: str | None
-    """As `sha256sum` prints it; None where it was not taken, for a copy in memory."""
+    """As `sha256sum` prints it; None if it was not computed, as for in-memory checkpoints."""
 
 
 class Commit(BaseModel):
-    """A complete checkpoint; what its marker says."""
+    """A complete checkpoint, as described by its marker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     folder: str = Field(exclude=True)
-    """The name of its folder; not in the marker, which lies in that folder."""
+    """Name of the folder. Not in the marker, which is in that folder."""
     format_version: int = FORMAT_VERSION
     step: Annotated[NonNegativeInt, Field(le=2**53)]
     """Optimizer steps done."""
@@ -141,7 +142,7 @@ class Commit(BaseModel):
     extra: dict[str, Any]
     """JSON: recipe digest, manifest fingerprint, world size, evaluation loss..."""
     files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], FileRecord]
-    """Every file of the commit but the marker, by its name in the folder."""
+    """Every file of the commit except the marker, by its name in the folder."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -164,16 +165,16 @@ class Commit(BaseModel):
         return {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}
 
     def to_json(self) -> bytes:
-        """The marker's bytes. They end with a digest of all the rest."""
+        """Return the marker's bytes, which end with a digest of the other keys."""
         content = json.loads(self.model_dump_json())
         return json.dumps({**content, "digest": _digest(content)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes, folder: str) -> Self:
-        """Reads the marker found in `folder`.
+        """Read the marker found in `folder`.
 
         Raises:
-            ValueError: it is no marker, of another format version, or altered; says which.
+            ValueError: it is not a marker, has another format version, or is altered; says which.
         """
         try:
             content = parse_json(data, MARKER)
@@ -192,12 +193,12 @@ class Commit(BaseModel):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"has a bad '{where}': {first['msg']}") from None
-        if problem := found._misplaced():
+        if problem := found._folder_mismatch():
             raise ValueError(problem)
         return found
 
-    def _misplaced(self) -> str:
-        """Why it is not the marker of the folder that it lies in; empty where it is."""
+    def _folder_mismatch(self) -> str:
+        """Return why the marker belongs to another folder; empty if it does not."""
         name = FolderName.parse(self.folder)
         if name is None:
             return ""
@@ -214,20 +215,20 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def folders(storage: CommitStorage) -> list[FolderName]:
-    """The folders of all commits, complete or not, the newest first."""
+    """Return the folders of all commits, complete or not, newest first."""
     names = list_names(storage) if isinstance(storage, Storage) else storage.names()
     named = map(FolderName.parse, names)
     return sorted((name for name in named if name), reverse=True)
 
 
 def commits(storage: CommitStorage) -> list[Commit]:
-    """All commits with a readable marker, the newest first. Their files are not looked at."""
+    """Return all commits with a readable marker, newest first, without a look at their files."""
     return [found for found in markers(storage).values() if isinstance(found, Commit)]
 
 
 def markers(storage: CommitStorage) -> dict[str, Commit | str]:
-    """By folder, the newest first, the commit, or what is wrong with its marker. A folder without a
-    marker is none."""
+    """Return by folder, newest first, the commit or the problem with its marker. Folders without a
+    marker are left out."""
     read = ((str(name), _read(storage, str(name))) for name in folders(storage))
     return {folder: found for folder, found in read if found is not None}
 
@@ -237,19 +238,19 @@ def newest_verified(
     warn: Callable[[str], None],
     counts: Callable[[int, int], bool] = lambda attempt, step: True,
 ) -> Commit | None:
-    """The newest commit whose every file has the size and SHA-256 that its marker says.
+    """Return the newest commit whose files all have the size and SHA-256 in its marker.
 
     Args:
         storage: the run's folder of checkpoints.
-        warn: called with one line for every newer commit that had to be passed over.
-        counts: whether a commit of that attempt and step counts; the others are passed over
-            without a word.
+        warn: called with one line for every newer commit that is skipped as damaged.
+        counts: whether a commit of that attempt and step belongs to the run's history; others are
+            skipped silently.
 
     Returns:
-        The commit, or None where there is none at all.
+        The commit, or None if there are no commits.
 
     Raises:
-        UserError: there are commits, but none is whole; one line for each.
+        UserError: there are commits, but all are damaged; one line for each.
     """
     bad: list[str] = []
     for name in folders(storage):
@@ -269,9 +270,10 @@ def newest_verified(
 
 
 def problems(storage: CommitStorage, commit: Commit) -> list[str]:
-    """One line per file that is missing, truncated, altered or unreadable."""
+    """Return one line per file that is missing, truncated, altered or unreadable."""
     if METADATA not in commit.files:
         return [f"{METADATA} is missing in {MARKER}"]
+    # Sizes first: one listing finds most damage without reading a byte.
     if wrong := size_problems(storage, commit):
         return wrong
     with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
@@ -280,7 +282,8 @@ def problems(storage: CommitStorage, commit: Commit) -> list[str]:
 
 
 def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
-    """One line per file that is missing or has another size, by one listing of the folder."""
+    """Return one line per file that is missing or has another size, by one listing of the
+    folder."""
     try:
         sizes = _sizes(storage, commit)
     except Exception as error:  # remote file systems raise what they like
@@ -292,7 +295,7 @@ def size_problems(storage: CommitStorage, commit: Commit) -> list[str]:
 
 
 def _read(storage: CommitStorage, folder: str) -> Commit | str | None:
-    """The commit in a folder, what is wrong with its marker, or None where there is no marker."""
+    """Return a folder's commit, the problem with its marker, or None if it has no marker."""
     try:
         return Commit.from_json(_marker(storage, folder), folder)
     except FileNotFoundError:
@@ -312,7 +315,7 @@ def _marker(storage: CommitStorage, folder: str) -> bytes:
 
 
 def _sizes(storage: CommitStorage, commit: Commit) -> dict[str, int]:
-    """Bytes of every file of a commit that is there, by name."""
+    """Return the bytes of every existing file of a commit, by name."""
     present = commit.files.keys() & storage.names(commit.folder)
     return {name: storage.size(commit.folder, name) for name in present}
 
@@ -339,6 +342,6 @@ def _content_problem(storage: CommitStorage, commit: Commit, name: str) -> str |
 
 
 def _summary(lines: list[str]) -> str:
-    """The first problem and how many more; empty where there is none."""
+    """Return the first problem and the number of others; empty if there are none."""
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     return lines[0] + more if lines else ""

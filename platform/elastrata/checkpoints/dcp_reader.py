@@ -1,4 +1,4 @@
-"""A commit read by DCP: into the tensors that are there, never by running code from it."""
+"""Reader of commits for DCP, which fills existing tensors and never runs code from a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastrata_pipelines.errors import UserError
 
 
 class CommitReader(FileSystemReader):
-    """Reads one commit, by metadata that `read_metadata` has returned."""
+    """Reader of one commit, given the metadata that `read_metadata` has returned."""
 
     def __init__(self, storage: CommitStorage, commit: Commit, metadata: Metadata) -> None:
         super().__init__(commit.folder)
@@ -41,6 +41,7 @@ class CommitReader(FileSystemReader):
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = {id(item): self.storage_data[item.storage_index] for item in plan.items}
+        # RAW items come from LeanWriter: DCP expects an archive of torch.save for each tensor.
         if not all(place.transform_descriptors == (RAW,) for place in places.values()):
             return super().read_data(plan, planner)
         for name in sorted({place.relative_path for place in places.values()}):
@@ -70,7 +71,7 @@ class CommitReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Reads values other than tensors as weights-only: plain Python data, never code."""
+    """Load planner that reads values other than tensors as weights-only: plain data, never code."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -79,7 +80,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that DCP's metadata consists of, and no others."""
+    """Unpickler that knows the classes of DCP's metadata and no others."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -110,11 +111,11 @@ _ALLOWED = {
 
 
 def read_metadata(storage: CommitStorage, commit: Commit) -> Metadata:
-    """The contents of a commit: names, shapes, and where the bytes lie.
+    """Return a commit's metadata: names, shapes, and the position of each tensor's bytes.
 
     Raises:
-        UserError: there is no such file, it is not the one that the marker says, or it asks for
-            something that no metadata consists of.
+        UserError: the file is missing, differs from the marker's checksum, or names a class that
+            metadata never contains.
     """
     where = storage.uri(commit.folder, METADATA)
     if METADATA not in commit.files:

@@ -1,7 +1,7 @@
-"""PyTorch's Distributed Checkpoint (DCP) written to a `CommitStorage`.
+"""Writer of PyTorch's Distributed Checkpoint (DCP) to a `CommitStorage`.
 
-The files are those of DCP's own file system writer, so its tools read them. What differs: no file
-is renamed at the end (object stores cannot), and every file is hashed.
+The files have the format of DCP's own file system writer, so its tools read them. Unlike there,
+files are not renamed at the end (object stores cannot), and each is hashed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from elastrata.checkpoints.commit import METADATA, CommitStorage, FileRecord
 
 
 class HashingStream(io.RawIOBase):
-    """A stream for writing that counts what goes through it and, if asked to, hashes it."""
+    """Stream for writing that counts the bytes and optionally hashes them."""
 
     def __init__(self, raw: IO[bytes], *, hashed: bool) -> None:
         self._raw = raw
@@ -52,7 +52,7 @@ class HashingStream(io.RawIOBase):
 
     @override
     def write(self, data: Any) -> int:
-        """Writes all of `data`, an object with the buffer protocol; returns its bytes."""
+        """Write all of `data`, an object with the buffer protocol; return its number of bytes."""
         view = memoryview(data).cast("B")
         self._raw.write(view)
         if self._digest:
@@ -73,13 +73,13 @@ class HashingStream(io.RawIOBase):
 
 
 class StorageFiles(FileSystemBase):
-    """A file system for DCP. Paths are relative to the root of the storage."""
+    """File system interface for DCP. Paths are relative to the root of the storage."""
 
     def __init__(self, storage: CommitStorage, *, hashed: bool = True) -> None:
         self._storage = storage
         self._hashed = hashed
         self.records: dict[str, FileRecord] = {}
-        """The files that were written completely, by path."""
+        """The completely written files, by path."""
 
     @override
     @contextmanager
@@ -104,7 +104,7 @@ class StorageFiles(FileSystemBase):
 
     @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Folders appear with their first file."""
+        """Do nothing: folders appear with their first file."""
 
     @override
     def exists(self, path: str | os.PathLike[str]) -> bool:
@@ -129,15 +129,17 @@ RAW = "elastrata.raw"
 
 
 class RememberingPlanner(DefaultSavePlanner):
-    """Plans the save of a state once; later ones of the same names and shapes follow that plan.
+    """Planner that plans the save of a state once and reuses the plan for the same names and
+    shapes.
 
-    Planning is Python for every tensor, on every rank and again on rank 0, at the expense of the
-    training that runs meanwhile.
+    Planning runs Python for every tensor, on every rank and again on rank 0, and takes CPU time
+    from the training that runs meanwhile.
     """
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
-        # DCP remembers for the whole process, by this key.
+        # DCP caches plans per process, by this key; a shared key would mix up the states of two
+        # savers.
         self._cached_plans_key = uuid.uuid4().hex
         self._layout: list[tuple[Any, ...]] | None = None
         self._pickled: tuple[Metadata, Metadata, bytes] | None = None
@@ -155,12 +157,14 @@ class RememberingPlanner(DefaultSavePlanner):
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, _ = super().create_global_plan(all_plans)
-        # DCP sends the metadata to all ranks after the save; rank 0 alone needs it: `metadata`.
+        # DCP sends the metadata to all ranks after the save. Only rank 0 needs it and has it as
+        # `self.metadata`.
         return plans, Metadata({})
 
     def pickled_metadata(self, places: dict[MetadataIndex, _StorageInfo]) -> bytes:
-        """The contents of the planned save, and where they lie; on rank 0, after the global
-        plan."""
+        """Return the pickled metadata of the planned save, given the position of each item. On rank
+        0, after the global plan."""
+        # Pickled again only if the positions changed, since that is Python for every tensor, too.
         if self._pickled:
             planned, whole, data = self._pickled
             if planned is self.metadata and whole.storage_data == places:
@@ -170,7 +174,7 @@ class RememberingPlanner(DefaultSavePlanner):
         return self._pickled[2]
 
     def forget(self) -> None:
-        """Frees what DCP remembers for this planner."""
+        """Free DCP's cached plans of this planner."""
         for remembered in (
             SavePlanner._cached_save_plan,
             SavePlanner._cached_final_save_plan,
@@ -192,18 +196,18 @@ class HashedResult(WriteResult):
     """A rank's word to the coordinator about one tensor that it wrote."""
 
     file: FileRecord
-    """The file that the tensor lies in, with others."""
+    """The file that holds the tensor, among others."""
 
 
 class CommitWriter(FileSystemWriter):
-    """Writes one checkpoint into a folder of its own.
+    """Writer of one checkpoint into a new folder.
 
     Args:
-        storage: what the folder lies in.
-        folder: its name.
-        planner: which plans this save.
-        arrived: waits until what is written is in main memory.
-        finished: called on the coordinator when all files are there, with a record of each one.
+        storage: root of the folder.
+        folder: name of the folder.
+        planner: planner of this save.
+        arrived: waits until the staged copy is in main memory.
+        finished: called on the coordinator when all files are written, with a record of each.
     """
 
     _hashed = True
@@ -216,9 +220,9 @@ class CommitWriter(FileSystemWriter):
         arrived: Callable[[], None],
         finished: Callable[[dict[str, FileRecord]], None],
     ) -> None:
-        # DCP's own fsync falls back to syncing the whole machine where a stream has no descriptor;
-        # The storage's create() syncs the one file, where that means something.
-        # What it writes is in main memory: copying ahead would wait for all that a GPU has to do.
+        # DCP's own fsync falls back to syncing the whole machine if a stream has no descriptor. The
+        # storage's create() syncs the one file where needed. The data is in main memory already:
+        # copying ahead would wait for all queued work of the GPU.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self._storage = storage
         self._folder = folder
@@ -260,7 +264,7 @@ class CommitWriter(FileSystemWriter):
 
     @override
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing: a checkpoint may be moved, so it does not say where it lies."""
+        """Return None: a checkpoint may be moved, so it does not record its place."""
         return None
 
 
@@ -269,15 +273,15 @@ class LeanResult(HashedResult):
     """A rank's word to the coordinator about all that it wrote."""
 
     lengths: list[int]
-    """Bytes of every item of its plan; they lie one after the other."""
+    """Bytes of every item of the rank's plan, in the order of the file."""
 
 
 class LeanWriter(CommitWriter):
-    """Writes tensors as raw bytes, and files without a SHA-256: for copies that nobody but the run
+    """Writer of raw bytes without SHA-256, for in-memory checkpoints, which only the run itself
     reads.
 
-    DCP makes an archive of every tensor and a message about it: a price per tensor, in Python, that
-    a copy every few steps feels.
+    DCP makes an archive and a message for every tensor. That Python cost per tensor matters if a
+    copy is made every few steps.
     """
 
     _hashed = False
@@ -314,5 +318,5 @@ class LeanWriter(CommitWriter):
 
 
 def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor, in place where it is contiguous."""
+    """Return the bytes of a tensor as an array, without a copy if it is contiguous."""
     return cast("NDArray[np.uint8]", tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,5 +1,4 @@
-"""Retention: when commits are made and which of them are kept, and the removal of the others and of
-what never became one."""
+"""Interval and retention of checkpoints, and removal of old and unfinished ones."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from elastrata.config import Config
 
 
 class CheckpointConfig(Config):
-    """When a checkpoint is taken and which ones are kept."""
+    """Interval and retention of checkpoints."""
 
     every: Annotated[int, Field(gt=0, le=10**9)] = 500
     """Steps from one checkpoint to the next."""
@@ -47,19 +46,19 @@ def prune(
     keep_best: bool,
     before_removal: Callable[[Sequence[str]], None] = lambda _: None,
 ) -> list[Commit]:
-    """Removes old commits, and unfinished folders that are older than the newest commit.
+    """Remove old commits, and unfinished folders that are older than the newest commit.
 
-    A folder that is being written now is safe: its attempt or its step is newer than that of any
-    commit, and folders order by attempt, then step.
+    A folder that is being written is safe: it has a later attempt or step than any commit, and
+    folders are ordered by attempt, then step.
 
     Args:
         storage: the run's folder of checkpoints.
-        keep_last: number of the newest commits that stay.
-        keep_best: whether the commit with the smallest evaluation loss stays beside them.
-        before_removal: called with the folders that are to go, if any; if it raises, none goes.
+        keep_last: number of newest commits to keep.
+        keep_best: whether to keep the commit with the smallest evaluation loss, too.
+        before_removal: called with the folders to remove, if any; nothing is removed if it raises.
 
     Returns:
-        The commits that are gone.
+        The removed commits.
     """
     found = commits(storage)
     if not found:
@@ -78,7 +77,8 @@ def prune(
 
 
 def best_commit(found: list[Commit]) -> Commit | None:
-    """The commit with the smallest evaluation loss, the newest of equals; None without any."""
+    """Return the commit with the smallest evaluation loss, the newest if equal; None without
+    any."""
     evaluated = [
         (commit.evaluation_loss, commit)
         for commit in found
@@ -88,6 +88,7 @@ def best_commit(found: list[Commit]) -> Commit | None:
 
 
 def remove(storage: CommitStorage, folder: str) -> None:
-    """Deletes a commit's marker first, so that it stops to exist before it is incomplete."""
+    """Delete a commit's folder, its marker first, so that it never looks complete while it is
+    not."""
     storage.delete(folder, MARKER)
     storage.delete(folder)

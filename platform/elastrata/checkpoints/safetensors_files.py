@@ -1,7 +1,8 @@
-"""Safetensors files, read in pieces: a rank reads only what its shards need, from any storage.
+"""Reader of safetensors files in pieces: each rank reads only what its shards need.
 
-The library of that name maps local files into memory and cannot read from object stores. So it
-checks the headers here, each on a sparse file of the same size, and this module reads the numbers.
+The safetensors library maps local files into memory and cannot read from object stores. So this
+module reads the numbers itself, and the library only checks the headers, on a sparse file of the
+same size.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from elastrata_pipelines.errors import UserError
 from elastrata_pipelines.storage import Storage
 
 MOST_HEADER_BYTES = 100_000_000
-"""As in the library."""
+"""Limit of the library."""
 _METADATA = "__metadata__"
 _MOST_SHOWN = 5
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The types that every number of which is one of fp32, too."""
+"""Types whose every value is exact in fp32."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _BLOCK_BYTES = 64 * 2**20
-"""A tensor is read by so much at a time."""
+"""Largest read of a tensor."""
 _LENGTH_BYTES = 8
 
 
@@ -53,17 +54,17 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors in `model.safetensors`, or in the files that its index names."""
+    """The tensors in `model.safetensors`, or in the files of its index."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that hold tensors, sorted.
+        """Names of the files that hold tensors, sorted.
 
         Raises:
-            UserError: there are none.
+            UserError: there are no such files.
         """
         names = list_names(self.storage)
         if WEIGHTS in names:
@@ -93,16 +94,16 @@ class SafetensorsFolder:
         return {name: stored for header in headers.values() for name, stored in header.items()}
 
     def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
-        """Reads a part of a tensor into another one, some rows at a time.
+        """Copy a part of a tensor into another one, in blocks of rows.
 
         Args:
-            name: the tensor's.
-            box: the part: a range in each dim.
-            target: of that shape; of any floating type, on any device.
+            name: the stored tensor's name.
+            box: the part, as a range in each dimension.
+            target: destination of the same shape, with any floating-point type, on any device.
 
         Raises:
-            UserError: the file cannot be read, ends before the tensor does, or has a number there
-                that is none, or is infinite: no training could begin with it.
+            UserError: the file cannot be read or is truncated, or the rows hold NaN or infinite
+                values.
         """
         if target.numel() == 0:
             return
@@ -118,7 +119,7 @@ class SafetensorsFolder:
             target[first - rows.start : last - rows.start].copy_(block[(slice(None), *box[1:])])
 
     def _rows(self, name: str, stored: StoredTensor, first: int, last: int) -> Tensor:
-        """Some rows of a tensor, whole."""
+        """Read whole rows of a tensor."""
         dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         data = bytearray((last - first) * width * dtype.itemsize)
         where = self.storage.uri(stored.file)
@@ -131,7 +132,7 @@ class SafetensorsFolder:
         if num_read != len(data):
             raise UserError(f"{where}: truncated while it was read")
         block = torch.frombuffer(data, dtype=dtype)
-        # One pass and no copy, which is little beside the reading; NaN passes through both.
+        # aminmax is one pass without a copy, cheap compared with the read, and propagates NaN.
         if odd := [end.item() for end in torch.aminmax(block) if not isfinite(end.item())]:
             raise UserError(
                 f"{where}: {printable(name)}: has numbers that are {odd[0]:g}: expected finite ones"
@@ -139,7 +140,8 @@ class SafetensorsFolder:
         return block.reshape(last - first, *stored.shape[1:])
 
     def _disagreements(self, headers: Mapping[str, Mapping[str, StoredTensor]]) -> list[str]:
-        """A line for each tensor that the index knows in no file, in another one, or in two."""
+        """Return a line for each tensor that is missing from its file or the index, or is in
+        another file."""
         problems = [
             f"{self.storage.uri(file)}: has no tensor {printable(name)}, which {INDEX} says"
             for name, file in self._weight_map.items()
@@ -184,6 +186,8 @@ class SafetensorsFolder:
         except FileNotFoundError:
             raise UserError(f"{where}: missing") from None
         with self.storage.open_scattered(file) as stream:
+            # Format: the header's length in 8 bytes, little-endian, then the header in JSON, then
+            # the numbers.
             prefix = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(prefix, "little")
             if size < _LENGTH_BYTES or length > min(MOST_HEADER_BYTES, size - _LENGTH_BYTES):
@@ -196,17 +200,18 @@ class SafetensorsFolder:
 
 
 def _check_header(beginning: bytes, num_bytes: int, where: str) -> None:
-    """Have the library check that tensors have their shapes' bytes, without gaps or overlaps.
+    """Let the library check that the tensors fill the file without gaps or overlaps.
 
     Args:
-        beginning: of the file, header included.
-        num_bytes: of the whole file.
-        where: names the file in an error.
+        beginning: the file's first bytes, up to the end of the header.
+        num_bytes: size of the file.
+        where: name of the file in errors.
     """
     from safetensors import SafetensorError, safe_open
 
     with NamedTemporaryFile(prefix="elastrata-") as scratch:
         scratch.write(beginning)
+        # Sparse, so a file of any size takes no space on disk.
         scratch.truncate(num_bytes)
         scratch.flush()
         try:
@@ -217,7 +222,7 @@ def _check_header(beginning: bytes, num_bytes: int, where: str) -> None:
 
 
 def _why_none(names: list[str]) -> str:
-    """Why a folder has no weights that can be read."""
+    """Return why a folder has no readable weights."""
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         return (

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, committed last, loadable at any world size."""
+"""Saving of checkpoints in the background: committed last, loadable at any world size."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class DurableSaver:
         self._on_commit = on_commit
         self._before_removal = before_removal
         self._on_remove = on_remove
+        # A separate group: background collectives must not interleave with those of the training.
         self._group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
         self._attempt, self._token = _agree_on_attempt(storage, self._group, attempt)
         self._planner = RememberingPlanner()
@@ -105,19 +106,19 @@ class DurableSaver:
         tokens: int,
         extra: Mapping[str, Any] | None = None,
     ) -> float:
-        """Saves `state` as it is now. All ranks call it, with parts of the same state.
+        """Save `state` as it is now. Collective: all ranks call it, each with its shards.
 
         Waits for the previous save first. A step that this saver has committed is not saved again.
 
         Args:
-            state: nested dicts of tensors and plain values; sharded where they are DTensors.
+            state: nested dicts of tensors (DTensors if sharded) and plain values.
             step: optimizer steps done.
             samples: samples seen, over all workers.
             tokens: tokens seen, over all workers.
-            extra: JSON that goes into the marker; `EVALUATION_LOSS` decides which commit is best.
+            extra: JSON for the marker; `EVALUATION_LOSS` decides which commit is best.
 
         Returns:
-            Seconds that the caller was kept waiting.
+            Seconds that the caller waited.
         """
         started = time.perf_counter()
         self.wait()
@@ -158,10 +159,10 @@ class DurableSaver:
         return time.perf_counter() - started
 
     def all_idle(self) -> bool:
-        """Whether no rank has a save in flight: `save` would not wait. Collective.
+        """Return whether no rank has a save in flight, so that `save` would not wait.
 
-        Over the default process group, which must take tensors of the CPU: all ranks call it at the
-        same place among the collectives of the training.
+        Collective over the default process group, which must support CPU tensors: all ranks call it
+        at the same place among the collectives of the training.
         """
         saving = torch.tensor(self.saving, dtype=torch.int32)
         dist.all_reduce(saving, dist.ReduceOp.MAX)
@@ -173,23 +174,25 @@ class DurableSaver:
         return not self._idle.is_set()
 
     def all_saved(self, step: int) -> bool:
-        """Whether this saver's newest commit is that of `step`. Collective, like `all_idle`."""
+        """Return whether this saver's newest commit is that of `step` on all ranks. Collective,
+        like `all_idle`."""
         saved = torch.tensor(self._saved_step == step, dtype=torch.int32)
         dist.all_reduce(saved, dist.ReduceOp.MIN)
         return bool(saved.item())
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until no save is in flight any more, whether it succeeded or failed; no longer than
-        `seconds`. Returns whether it is so."""
+        """Wait until no save is in flight, successful or not, for at most `seconds`. Return whether
+        that is so."""
         return self._idle.wait(seconds)
 
     def close(self) -> None:
-        """Waits for the save in flight and gives the process group back. All ranks call it."""
+        """Wait for the save in flight and free the process group. All ranks call it."""
         self.wait()
         self._planner.forget()
         dist.destroy_process_group(self._group)
 
     def _commit(self, commit: Commit) -> None:
+        # Before the marker is written: the storage may have lost a file without an error.
         if wrong := size_problems(self._storage, commit):
             raise OSError(f"not all was written: {wrong[0]}")
         self._storage.write(commit.to_json(), commit.folder, MARKER)
@@ -222,8 +225,8 @@ class DurableSaver:
             self._idle.set()
 
     def _clean_up(self, error: BaseException, folder: str) -> None:
-        # A CheckpointException means that every rank has stopped writing, and said so. After any
-        # other error one may still write; a later prune removes what it leaves.
+        # A CheckpointException means that every rank has stopped writing and reported it. After any
+        # other error a rank may still write; a later prune removes such a folder.
         if isinstance(error, CheckpointException):
             with suppress(Exception):
                 remove(self._storage, folder)
@@ -236,7 +239,8 @@ def replica_saver(
     warn: Callable[[str], None],
     stager: Stager | None = None,
 ) -> DurableSaver:
-    """A saver for in-memory replicas: it keeps the newest commit alone, and saves it cheaply."""
+    """Return a saver for in-memory checkpoints: it keeps only the newest commit, and saves
+    cheaply."""
     return DurableSaver(
         storage,
         keep_last=1,
@@ -252,7 +256,7 @@ def replica_saver(
 def _agree_on_attempt(
     storage: CommitStorage, group: dist.ProcessGroup, attempt: int | None
 ) -> tuple[int, str]:
-    """The number of this attempt to save into `storage`, and its random token; equal on all ranks.
+    """Return the number of this attempt and its random token, equal on all ranks.
 
     Raises:
         RuntimeError: rank 0 cannot list the storage.
@@ -264,6 +268,7 @@ def _agree_on_attempt(
                 attempt = 1 + max((folder.attempt for folder in folders(storage)), default=0)
             agreed = [(attempt, uuid.uuid4().hex[:6])]
         except Exception as error:
+            # Broadcast in place of the answer: the other ranks would wait for it forever.
             agreed = [f"{storage.url}: cannot be listed: {_text(error)}"]
     dist.broadcast_object_list(agreed, src=0, group=group)
     if isinstance(agreed[0], str):
@@ -272,7 +277,7 @@ def _agree_on_attempt(
 
 
 def _reason(error: BaseException) -> str:
-    """One line: what went wrong, on which rank."""
+    """Return in one line what went wrong, and on which rank."""
     if not isinstance(error, CheckpointException):
         return _text(error)
     rank, (cause, _) = next(iter(error.failures.items()))

@@ -1,8 +1,8 @@
-"""The stager: copies of a state in main memory, taken while training goes on.
+"""Staging: copies of a state in main memory, taken while training continues.
 
-PyTorch's own (`torch.distributed.checkpoint.staging.DefaultStager`) makes one copy per tensor, on a
-stream that waits for no update before it, and blocks the host where the next update is due. Here
-tensors go together in a few copies, and streams wait for each other.
+PyTorch's `torch.distributed.checkpoint.staging.DefaultStager` makes one copy per tensor, on a
+stream that does not wait for earlier updates, and blocks the host before the next update. Here
+tensors are copied together in a few copies, and streams wait for each other.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from typing_extensions import override
 from elastrata.parallel.sharding import local, resharded
 
 BUCKET_BYTES = 2**27
-"""Tensors are gathered on the GPU up to so many bytes, and copied from there at once. A power of
-two, as pinned memory is handed out in those."""
+"""Tensors are gathered on the GPU up to this size, then copied at once. A power of two, because
+pinned memory is allocated in powers of two."""
 
 
 class Stager:
-    """Copies states into main memory that it keeps: fresh pages, and pinning them, would cost more
-    than the copy. For all savers of a state; two that save the same step get the same copy.
+    """Copies of states in reused main memory, for all savers of a state. Savers of the same step
+    share one copy.
 
-    From a GPU the copies go to pinned memory, on a stream of their own, and the host waits for
-    none: `before_change` must be called before anything changes the tensors.
+    From a GPU the copies go to pinned memory on a separate stream, and the host waits for none of
+    them: `before_change` must be called before anything changes the tensors.
     """
 
     def __init__(self) -> None:
+        # Kept for reuse: allocating and pinning fresh pages would cost more than the copy.
         self._copies: list[StagedCopy] = []
         self._stream: torch.cuda.Stream | None = None
         self._newest: torch.cuda.Event | None = None
 
     def stage(self, state: dict[str, Any], step: int) -> StagedCopy:
-        """A copy of a state as it is now; the caller releases it.
+        """Return a copy of a state as it is now; the caller releases it.
 
         Args:
             state: nested dicts of tensors and plain values.
-            step: a copy of the same step that is still in use is given again.
+            step: number of the step. A copy of the same step that is still in use is returned
+                again.
         """
         if same := next((copy for copy in self._copies if copy.shared(step)), None):
             return same
@@ -56,7 +58,7 @@ class Stager:
         return copy
 
     def before_change(self) -> None:
-        """What the GPU is asked for from here on comes after the copies that are under way."""
+        """Order later work of the current stream after the copies in progress."""
         if self._newest is not None:
             torch.cuda.current_stream().wait_event(self._newest)
             self._newest = None
@@ -68,7 +70,7 @@ class Stager:
     @torch.no_grad()
     def _fill(self, copy: StagedCopy, state: dict[str, Any]) -> None:
         if not any(tensor.device.type == "cuda" for tensor in _tensors(state)):
-            copy.state = _copied(state, copy.state)
+            copy.state = _copy_to_host(state, copy.state)
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -80,7 +82,7 @@ class Stager:
 
 
 class StagedCopy:
-    """A state in main memory, for one saver or more; they release it in threads of their own."""
+    """A state in main memory, shared by one or more savers, which release it from their threads."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -91,40 +93,41 @@ class StagedCopy:
 
     @property
     def arrived(self) -> torch.cuda.Event:
-        """Happens when all of it is there; whoever waits for it leaves the processor to others."""
+        """Event after the last copy. Waiting for it does not occupy a CPU core."""
         if self._arrived is None:
             event: Callable[..., torch.cuda.Event] = torch.cuda.Event
             self._arrived = event(blocking=True)
         return self._arrived
 
     def wait(self) -> None:
-        """Waits until all of it is there."""
+        """Wait until the copy is complete."""
         if self._arrived is not None:
             self._arrived.synchronize()
 
     @property
     def is_free(self) -> bool:
-        """Whether no saver reads it."""
+        """Whether no saver uses it."""
         return not self._users
 
     def taken(self, step: int) -> None:
-        """A first saver reads it, with the state of that step."""
+        """Register the first saver, with the step of the state."""
         self._step, self._users = step, 1
 
     def shared(self, step: int) -> bool:
-        """One saver more reads it, if it still holds that step for another one; returns whether."""
+        """Register a further saver if the copy still holds that step for another one; return
+        whether."""
         with self._lock:
             is_same = bool(self._users) and self._step == step
             self._users += is_same
             return is_same
 
     def release(self) -> None:
-        """One saver less reads it."""
+        """Unregister a saver."""
         with self._lock:
             self._users -= 1
 
     def fill_from_gpu(self, state: dict[str, Any]) -> None:
-        """Begins to copy a state; on the current stream."""
+        """Start to copy a state, on the current stream."""
         tensors = [tensor for tensor in _tensors(state) if tensor.device.type == "cuda"]
         layout = [(t.shape, t.dtype, local(t).shape) for t in tensors]
         if layout != self._layout:
@@ -135,7 +138,7 @@ class StagedCopy:
         for bucket in self._buckets:
             bucket.copy([tensors[number] for number in bucket.members])
             hosts |= zip(bucket.members, bucket.parts, strict=True)
-        self.state = _on_host(state, lambda tensor: hosts[numbers[id(tensor)]])
+        self.state = _replace_by_host(state, lambda tensor: hosts[numbers[id(tensor)]])
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,11 @@ class Bucket:
     """Tensors that are copied together."""
 
     members: Sequence[int]
-    """Their numbers among all of the state."""
+    """Indices of the tensors in the state."""
     host: Tensor
-    """All their bytes, pinned."""
+    """Bytes of all tensors, in pinned memory."""
     parts: Sequence[Tensor]
-    """Each of them there, with its shape and dtype."""
+    """View of `host` for each tensor, with its shape and dtype."""
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, Tensor]]) -> Bucket:
@@ -166,15 +169,18 @@ class Bucket:
         return cls([number for number, _ in members], host, parts)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Begins to copy them; one copy."""
+        """Start to copy the tensors, in one copy."""
         raw = [_bytes(local(tensor)) for tensor in tensors]
         self.host.copy_(raw[0] if len(raw) == 1 else torch.cat(raw), non_blocking=True)
 
 
 def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Tensors with their numbers, in buckets of up to `BUCKET_BYTES`, or of one that is larger; any
-    two neighbouring buckets have more. Those with the longest numbers come first: so all begin at
-    a multiple of the length of theirs."""
+    """Return tensors with their indices, in buckets of up to `BUCKET_BYTES`, or of one larger
+    tensor.
+
+    Two neighbouring buckets together exceed `BUCKET_BYTES`.
+    """
+    # Longest element types first, so that every tensor begins at a multiple of its element size.
     ordered = sorted(enumerate(tensors), key=lambda item: -item[1].element_size())
     buckets: list[list[tuple[int, Tensor]]] = []
     filled = BUCKET_BYTES
@@ -189,7 +195,7 @@ def in_buckets(tensors: Sequence[Tensor]) -> list[list[tuple[int, Tensor]]]:
 
 
 class Given(BlockingAsyncStager):
-    """A copy that was taken already, where DCP asks for one."""
+    """Stager that returns an existing copy to DCP."""
 
     def __init__(self, copy: StagedCopy) -> None:
         super().__init__()
@@ -201,7 +207,7 @@ class Given(BlockingAsyncStager):
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of this rank's shards of a state, nested dicts of tensors."""
+    """Return the bytes of this rank's shards of a state, nested dicts of tensors."""
     return sum(_size(local(tensor)) for tensor in _tensors(state))
 
 
@@ -221,10 +227,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _on_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
-    """Nested dicts with other tensors in the place of those on a GPU."""
+def _replace_by_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested dicts with host tensors in place of those on a GPU."""
     if isinstance(value, dict):
-        return {key: _on_host(item, host) for key, item in value.items()}
+        return {key: _replace_by_host(item, host) for key, item in value.items()}
     if not isinstance(value, Tensor):
         return value
     if value.device.type != "cuda":
@@ -232,11 +238,12 @@ def _on_host(value: Any, host: Callable[[Tensor], Tensor]) -> Any:
     return resharded(value, host(value))
 
 
-def _copied(value: Any, into: Any) -> Any:
-    """A copy of nested dicts of tensors in main memory, in the tensors of `into` where they fit."""
+def _copy_to_host(value: Any, into: Any) -> Any:
+    """Return a copy of nested dicts of tensors in main memory, reusing tensors of `into` that
+    fit."""
     if isinstance(value, dict):
         reusable = into if isinstance(into, dict) else {}
-        return {key: _copied(item, reusable.get(key)) for key, item in value.items()}
+        return {key: _copy_to_host(item, reusable.get(key)) for key, item in value.items()}
     if not isinstance(value, Tensor):
         return value
     if not isinstance(into, Tensor) or into.shape != value.shape or into.dtype != value.dtype:

@@ -1,7 +1,8 @@
-"""The state of a training run: taken from model and optimizers, and put back at any world size.
+"""The state of a training run: taken from model and optimizers, and restored at any world size.
 
-It is tensors alone: parameters, buffers and the optimizers' state by parameter name. What an
-optimizer is told (learning rate, betas...) belongs to the recipe and is not part of it."""
+It consists of tensors: parameters, buffers, and the optimizers' state by parameter name. Optimizer
+settings (learning rate, betas...) belong to the recipe and are not part of it.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,11 @@ _STATE = "state."
 
 
 def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
-    """The live tensors of a model and its optimizers: `{"model": {...}, "optimizer": {...}}`.
+    """Return the live tensors of a model and its optimizers: `{"model": {...}, "optimizer":
+    {...}}`.
 
-    Sharded parameters come as DTensors. Nothing is copied: what is written into these tensors is
-    written into the model. Optimizers that have not made a step yet have no state, and stay so.
+    Sharded parameters are DTensors. Nothing is copied: writing into these tensors changes the
+    model. Optimizers without a step have no state and are left out.
     """
     state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
     if any(optimizer.state for optimizer in optimizers):
@@ -49,7 +51,7 @@ def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
 def restore(
     storage: CommitStorage, commit: Commit, model: nn.Module, *optimizers: Optimizer
 ) -> None:
-    """Puts a commit back into a model and its optimizers, at any world size and in any layout.
+    """Restore a model and its optimizers from a commit, at any world size and in any layout.
 
     Collective over all ranks, if torch.distributed is initialised. Gradients are dropped.
 
@@ -61,22 +63,22 @@ def restore(
     state: dict[str, Any] = {MODEL: _tensors(get_model_state_dict(model))}
     if optimizers and any(name.startswith(f"{OPTIMIZER}.") for name in saved):
         for optimizer in optimizers:
-            # torch makes the state of a fresh optimizer by a step with zero gradients and leaves
-            # it out where there are gradients already.
+            # torch creates the state of a fresh optimizer by a step with zero gradients, but not if
+            # gradients exist already.
             optimizer.zero_grad(set_to_none=True)
-        made = _optimizer_state(model, optimizers)
-        state[OPTIMIZER] = _forget_unsaved(optimizers, made, saved)
+        created = _optimizer_state(model, optimizers)
+        state[OPTIMIZER] = _forget_unsaved(optimizers, created, saved)
     _load(storage, commit, metadata, state)
 
 
 def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
-    """Reads a commit into the tensors of `state`; every rank reads only what its shards need.
+    """Read a commit into the tensors of `state`; every rank reads only what its shards need.
 
-    Collective over all ranks, if torch.distributed is initialised. What the commit holds beyond
-    `state` is left alone.
+    Collective over all ranks, if torch.distributed is initialised. Other entries of the commit are
+    ignored.
 
     Raises:
-        UserError: a tensor is not in the commit, or has another shape there.
+        UserError: a tensor is missing from the commit, or has another shape there.
         RuntimeError: reading failed.
     """
     _load(storage, commit, read_metadata(storage, commit), state)
@@ -86,16 +88,16 @@ def load(storage: CommitStorage, commit: Commit, state: dict[str, Any]) -> None:
 def restore_weights(
     storage: CommitStorage, commit: Commit, model: nn.Module, rows: Mapping[str, int]
 ) -> None:
-    """Puts the model of a commit into one that may have tables of another length.
+    """Restore a commit's model into one that may have tables with another number of rows.
 
-    Collective over all ranks, if torch.distributed is initialised. A table whose rows are counted
-    is read whole, on every rank that has a part of it; of anything else each reads its part.
+    Collective over all ranks, if torch.distributed is initialised. The tables in `rows` are read
+    whole by every rank that has a part of them; of other tensors, each rank reads its part.
 
     Args:
         storage: the folder of checkpoints.
         commit: one of them.
-        model: with its parameters allocated, sharded in whatever way.
-        rows: the parameters of which so many rows alone are taken, by name.
+        model: with allocated parameters, in any layout.
+        rows: number of rows to take, for each parameter that is such a table.
 
     Raises:
         UserError: the commit holds another model.
@@ -115,7 +117,7 @@ def restore_weights(
 
 
 def part_is_saved(storage: CommitStorage, commit: Commit, part: str) -> bool:
-    """Return True if a commit has tensors of that part of the state."""
+    """Return whether a commit has tensors of that part of the state."""
     return bool(_entries(read_metadata(storage, commit), part))
 
 
@@ -126,7 +128,7 @@ def model_sizes(storage: CommitStorage, commit: Commit) -> dict[str, tuple[int, 
 
 
 def _entries(metadata: Metadata, part: str) -> dict[str, TensorStorageMetadata]:
-    """Return what a commit's metadata says of the tensors of a part of the state, by name."""
+    """Return the metadata of the tensors of a part of the state, by name."""
     prefix = f"{part}."
     return {
         name.removeprefix(prefix): entry
@@ -137,7 +139,7 @@ def _entries(metadata: Metadata, part: str) -> dict[str, TensorStorageMetadata]:
 
 @torch.no_grad()
 def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Puts whole tensors into a model that this process has alone."""
+    """Load unsharded tensors into a model that is not divided over ranks."""
     for name, tensor in _tensors(get_model_state_dict(model)).items():
         local(tensor).copy_(state[name])
 
@@ -162,7 +164,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 def _forget_unsaved(
     optimizers: tuple[Optimizer, ...], state: dict[str, Any], saved: set[str]
 ) -> dict[str, Any]:
-    """Drops the state of parameters that had none when it was saved, as they had no gradient yet.
+    """Drop the state of parameters that had none in the commit, because they had no gradient yet.
 
     Returns:
         The rest of `state`.
@@ -216,7 +218,7 @@ def _read(
     alone: bool,
 ) -> None:
     try:
-        with _no_warning_that_it_is_alone():
+        with _without_no_dist_warning():
             dcp_load(
                 state,
                 storage_reader=CommitReader(storage, commit, metadata),
@@ -231,15 +233,15 @@ def _read(
 
 
 @contextmanager
-def _no_warning_that_it_is_alone() -> Iterator[None]:
+def _without_no_dist_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
         yield
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The plain tensors of a commit's model, by name. Each is read when it is asked for, into main
-    memory, by this process alone, and is nobody's afterwards but the caller's.
+    """The tensors of a commit's model, by name, unsharded. Each access reads the tensor into new
+    main memory, in this process alone.
 
     Raises:
         UserError: the commit's metadata is missing or altered.

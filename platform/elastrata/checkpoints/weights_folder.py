@@ -1,4 +1,4 @@
-"""A folder with a model as transformers saves it: its place, its configuration, its checksum."""
+"""A folder with a model as transformers saves it: its files, configuration and checksum."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class WeightsFolder:
-    """Such a folder."""
+    """A folder with weights, configuration and tokenizer."""
 
     storage: Storage
-    """Where its files are; for a model of the hub, in the cache of this machine."""
+    """Place of the files; for a model of the Hugging Face hub, in this machine's cache."""
     hub_revision: str | None = None
-    """The commit of a model that came from the hub."""
+    """Commit of a model that came from the hub; None for other folders."""
 
     @property
     def weights(self) -> SafetensorsFolder:
-        """Its tensors."""
+        """The tensors of the folder."""
         return SafetensorsFolder(self.storage)
 
     def config(self) -> Any:
-        """Its configuration, as transformers reads it.
+        """Return the configuration, as transformers reads it.
 
         Raises:
-            UserError: there is none, or transformers does not know such a model.
+            UserError: it is missing, or transformers does not know such a model.
         """
-        # Imported here: it takes seconds.
+        # Imported here because transformers takes seconds to import.
         from transformers import AutoConfig
 
         where = self.storage.uri(CONFIG)
@@ -60,7 +60,7 @@ class WeightsFolder:
                 raise UserError(f"{where}: no configuration of transformers ({why})") from None
 
     def tokenizer(self) -> TokenizerFiles | None:
-        """Its tokenizer, as transformers loads it; None where it has none that is fast.
+        """Return the tokenizer, as transformers loads it, or None if the folder has no fast one.
 
         Raises:
             UserError: it cannot be loaded.
@@ -76,7 +76,7 @@ class WeightsFolder:
             return load_tokenizer(scratch)
 
     def sha256(self) -> str:
-        """The SHA-256 of the lines that `sha256sum` prints for its configuration and weights."""
+        """Return the SHA-256 of the lines that `sha256sum` prints for configuration and weights."""
         names = sorted((CONFIG, *self.weights.files))
         with ThreadPoolExecutor(_THREADS) as pool:
             sums = pool.map(self.storage.sha256, names)
@@ -85,12 +85,13 @@ class WeightsFolder:
 
 
 def weights_folder(place: str, revision: str | None) -> WeightsFolder:
-    """The folder of that path or URL, or the model of that name in the hub.
+    """Return the folder of that path or URL, or the model of that name on the hub.
 
     Raises:
-        UserError: there is none.
+        UserError: neither exists.
     """
     folder = Storage(place)
+    # An existing folder wins over a hub model of the same name.
     if "://" in place or Path(place).exists() or not _HUB_NAME.fullmatch(place):
         if not folder.exists():
             raise UserError(f"{folder.uri()}: no such folder{_hint(place)}")
@@ -99,7 +100,7 @@ def weights_folder(place: str, revision: str | None) -> WeightsFolder:
 
 
 def _from_hub(name: str, revision: str | None) -> WeightsFolder:
-    """A model of the hub, downloaded where the cache of this machine has it not."""
+    """Return a model of the hub, downloaded if this machine's cache does not have it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -113,7 +114,7 @@ def _from_hub(name: str, revision: str | None) -> WeightsFolder:
 
 
 def _hint(name: str) -> str:
-    """The folder beside the one that is not there which is most like it."""
-    beside = Path(name).parent
-    folders = [str(path) for path in beside.iterdir() if path.is_dir()] if beside.is_dir() else []
+    """Return a hint at the most similar existing folder in the same parent."""
+    parent = Path(name).parent
+    folders = [str(path) for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     return nearest(name, folders)

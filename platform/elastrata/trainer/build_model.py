@@ -118,8 +118,7 @@ def _sharded(
         recipe.clip,
         model,
         ordered=recipe.parallel.virtual_ranks is not None,
-        # The masks of a sparse phase change gradients after the backward pass, so the norm has to
-        # be taken later than usual.
+        # Sparse phases zero gradients, and micro-batches add theirs up, after the backward passes.
         late=recipe.parallel.gradient_sync != "step" or any(p.sparsity for p in recipe.parts),
     )
     sync = sync_at_first(recipe.parallel.gradient_sync)

@@ -1,4 +1,4 @@
-"""The data of a run's phases, and what is wrong with the data sets of a mixture."""
+"""The data of a run's phases, and checks of the data sets of a mixture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _DataSet:
     storage: Storage
     manifest: Manifest
     name: str = ""
-    """Of a source."""
+    """Name of the source in a mixture; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +39,31 @@ class PhaseData:
 
     training: Batches
     held_out: Batches | None
-    """What is held out of it, or another set in its place."""
+    """Data held out of the training data, or the data set of `evaluation.path` in its place."""
     sets: Mapping[str, Batches]
     """Further held-out data sets, by name."""
 
 
 def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) -> PhaseData:
-    """The data of a phase, and what it is evaluated on.
+    """Find and check the data of a phase and the data that it is evaluated on.
 
     Raises:
-        UserError: one line for each thing that is wrong.
+        UserError: one line for each problem.
     """
     problems: list[str] = []
     training, held_out = [], dict[str, _DataSet]()
     names = [source.name for source in part.data.sources] or [""]
     for name, place in zip(names, part.data.places.values(), strict=True):
         try:
-            found, apart = _looked_at(recipe, part, name, place)
+            found, held_out_set = _check_data_set(recipe, part, name, place)
         except UserError as error:
             problems += error.problems
             continue
         training.append(found)
-        if apart:
-            held_out[apart.storage.uri()] = apart
+        if held_out_set:
+            held_out[held_out_set.storage.uri()] = held_out_set
     if recipe.target and not held_out and not problems:
-        problems.append(_no_target(recipe, training))
+        problems.append(_missing_target_problem(recipe, training))
     if part.data.sources and len(training) == len(names):
         problems += mixture_problems(part, [found.manifest for found in training])
     for extra in sets.values():
@@ -77,16 +77,16 @@ def phase_data(recipe: Recipe, part: PhaseKeys, sets: Mapping[str, FoundSet]) ->
     data_sets = (*training, *evaluated, *further.values())
     cuts = _budgets(part, [found.manifest for found in data_sets])
     return PhaseData(
-        training=_training(recipe, part, cuts, training),
-        held_out=_evaluation(recipe, cuts, evaluated) if evaluated else None,
-        sets={name: _evaluation(recipe, cuts, [one]) for name, one in further.items()},
+        training=_training_batches(recipe, part, cuts, training),
+        held_out=_evaluation_batches(recipe, cuts, evaluated) if evaluated else None,
+        sets={name: _evaluation_batches(recipe, cuts, [one]) for name, one in further.items()},
     )
 
 
-def _looked_at(
+def _check_data_set(
     recipe: Recipe, part: PhaseKeys, name: str, place: str
 ) -> tuple[_DataSet, _DataSet | None]:
-    """A data set and what is held out of it."""
+    """Read and check a data set; return it and its held-out data, if any."""
     storage = Storage(place)
     manifest = Manifest.read(storage)
     problems = [
@@ -96,7 +96,7 @@ def _looked_at(
         *_memory_problems(recipe, place, manifest),
     ]
     try:
-        held_out = _held_out(recipe, storage, manifest)
+        held_out = _find_held_out(recipe, storage, manifest)
     except UserError as error:
         raise UserError(*problems, *error.problems) from None
     if held_out:
@@ -106,6 +106,7 @@ def _looked_at(
         problems += _plan_problems(recipe, manifest)
     if problems:
         raise UserError(*problems)
+    # Reads the index of lengths, so only after the cheap checks.
     manifest.check_lengths(storage)
     found = _DataSet(storage=storage, manifest=manifest, name=name)
     if held_out is None:
@@ -114,7 +115,7 @@ def _looked_at(
     return found, _DataSet(storage=held_out[0], manifest=held_out[1], name=own_name)
 
 
-def _training(
+def _training_batches(
     recipe: Recipe, part: PhaseKeys, cuts: tuple[int, ...], found: Sequence[_DataSet]
 ) -> Batches:
     window = part.data.window_stripes
@@ -130,9 +131,12 @@ def _training(
     return _batches(recipe, cuts, found, order)
 
 
-def _evaluation(recipe: Recipe, cuts: tuple[int, ...], found: Sequence[_DataSet]) -> Batches:
-    """All stripes in one window and one seed for all runs: the draw is always the same. Of several
-    data sets it has equally many samples, as far as they are there."""
+def _evaluation_batches(
+    recipe: Recipe, cuts: tuple[int, ...], found: Sequence[_DataSet]
+) -> Batches:
+    """Return evaluation batches whose order is the same for all runs: all stripes in one window,
+    and a constant seed. Of several data sets, they take equally many samples as far as available.
+    """
     orders = tuple(_order(one.manifest, EVALUATION_SEED, one.manifest.stripes) for one in found)
     if not found[0].name:
         return _batches(recipe, cuts, found, orders[0])
@@ -175,7 +179,7 @@ def _batches(
 
 
 def _plan_problems(recipe: Recipe, manifest: Manifest) -> tuple[str, ...]:
-    """Why nobody can plan what the recipe leaves open."""
+    """Return the reasons why the planner cannot choose the keys that the recipe leaves open."""
     try:
         model_spec(recipe.workload, manifest.vocabulary, manifest.seq_len)
     except UserError as error:
@@ -184,7 +188,7 @@ def _plan_problems(recipe: Recipe, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _budgets(part: PhaseKeys, manifests: Sequence[Manifest]) -> tuple[int, ...]:
-    """The numbers of tokens that micro-batches may have, ascending."""
+    """Return the candidate sizes of micro-batches in tokens, ascending."""
     if part.micro_batch_tokens != "auto":
         return (part.micro_batch_tokens,)
     return budgets(max(map(longest_sample, manifests)), part.batch_size)
@@ -212,7 +216,8 @@ def _size_problems(part: PhaseKeys, place: str, manifest: Manifest) -> list[str]
 
 
 def _memory_problems(recipe: Recipe, place: str, manifest: Manifest) -> list[str]:
-    """Kinds of workers whose micro-batches hold less than the longest sample."""
+    """Return a line for each kind of worker whose micro-batches are shorter than the longest
+    sample."""
     longest = longest_sample(manifest)
     return [
         f"workers.micro_batch_tokens.{name}: {most}: {place} has samples of {longest} tokens; "
@@ -223,12 +228,15 @@ def _memory_problems(recipe: Recipe, place: str, manifest: Manifest) -> list[str
 
 
 def longest_sample(manifest: Manifest) -> int:
-    """Tokens of the longest sample."""
+    """Return the number of tokens of the longest sample."""
     return max(length for length, count in enumerate(manifest.length_histogram) if count)
 
 
-def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storage, Manifest] | None:
-    """The held-out data set: that of the recipe, or the one inside the training data."""
+def _find_held_out(
+    recipe: Recipe, data: Storage, manifest: Manifest
+) -> tuple[Storage, Manifest] | None:
+    """Return the held-out data set: that of the recipe, or else the one inside the training
+    data."""
     if recipe.evaluation.path:
         storage = Storage(recipe.evaluation.path)
         return storage, Manifest.read(storage)
@@ -236,7 +244,7 @@ def _held_out(recipe: Recipe, data: Storage, manifest: Manifest) -> tuple[Storag
     return (data.sub(HELD_OUT), held_out) if held_out else None
 
 
-def _no_target(recipe: Recipe, found: Sequence[_DataSet]) -> str:
+def _missing_target_problem(recipe: Recipe, found: Sequence[_DataSet]) -> str:
     assert recipe.target is not None
     return (
         f"target.metric: {recipe.target.metric}: needs held-out data, and there is none in "
@@ -268,18 +276,23 @@ _ALIKE = {
     "pairs": "pairs",
     "token_dtype": "token_dtype",
 }
-"""Fields of a manifest that all sources have alike, and what they are called."""
+"""Fields of a manifest in which all sources must agree, with their names in messages."""
 
 
 def mixture_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> list[str]:
-    """A line for each source that cannot be mixed with the others."""
-    return [*_unlike(part, manifests), *_twice(part, manifests), *_too_small(part, manifests)]
+    """Return a line for each source that cannot be mixed with the others."""
+    return [
+        *_mismatch_problems(part, manifests),
+        *_duplicate_problems(part, manifests),
+        *_small_source_problems(part, manifests),
+    ]
 
 
-def _unlike(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
+def _mismatch_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
     places = list(part.data.places.items())
     for field, called in _ALIKE.items():
         values = [getattr(manifest, field) for manifest in manifests]
+        # The most common value is taken as right, so that the message names the odd source out.
         usual = Counter(values).most_common(1)[0][0]
         example = places[values.index(usual)][1]
         for (key, place), value in zip(places, values, strict=True):
@@ -290,20 +303,21 @@ def _unlike(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
                 )
 
 
-def _twice(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Lines for data sets that are copies of others: what was read of one would be taken for what
-    was read of the other."""
-    known = dict[str, str]()
+def _duplicate_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Yield a line for each data set that is a copy of another one."""
+    # Positions are recorded by data set, so those of two copies could not be distinguished.
+    first_places = dict[str, str]()
     for (key, place), manifest in zip(part.data.places.items(), manifests, strict=True):
-        first = known.setdefault(manifest.fingerprint, place)
+        first = first_places.setdefault(manifest.fingerprint, place)
         if first != place:
             yield f"data.{key}: {place}: the same data set as {first}: expected one of them"
 
 
-def _too_small(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Lines where a batch would have a sample of a source twice."""
+def _small_source_problems(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Yield a line for each source of which a batch would need a sample twice."""
     mixture = wanted_mixture(part.data, manifests, 1)
     for number, (manifest, source) in enumerate(zip(manifests, part.data.sources, strict=True)):
+        # Shares may change over a phase, so the larger of the first and last one counts.
         share = max(mixture.legs[0].shares[number], mixture.last_shares[number]) / UNITS
         taken = math.ceil(share * part.batch_size)
         if taken > manifest.samples:
@@ -317,23 +331,25 @@ def _too_small(part: PhaseKeys, manifests: Sequence[Manifest]) -> Iterator[str]:
 def limit_problems(
     recipe: Recipe, phases: Sequence[Phase], origin: Origin[str] | None
 ) -> list[str]:
-    """A line for each source that the run would go through more often than it may."""
+    """Return a line for each source that the run would read more often than `max_epochs`
+    permits."""
     try:
         placed = one_after_another(phases, origin)
     except ValueError:
-        return [_all_exhausted(recipe, phases)]
+        return [_exhaustion_problem(recipe, phases)]
     sizes = [phase.size for phase in placed]
     data = [[url for url, _ in phase.batches.data_sets] for phase in placed]
     lines = []
     for number, last in enumerate(accumulate(size.steps for size in sizes)):
+        # Phases that end before the fork are not run again.
         if any(placed[number].limits) and last > (origin.step if origin else 0):
             taken = positions_after(last, sizes, data, origin)
             prefix = f"phases.{number}." if recipe.phases else ""
-            lines += [prefix + line for line in _too_often(recipe, number, placed[number], taken)]
+            lines += [prefix + line for line in _limit_lines(recipe, number, placed[number], taken)]
     return lines
 
 
-def _too_often(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int]) -> Iterator[str]:
+def _limit_lines(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int]) -> Iterator[str]:
     data = recipe.parts[number].data
     for at, (source, found, limit) in enumerate(
         zip(data.sources, phase.batches.sources, phase.limits, strict=True)
@@ -350,8 +366,8 @@ def _too_often(recipe: Recipe, number: int, phase: Phase, taken: dict[str, int])
         )
 
 
-def _all_exhausted(recipe: Recipe, phases: Sequence[Phase]) -> str:
-    """The line where no source is left that could have the share of the others."""
+def _exhaustion_problem(recipe: Recipe, phases: Sequence[Phase]) -> str:
+    """Return the line for the case that all sources are exhausted, so none can take their share."""
     samples = sum(phase.size.samples(phase.steps) for phase in phases)
     limits = {
         source.name: limit
@@ -359,9 +375,9 @@ def _all_exhausted(recipe: Recipe, phases: Sequence[Phase]) -> str:
         for source, limit in zip(phase.batches.sources, phase.limits, strict=False)
         if limit is not None
     }
-    told = ", ".join(f"{limit:,} of {name}" for name, limit in limits.items())
+    left = ", ".join(f"{limit:,} of {name}" for name, limit in limits.items())
     return (
         f"data.when_exhausted: redistribute: {recipe.steps_in_all:,} steps take {samples:,} "
-        f"samples in all, and max_epochs leaves {told}: expected fewer steps, or a source without "
+        f"samples in all, and max_epochs leaves {left}: expected fewer steps, or a source without "
         "limit"
     )

@@ -1,4 +1,4 @@
-"""Evaluation while a run trains: its sets of samples and the held-out batches of each."""
+"""Evaluation during a run: its held-out data sets and their batches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSet:
-    """A held-out data set that is there."""
+    """A held-out data set that exists."""
 
     key: str
-    """Of the recipe, that names it."""
+    """The recipe key that names it."""
     storage: Storage
     manifest: Manifest
 
 
 def found_sets(config: EvaluationConfig) -> tuple[dict[str, FoundSet], list[str]]:
-    """Those of `sets` that are there, by name, and a line for each thing that is wrong."""
+    """Return the data sets of `sets` that exist, by name, and a line for each problem."""
     sets, problems = dict[str, FoundSet](), list[str]()
     for number, one in enumerate(config.sets):
         key, storage = f"evaluation.sets.{number}.path", Storage(one.path)
@@ -48,17 +48,17 @@ def found_sets(config: EvaluationConfig) -> tuple[dict[str, FoundSet], list[str]
 def set_problems(
     sets: Mapping[str, FoundSet], training: Sequence[Manifest], held_out: Sequence[Batches | None]
 ) -> Iterator[str]:
-    """A line for each thing of the sets that does not go with the data of the run."""
+    """Yield a line for each mismatch between the evaluation sets and the training data."""
     if sets and None in held_out:
         yield (
             "evaluation.sets: nothing is held out of the training data, which they are beside: "
             "prepare with data.prepare.held_out, or give evaluation.path"
         )
     for found in sets.values():
-        yield from _unlike(found, training)
+        yield from _mismatch_problems(found, training)
 
 
-def _unlike(found: FoundSet, training: Sequence[Manifest]) -> Iterator[str]:
+def _mismatch_problems(found: FoundSet, training: Sequence[Manifest]) -> Iterator[str]:
     for field, called in (
         ("tokenizer_fingerprint", "the tokenizer"),
         ("seq_len", "seq_len"),
@@ -67,25 +67,25 @@ def _unlike(found: FoundSet, training: Sequence[Manifest]) -> Iterator[str]:
         value = getattr(found.manifest, field)
         expected = dict.fromkeys(getattr(manifest, field) for manifest in training)
         if training and value not in expected:
-            known = " or ".join(map(str, expected))
+            allowed = " or ".join(map(str, expected))
             yield (
-                f"{found.key}: {found.storage.url}: {called} {value}, expected {known}, as in the "
+                f"{found.key}: {found.storage.url}: {called} {value}, expected {allowed}, as in the "
                 "training data"
             )
 
 
 class HeldOut:
-    """This rank's part of it, in every phase that is left.
+    """This rank's part of the held-out data, for all phases that are left.
 
     Args:
-        phases: of the run.
-        held_out: the data of each, by name of the set; empty where there is none.
-        config: when to evaluate, and on how much.
-        data: this rank's place among those that have samples.
+        phases: the run's phases.
+        held_out: the data of each phase, by name of the set; empty if there is none.
+        config: interval and size of evaluations.
+        data: this rank's place among the data ranks.
         done: steps that the run has done.
-        has_parent: whether the run began with weights: how good they are is measured before its
-            first step.
-        kinds: of the data ranks, by their memory; none: they are of one kind.
+        has_parent: whether the run began with given weights; they are evaluated before its first
+            step.
+        kinds: kinds of the data ranks, by their memory; empty if all are of one kind.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -104,6 +104,8 @@ class HeldOut:
     ) -> None:
         self._config = config
         self._is_due_at_once = has_parent and done == 0
+        # Keyed by the last step of the phase. The phase of step `done` is kept: its end may still
+        # have to be evaluated.
         self._parts = {
             phase.last_step: {
                 name: held_out_step(
@@ -120,8 +122,8 @@ class HeldOut:
         }
 
     def due(self, record: StepRecord) -> Mapping[str, RankStep]:
-        """The data that the model is evaluated on after that step, by name of the set; there is
-        always an evaluation at the end of a phase."""
+        """Return the data to evaluate on after that step, by name of the set. An evaluation is
+        always due at the end of a phase."""
         is_due = evaluation_due(
             self._config,
             step=record.step,
@@ -132,11 +134,12 @@ class HeldOut:
         return self.of(record.step) if is_due else {}
 
     def due_at_once(self) -> Mapping[str, RankStep]:
-        """The data that the model is evaluated on before the first step that is left."""
+        """Return the data to evaluate on before the run's first step; empty unless weights were
+        given."""
         return self.of(0) if self._is_due_at_once else {}
 
     def of(self, step: int) -> Mapping[str, RankStep]:
-        """That of the phase which has that step."""
+        """Return the held-out data of the phase that contains a step."""
         return self._parts[self._last_step(step)]
 
     def _last_step(self, step: int) -> int:

@@ -32,18 +32,19 @@ from elastrata_pipelines.storage import Storage
 
 _KEY = "begin_with.weights"
 _OWN = ("begin_with.", "workload.", "data.")
-"""What lines begin with that name a key of their own."""
+"""Prefixes of error lines that already name their own key."""
 
 
 def find_parent(
     run: Storage, recipe: Recipe, data: TrainingData, warn: Callable[[str], None]
 ) -> Parent | None:
-    """The parent of a run, None where its weights are drawn. One that has a checkpoint goes on from
-    there, and its parent is not looked at any more; until then it begins with the same weights as
-    the first time, or not at all.
+    """Find the parent of a run; return None if its weights are initialised at random.
+
+    A run that has a checkpoint resumes from it, and its parent is no longer read. Until then the
+    run must begin with the same weights as the first time.
 
     Raises:
-        UserError: a line for each reason why it cannot begin so.
+        UserError: the run cannot begin so; one line for each reason.
     """
     begin = recipe.begin_with
     if begin is None:
@@ -52,7 +53,7 @@ def find_parent(
     before = identity.parent if identity else None
     if before and commits(run.sub("checkpoints")):
         return before
-    found = _found(begin, recipe, data, warn, before.commit if before else None)
+    found = _find_weights(begin, recipe, data, warn, before.commit if before else None)
     if before and found.sha256 != before.sha256:
         raise UserError(
             f"{_KEY}: {begin.weights}: not the weights any more that the run began with: SHA-256 "
@@ -63,20 +64,22 @@ def find_parent(
     return found
 
 
-def _found(
+def _find_weights(
     begin: BeginConfig,
     recipe: Recipe,
     data: TrainingData,
     warn: Callable[[str], None],
     chosen: str | None,
 ) -> Parent:
-    """What `begin_with` means; `chosen` is the checkpoint or revision that it meant before."""
+    """Find the weights of `begin_with`; `chosen` is the checkpoint or revision that was used
+    before."""
     try:
         if is_run(begin.place):
             return run_parent(begin, recipe, data, warn, chosen)
         folder = weights_folder(begin.place, chosen or begin.revision)
         return folder_parent(folder, begin, recipe, data, warn)
     except UserError as error:
+        # Lines that name no key are about the weights.
         lines = (line if line.startswith(_OWN) else f"{_KEY}: {line}" for line in error.problems)
         raise UserError(*lines) from None
 
@@ -88,10 +91,10 @@ def run_parent(
     warn: Callable[[str], None],
     folder: str | None = None,
 ) -> Parent:
-    """The checkpoint that `begin_with` means.
+    """Return the checkpoint of `begin_with` as a parent.
 
     Raises:
-        UserError: a line for each reason why the recipe cannot begin with it.
+        UserError: the recipe cannot begin with it; one line for each reason.
     """
     run = Storage(begin.place)
     identity = read_identity(run)
@@ -128,8 +131,8 @@ def _given(
     data: TrainingData,
     warn: Callable[[str], None],
 ) -> GivenWeights:
-    """What a checkpoint holds, and what its run's data set tells of its ids."""
-    manifest, name = _manifest(data_set, data), f"{run.uri()}, step {commit.step}"
+    """Return the tensors and token ids of a checkpoint, by its run's recipe and data set."""
+    manifest, name = _find_manifest(data_set, data), f"{run.uri()}, step {commit.step}"
     if manifest is None:
         warn(f"{data_set.url}: not the data set of {name} any more: its ids are not checked")
     return GivenWeights(
@@ -142,8 +145,8 @@ def _given(
     )
 
 
-def _manifest(data_set: DataSet, data: TrainingData) -> Manifest | None:
-    """That of the data set which a run was trained on; None where it is not there any more."""
+def _find_manifest(data_set: DataSet, data: TrainingData) -> Manifest | None:
+    """Return the manifest of a run's data set, or None if the data set is gone or has changed."""
     if data_set.fingerprint == data.train.manifest.fingerprint:
         return data.train.manifest
     try:
@@ -156,7 +159,7 @@ def _manifest(data_set: DataSet, data: TrainingData) -> Manifest | None:
 def _optimizer_problems(
     before: Recipe, recipe: Recipe, given: GivenWeights, data: TrainingData
 ) -> Iterator[str]:
-    """Why a state of that run's optimizer cannot be gone on with."""
+    """Yield the reasons why the state of that run's optimizer cannot be reused."""
     theirs, ours = before.parts[-1].optimizer.name, recipe.parts[0].optimizer.name
     if ours != theirs:
         yield (
@@ -178,14 +181,14 @@ def folder_parent(
     data: TrainingData,
     warn: Callable[[str], None],
 ) -> Parent:
-    """The folder that `begin_with` means, as a parent.
+    """Return the folder of `begin_with` as a parent.
 
     Raises:
-        UserError: a line for each reason why the recipe cannot begin with it.
+        UserError: the recipe cannot begin with it; one line for each reason.
     """
     name, tensors = begin.weights, folder.weights.tensors
     config = folder.config()
-    architecture, table = _model(
+    architecture, table = _match_model(
         recipe.workload, config, data.vocabulary, folder.storage.uri(CONFIG)
     )
     ours = sizes(recipe.workload, data.vocabulary, data.seq_len)
@@ -203,19 +206,20 @@ def folder_parent(
         counterpart=table,
         sizes={n: t.shape for n, t in counting.items() if n not in table.tied},
         num_ids=int(config.vocab_size),
-        tokenizer=_tokenizer(folder, warn, name),
+        tokenizer=_read_tokenizer(folder, warn, name),
     )
     lines = [*fit_problems(given, begin, recipe, data), *_type_problems(counting, name)]
     if begin.optimizer:
         lines.append("begin_with.optimizer: true: expected false: a folder has weights alone")
+    # Values are checked last: they need the tensors' bytes, the other checks only headers.
     if lines := lines or [*_value_problems(folder.weights, names, table, ours, name)]:
         raise UserError(*lines)
     if left_out:
         warn(f"{_KEY}: {name}: left out, as the model has no such part: {in_short(left_out)}")
-    return _parent(folder, begin.place, given.num_ids)
+    return _make_parent(folder, begin.place, given.num_ids)
 
 
-def _parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
+def _make_parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
     is_hubs = folder.hub_revision is not None
     return Parent(
         kind="hub" if is_hubs else "folder",
@@ -226,11 +230,11 @@ def _parent(folder: WeightsFolder, place: str, num_ids: int) -> Parent:
     )
 
 
-def _model(
+def _match_model(
     workload: Workload, config: Any, vocabulary: Vocabulary, where: str
 ) -> tuple[dict[str, Any], Counterpart]:
-    """The keys of the workload that a configuration fixes, and where the tensors lie that it has:
-    those of the recipe's model, where that is the same."""
+    """Return the workload keys that a configuration fixes, and its mapping of tensors. The mapping
+    is that of the recipe's model if both have the same architecture."""
     settings = None
     try:
         if isinstance(workload, HasCounterpart):
@@ -251,10 +255,10 @@ def _model(
     return architecture, (workload if is_same else theirs).counterpart(vocabulary)
 
 
-def _tokenizer(
+def _read_tokenizer(
     folder: WeightsFolder, warn: Callable[[str], None], name: str
 ) -> GivenTokenizer | None:
-    """The folder's tokenizer; None where it has none that is fast."""
+    """Return the folder's tokenizer, or None if it has no fast one."""
     files = folder.tokenizer()
     if files is None:
         warn(f"{_KEY}: {name}: no {TOKENIZER} in it: its ids are not checked")
@@ -278,61 +282,61 @@ def _value_problems(
     ours: Mapping[str, object],
     name: str,
 ) -> Iterator[str]:
-    """Tied tensors that differ, and biases that a model without them would lose."""
+    """Yield a line for tied tensors that differ, and for non-zero biases that the model lacks."""
     for tied, other in table.tied.items():
         if tied in names and not torch.equal(
-            _whole(weights, names[tied]), _whole(weights, names[other])
+            _read_whole(weights, names[tied]), _read_whole(weights, names[other])
         ):
             yield f"{_KEY}: {name}: {tied} differs from {other}, though the model ties them"
     lost = [
         bias
         for bias in sorted(table.zeros(ours))
-        if bias in names and bool(_whole(weights, names[bias]).any())
+        if bias in names and bool(_read_whole(weights, names[bias]).any())
     ]
     if lost:
         yield f"{_KEY}: {name}: {in_short(lost)}: not all zeros: expected workload.bias true"
 
 
-def _whole(weights: SafetensorsFolder, name: str) -> Tensor:
+def _read_whole(weights: SafetensorsFolder, name: str) -> Tensor:
     stored = weights.tensors[name]
     target = torch.empty(stored.shape)
     weights.copy(name, tuple(slice(0, length) for length in stored.shape), target)
     return target
 
 
-_MOST_NAMED = 4
+_MAX_NAMES = 4
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenTokenizer:
-    """The tokenizer that weights were trained with, as far as it is known."""
+    """The tokenizer that weights were trained with, as far as it is available."""
 
     fingerprint: str
     ids: Mapping[str, int] | None
-    """By token; None: there are no files of it."""
+    """Id of each token; None if its files are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenWeights:
-    """Weights as they tell of themselves."""
+    """Weights of a checkpoint or folder, with the metadata that they are checked by."""
 
     name: str
-    """For messages: where they lie."""
+    """Place of the weights, for messages."""
     workload: str
     architecture: Mapping[str, Any]
-    """As `Workload.architecture` has it."""
+    """Keys as in `Workload.architecture`."""
     sizes: Mapping[str, Shape]
-    """By the names of `counterpart`."""
+    """Shapes, by the names of `counterpart`."""
     counterpart: Counterpart = field(default_factory=Counterpart)
-    """Where parameters of ours lie in them; by default under the same names."""
+    """Mapping of the model's parameters to the stored ones; by default they have the same names."""
     num_ids: int
     tokenizer: GivenTokenizer | None
-    """None: nobody knows."""
+    """None if it is unknown."""
 
 
 def data_tokenizer(data: Storage, manifest: Manifest) -> GivenTokenizer:
-    """The tokenizer that a data set was prepared with."""
+    """Return the tokenizer that a data set was prepared with."""
     path = f"{TOKENIZER_DIR}/tokenizer.json"
     has_files = any(entry.path == path for entry in manifest.files)
     files = TokenizerFiles(data.read(path).decode(), "{}") if has_files else None
@@ -344,7 +348,7 @@ def data_tokenizer(data: Storage, manifest: Manifest) -> GivenTokenizer:
 def fit_problems(
     given: GivenWeights, begin: BeginConfig, recipe: Recipe, data: TrainingData
 ) -> list[str]:
-    """A line for each reason why a recipe cannot begin with these weights."""
+    """Return a line for each reason why a recipe cannot begin with these weights."""
     workload = recipe.workload
     if workload.name != given.workload:
         return [f"workload.name: {workload.name}: expected {given.workload}, as {given.name} has"]
@@ -364,7 +368,7 @@ def fit_problems(
 
 
 def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) -> Iterator[str]:
-    """Names first; shapes, where all names are right."""
+    """Yield a line for missing and unexpected tensors, and for shapes that differ."""
     model = recipe.workload, data.vocabulary, data.seq_len
     ours, table = sizes(*model), given.counterpart
     expected = {table.origin(name).name: table.origin(name).shape(s) for name, s in ours.items()}
@@ -377,6 +381,7 @@ def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) ->
     if extra:
         yield f"{given.name}: has {in_short(extra)}, which the model has not"
     for name in sorted(expected.keys() & given.sizes.keys()):
+        # The number of rows of a table of ids may differ: the vocabulary may be extended.
         first = 1 if name in tables else 0
         if expected[name][first:] != given.sizes[name][first:]:
             yield f"{given.name}: {name} has shape {given.sizes[name]}, expected {expected[name]}"
@@ -389,16 +394,16 @@ def _tensor_problems(given: GivenWeights, recipe: Recipe, data: TrainingData) ->
 
 def in_short(names: Collection[str]) -> str:
     """Return the first of some tensors' names, sorted, and the number of the others."""
-    more = len(names) - _MOST_NAMED
+    more = len(names) - _MAX_NAMES
     also = f" and {more:,} more" if more > 0 else ""
-    return ", ".join(sorted(names)[:_MOST_NAMED]) + also
+    return ", ".join(sorted(names)[:_MAX_NAMES]) + also
 
 
 def _vocabulary_problems(
     given: GivenWeights, begin: BeginConfig, data: TrainingData
 ) -> Iterator[str]:
     num_ids, url = data.vocabulary.size, data.train.url
-    if wrong := _other_ids(given.tokenizer, Storage(url), data.train.manifest):
+    if wrong := _describe_changed_ids(given.tokenizer, Storage(url), data.train.manifest):
         yield f"data.path: {url}: its tokenizer has other ids than that of {given.name}: {wrong}"
     elif num_ids < given.num_ids:
         yield (
@@ -412,9 +417,9 @@ def _vocabulary_problems(
         )
 
 
-def _other_ids(theirs: GivenTokenizer | None, data: Storage, manifest: Manifest) -> str:
-    """The first tokens that have another id, or none; empty where all have their own, or nobody
-    knows."""
+def _describe_changed_ids(theirs: GivenTokenizer | None, data: Storage, manifest: Manifest) -> str:
+    """Describe the first token whose id differs. Returns an empty string if all ids agree or cannot
+    be compared."""
     if theirs is None or theirs.fingerprint == manifest.tokenizer_fingerprint:
         return ""
     ours = data_tokenizer(data, manifest).ids
@@ -438,23 +443,23 @@ def begin_with(
     model: nn.Module,
     optimizer: Optimizer,
 ) -> None:
-    """Reads what a parent has. Collective over all ranks.
+    """Load the parent's weights into the model. Collective over all ranks.
 
     Raises:
-        UserError: the parent is not there any more, or not as it was, or has numbers that are NaN
-            or infinite, of which training would say that its own steps made them.
+        UserError: the parent is missing or altered, or has values that are NaN or infinite.
     """
     if parent.kind != "run":
         _read_folder(parent, workload, vocabulary, seq_len, model)
         return
     checkpoints = Storage(parent.url).sub("checkpoints")
-    commit = _commit(checkpoints, parent)
+    commit = _read_commit(checkpoints, parent)
     if parent.optimizer:
         restore(checkpoints, commit, model, optimizer)
     else:
         given = model_sizes(checkpoints, commit)
         rows = counted_rows(workload, vocabulary, seq_len, given, parent.num_ids)
         restore_weights(checkpoints, commit, model, rows)
+    # Checked here, because the first step would otherwise report them as its own.
     _check_finite(model, checkpoints.uri(commit.folder))
 
 
@@ -462,7 +467,7 @@ def begin_with(
 def _read_folder(
     parent: Parent, workload: Workload, vocabulary: Vocabulary, seq_len: int, model: nn.Module
 ) -> None:
-    """Every rank reads what its shards need, block by block."""
+    """Load this rank's shards from a folder, block by block."""
     assert isinstance(workload, HasCounterpart)
     weights = weights_folder(parent.url, parent.commit).weights
     table = workload.counterpart(vocabulary)
@@ -480,14 +485,14 @@ def _read_folder(
 
 @torch.no_grad()
 def _check_finite(model: nn.Module, where: str) -> None:
-    """Looks at this rank's part of every weight."""
+    """Check that this rank's shards of all weights are finite."""
     for name, parameter in model.named_parameters():
         shard = local(parameter)
         if shard.numel() and not all(end.isfinite() for end in torch.aminmax(shard)):
             raise UserError(f"{where}: {name}: has NaN or infinite numbers: expected finite ones")
 
 
-def _commit(checkpoints: Storage, parent: Parent) -> Commit:
+def _read_commit(checkpoints: Storage, parent: Parent) -> Commit:
     assert parent.commit is not None
     where = f"checkpoint {checkpoints.uri(parent.commit)}"
     try:

@@ -39,22 +39,22 @@ from elastrata_pipelines.speeds import Speeds
 
 
 def deal_marks(speeds: Speeds) -> dict[str, float]:
-    """The numbers of this rank that are added up over all primary ranks, by name."""
-    return {"hands": 1, "dealt_by": _mark(speeds)}
+    """Return this rank's values for `check_same_deal`, which are summed over all primary ranks."""
+    return {"hands": 1, "dealt_by": _checksum(speeds)}
 
 
 def check_same_deal(sums: Mapping[str, float], speeds: Speeds) -> None:
-    """Looks whether the sums say that all ranks were dealt to by these speeds. Where deals differ,
-    at least one rank has speeds: ranks that have none need not look.
+    """Check by their sums that all ranks' steps were dealt by these speeds.
 
     Raises:
-        RuntimeError: they were not; the group is to begin again.
+        RuntimeError: they were not, so the group has to restart.
     """
-    if speeds and sums["dealt_by"] != sums["hands"] * _mark(speeds):
+    # If deals differ, at least one rank has speeds. So ranks without speeds need no check.
+    if speeds and sums["dealt_by"] != sums["hands"] * _checksum(speeds):
         raise RuntimeError("the ranks have hands of different deals")
 
 
-def _mark(speeds: Speeds) -> int:
+def _checksum(speeds: Speeds) -> int:
     return zlib.crc32(repr(speeds).encode()) if speeds else 0
 
 
@@ -64,42 +64,42 @@ Cut = Callable[[Iterable[RankStep]], Iterable[RankStep]]
 
 
 def thread_for_gpu(device: torch.device) -> Background | None:
-    """Where the next step is made ready: beside the training where a GPU does that; else nowhere,
-    as it would take from the training what it saves."""
+    """Return the thread that prepares the next step on a GPU, or None on a CPU, which has no
+    time to spare."""
     return BackgroundThread(device) if device.type == "cuda" else None
 
 
 def as_it_is(rank_step: RankStep) -> RankStep:
-    """A step that nobody cuts otherwise."""
+    """Return the step unchanged: the default of `foreseen`."""
     return rank_step
 
 
 def unmeasured(rank_step: RankStep, efforts: Sequence[Effort]) -> None:
-    """Nobody wants to know how long ranks take."""
+    """No-op default for `measured`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The loop, with all that stays as it is from step to step."""
+    """The training loop, with all that is constant over the steps."""
 
     workload: Workload
     vocabulary: Vocabulary
     seed: int
     learning_rate: Callable[[int], float]
-    """The rate of a step, counted from 0."""
+    """Learning rate of a step, counted from 0."""
     clip: Clip
-    """Clips the gradient of the model that is trained."""
+    """Clips the gradient of the trained model."""
     on_nonfinite: Literal["stop", "skip"]
     device: torch.device
     world_size: int
     is_primary: bool = True
-    """Whether this rank's sums over samples are added up, as `DataRank` has it."""
+    """Whether this rank's sums over samples are counted, as in `DataRank`."""
     hooks: StepHooks = field(default_factory=StepHooks)
-    """Additions to a step."""
+    """Hooks into a step."""
     blocks: Sequence[nn.Module] = ()
-    """The model's, in which a rank's own time is taken."""
+    """The model's blocks, in which a rank's own compute time is measured."""
     background: Callable[[torch.device], Background | None] = thread_for_gpu
-    """Where the next step is made ready, for the device of this rank."""
+    """Returns the executor that prepares the next step, given this rank's device."""
 
     def run(
         self,
@@ -114,34 +114,39 @@ class Loop:
         before_change: Callable[[], None] = nothing,
         measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
     ) -> Generator[tuple[StepRecord, Action]]:
-        """Trains on every step of `stream` and yields its record, the same on every rank but for
-        the seconds and the memory, and what all ranks are to do after it.
+        """Train on every step of `stream` and yield its record with the action after it. Only the
+        seconds and memory of a record differ between ranks.
 
-        On a GPU the next step is read and made ready meanwhile, until this is closed.
+        On a GPU the next step is read and prepared in the background, until the generator is
+        closed.
 
         Args:
-            forward_backward: through the model.
-            optimizer: over its parameters.
-            stream: this rank's part of every step that is left.
-            start: the state of the run before the first of them.
-            asked: what is asked of all ranks, on rank 0; elsewhere `Action.GO_ON`.
-            cut: the steps as they are trained on, each asked for when the one before is done.
-            foreseen: a step as `cut` will have it; None: that is not known yet.
+            forward_backward: forward and backward pass through the model.
+            optimizer: over the model's parameters.
+            stream: this rank's part of every remaining step.
+            start: progress of the run before the first of them.
+            asked: returns the action requested of all ranks, on rank 0; elsewhere `Action.GO_ON`.
+            cut: maps the stream to the steps that are trained; each is requested when the one
+                before is finished.
+            foreseen: returns a later step as `cut` will yield it, or None if that is not yet
+                determined.
             before_change: called before weights, masks or the optimizer's state may change.
             measured: called with every step and the efforts of all ranks, by rank.
         """
-        prepare = partial(self._prepared, forward_backward)
+        prepare = partial(self._prepare_step, forward_backward)
         background = self.background(self.device)
-        own = own_time(self.device, self.blocks if self.world_size > 1 else ())
+        timer = own_time(self.device, self.blocks if self.world_size > 1 else ())
         samples, tokens = start.samples, start.tokens
-        known: Mapping[str, float] | None = None
-        with closing(own), Prefetch(stream, prepare, foreseen, background) as steps:
+        next_sums: Mapping[str, float] | None = None
+        with closing(timer), Prefetch(stream, prepare, foreseen, background) as steps:
             forget_peak(self.device)
             stopwatch, dealt_by = Stopwatch(), Speeds()
             for rank_step in cut(steps):
                 stopwatch.passed("seconds_waiting_for_data")
                 ready, action = steps.ready(rank_step), asked()
-                batch = known or reduce_sums(ready.sums, is_primary=self.is_primary)
+                # The sums of this step came with the losses of the step before, if it was ready by
+                # then. That saves an all-reduce and a wait for the GPU.
+                batch = next_sums or reduce_sums(ready.sums, is_primary=self.is_primary)
                 check_same_deal(batch, rank_step.speeds)
                 stopwatch.passed("seconds_collating")
                 if self.hooks.changes_before(rank_step.step):
@@ -149,8 +154,9 @@ class Loop:
                 self.hooks.before_step(rank_step.step, optimizer)
                 lr = self.learning_rate(rank_step.step - 1)
                 set_learning_rate(optimizer, lr)
+                # Sorted, so that all ranks pack their sums in the same order into one message.
                 names = sorted(ready.sums) if steps.reads_ahead else []
-                own.begin()
+                timer.begin()
                 result = train_step(
                     forward_backward,
                     optimizer,
@@ -160,13 +166,15 @@ class Loop:
                     rounds=rank_step.rounds,
                     is_primary=self.is_primary,
                     hooks=self.hooks,
-                    more=partial(self._told, action, own, rank_step.work, steps, names),
+                    # Written after the backward pass: then this rank's time is measured and the
+                    # next step likely ready.
+                    more=partial(self._write_message, action, timer, rank_step.work, steps, names),
                     before_change=before_change,
                 )
                 if result.skipped and self.on_nonfinite == "stop":
-                    raise TrainingError(_nonfinite(rank_step.step, result))
+                    raise TrainingError(_nonfinite_message(rank_step.step, result))
                 message = StepMessage.read(result.more, names, self.world_size)
-                known = message.next_sums
+                next_sums = message.next_sums
                 samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
                 record = StepRecord(
                     samples=samples,
@@ -185,14 +193,14 @@ class Loop:
                 yield record, message.action
                 stopwatch, dealt_by = Stopwatch(), rank_step.speeds
 
-    def _told(
-        self, action: Action, own: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
+    def _write_message(
+        self, action: Action, timer: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
     ) -> Tensor:
-        """What this rank tells the others with the losses."""
+        """Return this rank's message to the others, which travels with the losses."""
         ready = steps.next_ready
         return written(
             action,
-            own.effort(work),
+            timer.effort(work),
             ready.sums if ready else None,
             names,
             self.device,
@@ -200,21 +208,21 @@ class Loop:
             is_primary=self.is_primary,
         )
 
-    def _prepared(self, forward_backward: ForwardBackward, rank_step: RankStep) -> ReadyStep:
-        """The step on this rank, ready for the model; reads nothing from the device."""
-        batches = forward_backward.ready(self._collated(rank_step))
+    def _prepare_step(self, forward_backward: ForwardBackward, rank_step: RankStep) -> ReadyStep:
+        """Return a step collated and moved to the device. Reads nothing back from the device."""
+        batches = forward_backward.ready(self._collate(rank_step))
         return ReadyStep(batches=batches, sums=self._sums(rank_step, batches))
 
-    def _collated(self, rank_step: RankStep) -> list[Batch]:
+    def _collate(self, rank_step: RankStep) -> list[Batch]:
         return [
             self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
             for rows in rank_step.micro_batches
         ]
 
     def _sums(self, rank_step: RankStep, batches: list[Batch]) -> dict[str, float]:
-        """This rank's part of everything that is summed over the global batch before the forward
-        pass. The digest travels in halves, so that its sum is exact in float64."""
+        """Return this rank's part of the sums over the global batch that the forward pass needs."""
         weights = total_weights(batches)
+        # In halves, so that the sum of the ranks' digests is exact in float64.
         upper, lower = divmod(digest(rank_step.rows.identities), _HALF)
         segments = rank_step.rows.segment_lengths.tolist()
         return {
@@ -254,7 +262,7 @@ def _weights(batch: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _nonfinite(step: int, result: StepResult) -> str:
+def _nonfinite_message(step: int, result: StepResult) -> str:
     terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
     return (
         f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
@@ -287,6 +295,7 @@ def _loss_fields(result: StepResult) -> dict[str, Any]:
 
 
 def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
+    # Modulo 2**64: the sum does not depend on the order or the ranks of the samples.
     whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
     return {
         "digest": f"{whole:016x}",

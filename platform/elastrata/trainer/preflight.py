@@ -1,4 +1,4 @@
-"""The preflight: everything that can be found wrong before anything is started or written."""
+"""The preflight: all checks that are possible before anything is started or written."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class TrainingData:
 
     phases: tuple[Phase, ...]
     held_out: tuple[Batches | None, ...]
-    """For the evaluations in every phase."""
+    """Held-out data of each phase."""
     sets: tuple[Mapping[str, Batches], ...]
-    """Further held-out data for them, by name."""
+    """Further evaluation sets of each phase, by name."""
 
     @property
     def evaluated(self) -> tuple[Mapping[str, Batches], ...]:
-        """All data for the evaluations in every phase, by name of the set; that of `held_out` is
-        `OWN`."""
+        """All evaluation data of each phase, by name of the set; that of `held_out` is `OWN`."""
         both = zip(self.held_out, self.sets, strict=True)
         return tuple({OWN: own, **sets} if own else {} for own, sets in both)
 
@@ -52,41 +51,41 @@ class TrainingData:
 
     @property
     def length_histogram(self) -> list[int]:
-        """How many samples have which length, over all different data sets."""
+        """Number of samples of each length, over all different training data sets."""
         manifests = dict(self.trained_on)
         columns = zip_longest(*(m.length_histogram for m in manifests.values()), fillvalue=0)
         return [sum(column) for column in columns]
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """That of all its data sets."""
+        """The vocabulary, which all data sets share."""
         return self.train.manifest.vocabulary
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the longest sample that any of them may have."""
+        """Largest sample length in tokens over the phases."""
         return max(phase.batches.manifest.seq_len for phase in self.phases)
 
     @property
     def trained_on(self) -> tuple[tuple[str, Manifest], ...]:
-        """Place and manifest of the data sets of the phases, in order, each with its sources."""
+        """Place and manifest of every data set of the phases in order, sources included."""
         return tuple(found for phase in self.phases for found in phase.batches.data_sets)
 
     @property
     def data_sets(self) -> tuple[DataSet, ...]:
-        """The data sets of the phases, in order, each with its sources."""
+        """The data sets of the phases in order, sources included."""
         return tuple(
             DataSet(url=url, fingerprint=manifest.fingerprint) for url, manifest in self.trained_on
         )
 
     @property
     def mixtures(self) -> Mixtures | None:
-        """The mixture of each phase; None where none has any."""
+        """The mixture of each phase; None if no phase has one."""
         return record_of([phase.batches.mixture for phase in self.phases])
 
     @property
     def inputs(self) -> tuple[DataInput, ...]:
-        """The data sets that are read, for the record."""
+        """The data sets that are read, for experiment trackers."""
         batches = (one for sets in self.evaluated for one in sets.values())
         held_out = (found for one in batches for found in one.data_sets)
         return (
@@ -106,10 +105,10 @@ def _input(url: str, manifest: Manifest, purpose: Literal["training", "evaluatio
 
 
 def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingData:
-    """Finds the data sets of a recipe and checks that it can train on them.
+    """Find the data sets of a recipe and check that it can train on them.
 
     Raises:
-        UserError: one line for each thing that is wrong.
+        UserError: one line for each problem.
     """
     recipe = in_steps(recipe)
     sets, problems = found_sets(recipe.evaluation)
@@ -124,13 +123,14 @@ def training_data(recipe: Recipe, origin: ForkOrigin | None = None) -> TrainingD
     problems += _tokenizer_problems(recipe, manifests)
     problems += set_problems(sets, manifests, [data.held_out for data in found])
     if problems:
+        # Phases that share a data set report the same problem; each line is printed once.
         raise UserError(*dict.fromkeys(problems))
     phases = [_phase(part, data.training) for part, data in zip(recipe.parts, found, strict=True)]
-    known = _origin(phases, origin)
-    if lines := limit_problems(recipe, phases, known):
+    start = _origin(phases, origin)
+    if lines := limit_problems(recipe, phases, start):
         raise UserError(*lines)
     return TrainingData(
-        phases=one_after_another(phases, known),
+        phases=one_after_another(phases, start),
         held_out=tuple(data.held_out for data in found),
         sets=tuple(data.sets for data in found),
     )
@@ -149,7 +149,7 @@ def _phase(part: PhaseKeys, train: Batches) -> Phase:
 
 
 def _origin(phases: Sequence[Phase], origin: ForkOrigin | None) -> Origin[str] | None:
-    """The place that phases are reckoned from."""
+    """Return the position in the data that the phases start from; None unless the run is a fork."""
     if origin is None:
         return None
     return origin.placed(
@@ -169,7 +169,7 @@ def _tokenizer_problems(recipe: Recipe, manifests: Sequence[Manifest]) -> Iterat
 
 
 def mask_problems(recipe: Recipe) -> list[str]:
-    """One line for each phase whose file of masks is missing or that of another model."""
+    """Return one line for each phase whose file of masks is missing or belongs to another model."""
     problems = []
     for number, part in enumerate(recipe.parts):
         if isinstance(part.sparsity, GivenConfig):
@@ -182,10 +182,10 @@ def mask_problems(recipe: Recipe) -> list[str]:
 
 
 def check_storage(storage: Storage) -> None:
-    """Makes sure that runs can be kept there, by writing and deleting a small file.
+    """Check that runs can be stored there, by writing and deleting a small file.
 
     Raises:
-        UserError: it cannot be reached, read or written.
+        UserError: the storage cannot be reached, read or written.
     """
     probe = f".probe-{uuid.uuid4().hex[:8]}"
     try:
@@ -201,7 +201,7 @@ def check_storage(storage: Storage) -> None:
 def cluster_problems(
     recipe: Recipe, gpus_per_worker: float, resources: Mapping[str, float]
 ) -> list[str]:
-    """One line for each resource that `workers.min` needs more of than the cluster has."""
+    """Return one line for each resource of which `workers.min` needs more than the cluster has."""
     workers = recipe.workers
     wanted = {"CPU": workers.min * workers.cpus, "GPU": workers.min * gpus_per_worker}
     return [

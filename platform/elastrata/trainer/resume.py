@@ -16,18 +16,18 @@ from elastrata_pipelines.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The state that a group of workers begins from. A value: it can be sent to any process."""
+    """The state that a group of workers resumes from. Can be pickled and sent to any process."""
 
     start: Start = field(default_factory=Start)
-    """How far the run is in it."""
+    """Progress of the run at that state."""
     commit: str | None = None
-    """Name of the checkpoint that holds it; None: a new run."""
+    """Name of the checkpoint's folder; None for a new run."""
     tier: str = "new"
-    """Where that checkpoint is: `durable` storage, or `hot`, in the memory of other processes."""
+    """Tier of the checkpoint: `durable` storage, `hot` (in-memory), or `new` without one."""
 
 
 def start_after(commit: Commit | None) -> Start:
-    """How far a run is in the state of that checkpoint; None: a new run."""
+    """Return the progress of a run at a checkpoint; None stands for a new run."""
     if commit is None:
         return Start()
     return Start(step=commit.step, samples=commit.samples, tokens=commit.tokens)
@@ -36,17 +36,18 @@ def start_after(commit: Commit | None) -> Start:
 def newest_state(
     run: Storage, replicas: CommitStorage | None, warn: Callable[[str], None]
 ) -> ResumePoint:
-    """The state that the next group of workers begins from.
+    """Return the state that the next group of workers resumes from.
 
     Args:
         run: the run's folder.
-        replicas: where copies in memory are; None: nowhere.
-        warn: called with one line for every checkpoint that had to be passed over, and where their
-            folder is none, as long as there is a copy in memory.
+        replicas: in-memory checkpoints; None if there are none.
+        warn: called with one line for every checkpoint that is skipped, and if the folder of
+            checkpoints is invalid but an in-memory checkpoint exists.
 
     Raises:
-        UserError: there are checkpoints, but none is whole, or none counts: a run that has some
-            never begins anew by itself. Or their folder is none.
+        UserError: the folder of checkpoints is invalid, or it has checkpoints but none is intact,
+            or none belongs to the run's history. A run with checkpoints never starts from zero by
+            itself.
         Exception: storage does not answer.
     """
     checkpoints = run.sub("checkpoints")
@@ -58,15 +59,16 @@ def newest_state(
         if copy is None:
             raise
         warn(str(error))
-        return _at(copy, "hot")
+        return _resume_at(copy, "hot")
     counting = [commit.place for commit in saved if lineage.counts(*commit.place)]
+    # A tie goes to memory, which is read without storage.
     if copy and copy.place >= max(counting, default=(0, 0)):
-        return _at(copy, "hot")
+        return _resume_at(copy, "hot")
     if saved and not counting:
         raise UserError(*contradictions(run, saved, lineage))
     durable = newest_verified(checkpoints, warn, lineage.counts)
-    return _at(durable, "durable") if durable else ResumePoint()
+    return _resume_at(durable, "durable") if durable else ResumePoint()
 
 
-def _at(commit: Commit, tier: str) -> ResumePoint:
+def _resume_at(commit: Commit, tier: str) -> ResumePoint:
     return ResumePoint(start=start_after(commit), commit=commit.folder, tier=tier)

@@ -1,6 +1,6 @@
-"""The trainer: one rank's part of a recipe's model, with all that changes while it learns.
+"""The trainer: one rank's part of a recipe's model, with all state that training changes.
 
-Knows no Ray: every worker of a group has one, and so has the lone trial of a sweep.
+It does not depend on Ray. Every worker of a group has a trainer, and so has the trial of a sweep.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from elastrata_pipelines.speeds import RankKinds
 
 
 class Trainer:
-    """Model, optimizer, masks and what is chosen automatically. All its methods are collective;
-    the first is `begin` or `restore`.
+    """Model, optimizer, masks and automatic choices. All methods are collective. The first to call
+    is `begin` or `restore`.
 
     Args:
-        recipe: what is trained.
-        phases: of the run.
+        recipe: the recipe.
+        phases: the run's phases.
         device: of this rank.
         world_size: ranks of the process group.
-        per_node: how many of them share this machine, and its memory.
-        place: of this rank among those that have samples.
-        kinds: of the data ranks, by their memory; none: they are of one kind.
+        per_node: number of ranks that share this machine and its memory.
+        place: of this rank among the data ranks.
+        kinds: kinds of the data ranks, by their memory; empty if all are of one kind.
     """
 
     def __init__(
@@ -87,11 +87,12 @@ class Trainer:
         )
 
     def begin(self, parent: Parent | None = None) -> None:
-        """Begins a new run: draws the model's first weights, and reads those that a parent has.
+        """Begin a new run: initialise the weights at random, then load those that a parent has.
 
         Raises:
-            UserError: the parent is not there any more, or damaged.
+            UserError: the parent is missing or damaged.
         """
+        # First at random, also with a parent: it may lack rows of new token ids.
         self._divided.draw()
         if parent:
             model = self._recipe.workload, self._vocabulary, self._seq_len
@@ -100,10 +101,10 @@ class Trainer:
             self._average.begin()
 
     def restore(self, checkpoints: CommitStorage, commit: Commit) -> None:
-        """Goes on from a commit.
+        """Resume from a commit.
 
         Raises:
-            UserError: it is damaged, or another model's.
+            UserError: the commit is damaged or belongs to another model.
         """
         optimizers = () if commit.extra.get(FRESH_OPTIMIZER) else (self.optimizer,)
         restore(checkpoints, commit, self.model, *optimizers)
@@ -114,17 +115,17 @@ class Trainer:
         self._chooser.restore(commit.extra)
 
     def avoid(self, choices: Iterable[RanOut]) -> None:
-        """Takes none of the choices that ran out of memory in groups before this one."""
+        """Exclude the choices that ran out of memory in earlier groups."""
         self._chooser.avoid(choices)
 
     def state(self) -> dict[str, Any]:
-        """The live tensors that a checkpoint holds."""
+        """Return the live tensors of a checkpoint."""
         masks = self._masks.state() if self._masks else {}
         average = self._average.state() if self._average else {}
         return training_state(self.model, self.optimizer) | masks | average
 
     def extra(self) -> dict[str, Any]:
-        """Values that a commit keeps beside them."""
+        """Return further values for the commit."""
         return self._chooser.state()
 
     def steps(
@@ -137,14 +138,14 @@ class Trainer:
         before_change: Callable[[], None],
         measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
     ) -> Generator[tuple[StepRecord, Action]]:
-        """Trains.
+        """Train on the steps of a stream.
 
         Yields:
-            The record of every step, and what all ranks agree to do after it. Nothing goes on
-            beside the training once this is closed.
+            The record of every step, and the action that all ranks have agreed on. Once the
+                generator is closed, no background work is left.
 
         Raises:
-            MisdealtError: the stream has other ranks' steps, or others than those that are left.
+            MisdealtError: the stream has steps of other ranks, or not the remaining steps.
         """
         recipe, chooser = self._recipe, self._chooser
         loop = training_loop(
@@ -155,6 +156,7 @@ class Trainer:
             self._world_size,
             is_primary=self._place.is_primary,
             masks=self._masks,
+            # Hooks in blocks would interrupt compiled graphs.
             blocks=() if recipe.compile else self._divided.blocks,
         )
         run = loop.run(
@@ -174,17 +176,20 @@ class Trainer:
             before_change=before_change,
             measured=measured,
         )
-        with self._demoting(), closing(run):
+        with self._convert_out_of_memory(), closing(run):
             for done, action in run:
                 if self._average and not done.skipped:
                     self._average.stepped(done.step)
                 yield replace(done, **chooser.figures()), action
 
     def evaluate(self, held_out: Mapping[str, RankStep]) -> tuple[dict[str, StepLoss], float]:
-        """The losses of the model as it is now, or of its average where that is to be evaluated,
-        on this rank's part of each set of held-out data, and the seconds that took."""
+        """Evaluate the model, or its average if the recipe says so, on each set of held-out data.
+
+        Returns:
+            The losses by name of the set, over all ranks, and the seconds that this took.
+        """
         began = time.perf_counter()
-        with self._demoting(), self._evaluated():
+        with self._convert_out_of_memory(), self._evaluated_weights():
             losses = {name: self._loss(step) for name, step in held_out.items()}
         return losses, time.perf_counter() - began
 
@@ -201,22 +206,21 @@ class Trainer:
     def _restore_average(
         self, average: WeightAverage, checkpoints: CommitStorage, commit: Commit
     ) -> None:
-        """That of the commit; where it has none, it begins here."""
+        """Restore the average from a commit, or start it here if the commit has none."""
         if part_is_saved(checkpoints, commit, AVERAGE):
             load(checkpoints, commit, average.state())
         else:
             average.begin()
 
-    def _evaluated(self) -> AbstractContextManager[None]:
-        """Has the weights in place that are to be evaluated."""
+    def _evaluated_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights to evaluate."""
         config = self._recipe.average
         is_average = self._average and config and config.evaluated
         return self._average.in_place() if self._average and is_average else nullcontext()
 
     @contextmanager
-    def _demoting(self) -> Iterator[None]:
-        """Memory that runs out in its block is told as the choice that needs too much of it, where
-        there is a smaller one."""
+    def _convert_out_of_memory(self) -> Iterator[None]:
+        """Raise `RanOutError` with the choice that ran out of memory, if a smaller one exists."""
         try:
             yield
         except torch.OutOfMemoryError as error:
