@@ -89,10 +89,10 @@ _VERIFY_THREADS = 8
 
 @dataclass(frozen=True, order=True)
 class FolderName:
-    """The name of a commit's folder. Later names sort higher: by attempt first, then by step.
+    """Name of a commit's folder. Later names sort higher: by attempt, then by step.
 
-    An attempt is one life of a group of workers. A later attempt that had to go back to an earlier
-    step is the run's history from there on, so its commits come before what it left behind.
+    An attempt is one lifetime of a group of workers. If a later attempt resumes from an earlier
+    step, the run's history continues there, so its commits rank above those that it left behind.
     """
 
     attempt: int
@@ -146,20 +146,20 @@ class Commit(BaseModel):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the run's history: attempt and step."""
+        """Attempt and step: the position in the run's history."""
         name = FolderName.parse(self.folder)
         assert name is not None, self.folder
         return name.attempt, name.step
 
     @property
     def evaluation_loss(self) -> float | None:
-        """The evaluation loss of this very step, where it was evaluated."""
+        """Evaluation loss of this step; None if it was not evaluated."""
         loss = self.extra.get(EVALUATION_LOSS)
         return float(loss) if isinstance(loss, int | float) else None
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The metrics of the evaluation of this very step, by name; empty without one."""
+        """Metrics of this step's evaluation, by name; empty if it was not evaluated."""
         reported = self.extra.get(EVALUATION)
         metrics = reported if isinstance(reported, dict) else {}
         return {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}

@@ -193,7 +193,7 @@ def _layout(name: str, value: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """A rank's word to the coordinator about one tensor that it wrote."""
+    """A rank's report to the coordinator about one tensor that it wrote."""
 
     file: FileRecord
     """The file that holds the tensor, among others."""
@@ -270,7 +270,7 @@ class CommitWriter(FileSystemWriter):
 
 @dataclasses.dataclass(frozen=True)
 class LeanResult(HashedResult):
-    """A rank's word to the coordinator about all that it wrote."""
+    """A rank's report to the coordinator about all that it wrote."""
 
     lengths: list[int]
     """Bytes of every item of the rank's plan, in the order of the file."""

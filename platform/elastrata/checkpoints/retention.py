@@ -33,9 +33,8 @@ class CheckpointConfig(Config):
 
     @property
     def hot_every(self) -> int:
-        """Most steps from one copy in memory to the next. One that is begun waits until the one
-        before is complete, up to five seconds, so two intervals are the most that can be lost where
-        the copies arrive."""
+        """Largest number of steps between in-memory checkpoints. A new one waits up to five seconds
+        for the previous one, so at most two intervals are lost if the copies arrive."""
         return max(1, self.hot_steps // 2)
 
 

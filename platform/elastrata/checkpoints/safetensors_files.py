@@ -78,8 +78,8 @@ class SafetensorsFolder:
         """All tensors, by name.
 
         Raises:
-            UserError: a line for each file that is missing, truncated or none, and for each tensor
-                of which index and files disagree.
+            UserError: a file is missing, truncated or not a safetensors file, or index and files
+                disagree about a tensor; one line for each.
         """
         headers, problems = dict[str, Mapping[str, StoredTensor]](), list[str]()
         for file in self.files:
@@ -163,7 +163,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _weight_map(self) -> dict[str, str]:
-        """The file of each tensor, as the index says."""
+        """The file of each tensor, by the index."""
         where = self.storage.uri(INDEX)
         try:
             values = parse_json(read_bytes(self.storage, INDEX), where)

@@ -35,28 +35,27 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class DurableSaver:
-    """Saves the state of a run without stopping it; one per group of workers, on every rank.
+    """Saver of a run's state in the background; one per group of workers, on every rank.
 
-    A save copies the state into main memory, returns, and goes on in the background, over a gloo
-    process group of its own so that its collectives never meet those of the training. One save is
-    in flight at most. A save that fails leaves no commit and does not stop the training.
+    A save copies the state into main memory, returns, and continues in a background thread. At most
+    one save is in flight. A failed save leaves no commit and does not stop the training.
 
     The callbacks are called on rank 0, in the background thread.
 
     Args:
         storage: the run's folder of checkpoints.
-        keep_last: number of the newest commits that stay.
-        keep_best: whether the commit with the smallest evaluation loss stays beside them.
-        attempt: number of this group of workers, the same on every rank, larger than that of any
-            commit in `storage`. Default: found by listing it.
-        lean: whether to save cheaply what does not live long: tensors as raw bytes, which other
-            tools cannot read, and files without a SHA-256, so that sizes alone are verified.
-        stager: copies the states; savers of one state should share it. Default: one of its own.
-        what: what the warnings call a commit.
-        warn: called with one line when a save, or the cleaning up after it, has failed.
+        keep_last: number of newest commits to keep.
+        keep_best: whether to keep the commit with the smallest evaluation loss, too.
+        attempt: number of this group of workers, equal on all ranks and larger than that of any
+            commit in `storage`. Default: found by a listing.
+        lean: save cheaply what is short-lived: tensors as raw bytes, which other tools cannot read,
+            and files without SHA-256, so that only sizes are verified.
+        stager: copies the states; savers of one state should share it. Default: a new one.
+        what: name of a commit in warnings.
+        warn: called with one line if a save, or the clean-up after it, has failed.
         on_commit: called with every new commit.
-        before_removal: as that of `prune`.
-        on_remove: called with every commit that was removed to keep no more than was asked for.
+        before_removal: see `prune`.
+        on_remove: called with every commit that retention has removed.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or rank 0 cannot list the storage.

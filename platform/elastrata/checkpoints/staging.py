@@ -154,7 +154,7 @@ class Bucket:
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, Tensor]]) -> Bucket:
-        """Memory for these tensors, each with its number."""
+        """Allocate memory for these tensors, given with their indices."""
         shards = [local(tensor) for _, tensor in members]
         host = torch.empty(
             sum(map(_size, shards)),

@@ -1,1 +1,1 @@
-"""Inference: text continued by a trained language model, its perplexity, and evaluation."""
+"""Inference with trained language models: text generation, perplexity and evaluation."""

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: its held-out loss, and the tasks of a harness."""
+"""Evaluation of a trained model: its held-out loss, and tasks of an evaluation harness."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from elastrata_pipelines.storage import Storage
 def evaluate_run(
     run_dir: str, checkpoint: str = "newest", weights: str | None = None
 ) -> Mapping[str, float]:
-    """Evaluates a checkpoint of a run on its held-out data, as training did, on this machine alone.
+    """Evaluate a checkpoint of a run on its held-out data as in training, in one process.
 
     Args:
         run_dir: the run's folder or URL.
         checkpoint: `newest`, `best` (smallest evaluation loss), or a step.
-        weights: of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`; None:
-            those that training evaluated.
+        weights: weights of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`;
+            None: those that training evaluated.
 
     Returns:
         `eval/loss` and the workload's other metrics, by name.
 
     Raises:
-        UserError: there is no such run or checkpoint, or nothing is held out of its data.
+        UserError: the run or checkpoint does not exist, or its data has no held-out part.
     """
     run = Storage(run_dir)
     identity = read_identity(run)
@@ -56,6 +56,7 @@ def evaluate_run(
     recipe = _alone(read_recipe(run, identity), identity)
     state = None if weights is None else read_weights(run, commit, weights)
     if state is not None:
+        # The weights are given: without this, the trainer would put its average in their place.
         recipe = recipe.model_copy(update={"average": None})
     data = training_data(without_limits(recipe))
     with lone_group(device := current_device()):
@@ -73,7 +74,7 @@ def evaluate_run(
 
 
 def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:
-    """The recipe undivided, with the full paths of its data."""
+    """Return the recipe for one process, with absolute paths of its data."""
     left = iter([data_set.url for data_set in identity.data])
     parts = tuple(
         part.model_copy(update={"data": part.data.moved([next(left) for _ in part.data.places])})
@@ -87,35 +88,35 @@ def _alone(recipe: Recipe, identity: RunIdentity) -> Recipe:
 
 _PACKAGE = "lm_eval"
 _LEFT_OUT = ("alias", "name", "sample_len", "sample_count")
-"""What the harness tells of a task beside numbers."""
+"""Entries of the harness' results that are not metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How tasks are given to a model."""
+    """Settings for the evaluation of tasks."""
 
     shots: int | None = None
-    """Solved examples before each question; None: as the task says."""
+    """Solved examples before each question; None: the task's default."""
     limit: int | None = None
     """Questions of each task; None: all."""
     batch_size: int = 8
-    """Questions at once."""
+    """Questions in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResults:
-    """How a model did."""
+    """Results of a model on tasks."""
 
     metrics: Mapping[str, float]
     """By `TASK/METRIC`: `hellaswag/acc_norm`, `hellaswag/acc_norm_stderr`..."""
     samples: Mapping[str, int]
-    """By task the questions that were asked."""
+    """Number of evaluated questions, by task."""
     harness: str
-    """Its version."""
+    """Version of the harness."""
 
 
 def check_harness() -> None:
-    """Makes sure that the harness is installed.
+    """Check that the harness is installed.
 
     Raises:
         UserError: it is not.
@@ -128,10 +129,10 @@ def check_harness() -> None:
 
 
 class Tasks:
-    """The tasks of some names.
+    """Tasks of the harness, by name.
 
     Raises:
-        UserError: the harness is not installed, or has no such tasks.
+        UserError: the harness is not installed, or does not have these tasks.
     """
 
     def __init__(self, names: Sequence[str], include: Path | None = None) -> None:
@@ -141,7 +142,7 @@ class Tasks:
         with _quiet():
             from lm_eval.tasks import TaskManager
 
-            # It prefers ours where names are the same.
+            # Tasks in this folder take precedence over the harness' own of the same name.
             self._manager: Any = TaskManager(include_path=str(include) if include else None)
         known = self._manager.all_tasks
         unknown = [name for name in names if name not in known]
@@ -152,10 +153,10 @@ class Tasks:
         self._names = list(dict.fromkeys(names))
 
     def evaluate(self, folder: Path, options: TaskOptions) -> TaskResults:
-        """Gives them to a model, in the numbers it is stored in, on the GPU where there is one.
+        """Evaluate a model in its stored number type, on the GPU if there is one.
 
         Raises:
-            UserError: a task cannot be asked; its data cannot be had, for one.
+            UserError: a task cannot be evaluated, e.g. because its data is not available.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with _quiet():
@@ -174,8 +175,8 @@ class Tasks:
                     log_samples=False,
                 )
             except (OSError, ValueError, LookupError) as error:  # of data sets and their loaders
-                told = " ".join(str(error).split())[:300] or type(error).__name__
-                raise UserError(f"--tasks: {', '.join(self._names)}: {told}") from error
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                raise UserError(f"--tasks: {', '.join(self._names)}: {reason}") from error
         return TaskResults(
             metrics=dict(_numbers(found["results"])),
             samples={name: count["effective"] for name, count in found["n-samples"].items()},
@@ -184,10 +185,10 @@ class Tasks:
 
 
 def _numbers(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Every number in the harness' results. It calls them `METRIC,FILTER`; a filter `none` is
-    none."""
+    """Yield every number of the harness' results with its name."""
     for task, values in results.items():
         for key, value in values.items():
+            # The harness names them METRIC,FILTER; a filter named `none` stands for no filter.
             metric, _, way = key.partition(",")
             if metric in _LEFT_OUT or isinstance(value, bool | str) or value is None:
                 continue
@@ -196,7 +197,7 @@ def _numbers(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, fl
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness' own progress."""
+    """Silence the harness and its libraries while the block lasts."""
     names = (_PACKAGE, "datasets", "evaluate", "httpx", "httpx2")
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]

@@ -1,4 +1,4 @@
-"""A language model with its tokenizer: texts that it continues, and the perplexity of a text."""
+"""A language model with its tokenizer: generation of text, and the perplexity of a text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from elastrata_pipelines.preparation.tokenizer import TokenizerFiles, load_token
 from elastrata_pipelines.storage import Storage
 
 TASK = "text-generation"
-"""The pipeline that an export of a language model is for."""
+"""The pipeline of transformers that exported language models are for."""
 _EXPECTED = "expected a model that predicts the next token, as gpt does"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel:
-    """A model that gives every next token a probability."""
+    """A model that predicts the next token."""
 
     network: Any
     """A causal language model of transformers, in fp32."""
@@ -39,7 +39,7 @@ class LanguageModel:
     frame: Frame
     """Tokens around a text, as in training."""
     max_positions: int
-    """Most tokens that it sees at once."""
+    """Largest number of tokens of an input."""
     device: torch.device
 
 
@@ -49,22 +49,22 @@ class ModelFolder:
 
     path: Path
     run: ExportedModel | None
-    """What it was exported of just now; None: it was exported before."""
+    """The run's export; None if `place` was an exported folder already."""
 
 
 @contextmanager
 def model_folder(
     place: str, *, checkpoint: str = "newest", weights: str = TRAINED
 ) -> Iterator[ModelFolder]:
-    """The folder of a language model: an exported one, or, while the block lasts, a run's export.
+    """Yield the folder of a language model: an exported one, or a temporary export of a run.
 
     Args:
         place: folder or URL of a run, or an exported folder.
-        checkpoint: of a run: `newest`, `best` (smallest evaluation loss), or a step.
-        weights: of its checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
+        checkpoint: checkpoint of a run: `newest`, `best` (smallest evaluation loss), or a step.
+        weights: weights of the checkpoint: `trained`, `average` or `mean:K`, see `read_weights`.
 
     Raises:
-        UserError: there is no such model or checkpoint, or it predicts no next tokens.
+        UserError: the model or checkpoint does not exist, or it does not predict next tokens.
     """
     if (identity := read_identity(Storage(place))) is not None:
         workload = read_recipe(Storage(place), identity).workload
@@ -90,13 +90,13 @@ def model_folder(
 
 
 def load_language_model(place: str, *, checkpoint: str = "newest") -> LanguageModel:
-    """Loads a model onto the GPU, where there is one; see `model_folder`."""
+    """Load a model onto the GPU if there is one; see `model_folder`."""
     with model_folder(place, checkpoint=checkpoint) as found:
         return _load(found.path)
 
 
 def _check(folder: Path, place: str) -> None:
-    """Makes sure that a folder holds a model that predicts next tokens, and a tokenizer."""
+    """Check that a folder holds a model that predicts next tokens, and a tokenizer."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
@@ -135,20 +135,22 @@ def _load(folder: Path) -> LanguageModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """Over all tokens of a text that have one before them."""
+    """Perplexity over all tokens of a text except the first of each sample."""
 
     perplexity: float
     """e to the power of `loss`."""
     loss: float
     """Mean cross-entropy per token, in nats."""
     tokens: int
-    """Tokens that were predicted."""
+    """Number of predicted tokens."""
 
 
 @torch.inference_mode()
 def perplexity(model: LanguageModel, text: str) -> Perplexity:
-    """The perplexity of a text, cut as `prepare` cuts a document: into samples, one after the
-    other, of as many tokens as the model sees, each predicted from its own sample alone.
+    """Return the perplexity of a text.
+
+    The text is cut as `prepare` cuts a document: into consecutive samples of the model's length.
+    Each token is predicted from its own sample alone.
 
     Raises:
         UserError: the text is too short to predict any token.
@@ -171,12 +173,13 @@ def perplexity(model: LanguageModel, text: str) -> Perplexity:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings for sampling the next token."""
 
     temperature: float = 1.0
-    """Logits are divided by it: below 1 likely tokens become likelier. 0: always the likeliest."""
+    """Divisor of the logits; below 1 likely tokens become likelier. 0: always the likeliest token.
+    """
     top_k: int | None = None
-    """Chooses among so many of the likeliest; None: among all."""
+    """Sample from this number of likeliest tokens; None: from all."""
     seed: int = 0
     """Equal seeds give equal texts."""
 
@@ -187,19 +190,19 @@ class Continuation:
 
     text: str
     tokens: int
-    """New ones."""
+    """Number of new tokens."""
     ended: bool
-    """Whether the model ended the text before it had as many tokens as wanted."""
+    """Whether the model ended the text before it reached the requested length."""
 
 
 @torch.inference_mode()
 def continuation(
     model: LanguageModel, prompt: str, *, tokens: int, sampling: Sampling
 ) -> Continuation:
-    """Continues a text by up to `tokens` tokens. Keys and values of earlier ones are kept.
+    """Continue a text by up to `tokens` tokens, with a cache of keys and values.
 
     Raises:
-        UserError: the prompt has no token, or there is no room for so many after it.
+        UserError: the prompt has no token, or it and `tokens` exceed the model's length.
     """
     ids = [*model.frame.prefix, *model.tokenizer.encode(prompt)]
     if not ids:
@@ -221,17 +224,17 @@ def continuation(
         if tuple(fed) == end:
             break
         new += fed
-    # Decoded together: what a token reads as may depend on the one before it.
+    # Decoded together, because the text of a token may depend on the previous one.
     text = model.tokenizer.decode(ids + new)[len(model.tokenizer.decode(ids)) :]
     return Continuation(text=text, tokens=len(new), ended=len(new) < tokens)
 
 
 def chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token.
+    """Return the id of the next token.
 
     Args:
         logits: shape [V].
-        sampling: how it is chosen.
+        sampling: settings.
         generator: on the CPU, so that a seed means the same on every device.
     """
     logits = logits.float().cpu()

@@ -67,9 +67,9 @@ def _mismatch_problems(found: FoundSet, training: Sequence[Manifest]) -> Iterato
         value = getattr(found.manifest, field)
         expected = dict.fromkeys(getattr(manifest, field) for manifest in training)
         if training and value not in expected:
-            allowed = " or ".join(map(str, expected))
+            usual = " or ".join(map(str, expected))
             yield (
-                f"{found.key}: {found.storage.url}: {called} {value}, expected {allowed}, as in the "
+                f"{found.key}: {found.storage.url}: {called} {value}, expected {usual}, as in the "
                 "training data"
             )
 

@@ -1,1 +1,1 @@
-"""The state of a run in the memory of other processes than its workers'."""
+"""In-memory checkpoints: a run's state in the memory of processes other than its workers."""

@@ -1,8 +1,8 @@
-"""In-memory replicas: a run's newest state, in the memory of other processes than its workers'.
+"""In-memory checkpoints: a run's newest state, in the memory of processes other than its workers.
 
-`Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so what saves and loads
-durable checkpoints saves and loads replicas. `docs/checkpoints.md` says what it promises. Free of
-torch, as drivers and controllers look for commits.
+`Replicas` has the methods of `elastrata_pipelines.storage.Storage`, so the same code saves and
+loads durable and in-memory checkpoints. See `docs/checkpoints.md` for the guarantees. This module
+does not import torch, because drivers and controllers search for commits.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from elastrata.checkpoints.replicas.store import CHUNK_BYTES, answered
 
 _ANSWER_SECONDS = 5.0
 _FIRST_LOOK_SECONDS = 5.0
-"""If the stores take longer than this to start, the registry is asked whether it still lives."""
-_CHUNKS_UNDER_WAY = 2
+"""Time for the stores to start, after which the registry is asked for a sign of life."""
+_CHUNKS_IN_FLIGHT = 2
 _CHUNK_SECONDS = 20.0
-"""How long a chunk may take to all its stores: some 1 MB/s at worst."""
+"""Timeout of a chunk to all its stores: 16 MiB in 20 s allow for about 1 MB/s."""
 
 
 class Replicas:
-    """Files in the memory of the stores; a value that can be sent to any process of the cluster.
+    """Files in the memory of the stores. Can be pickled and sent to any process of the cluster.
 
-    As with `Storage`, `names` and `exists` look afresh, and `size` answers from the last look.
-    A file of which no store that answers has a copy does not exist.
+    As in `Storage`, `names` and `exists` make a fresh listing, and `size` uses the last one. A file
+    exists if a store that answers has a copy.
 
-    Every method raises an OSError where the registry is gone.
+    Every method raises an OSError if the registry is gone.
     """
 
     def __init__(self, registry: Any) -> None:
@@ -55,68 +55,69 @@ class Replicas:
 
     @property
     def url(self) -> str:
-        """The name of the root in messages."""
+        """Name of the root in messages."""
         return "hot:"
 
     @property
     def node(self) -> str:
-        """The node of this process."""
+        """Ray's id of the node of this process."""
         return str(ray.get_runtime_context().get_node_id())
 
     def uri(self, *parts: str) -> str:
-        """The name of a path in messages."""
+        """Return the name of a path in messages."""
         return self.url + "/".join(parts)
 
     def names(self, *parts: str) -> list[str]:
-        """The names directly below a folder, sorted; empty where there is no such folder."""
+        """Return the names directly below a folder, sorted; empty if the folder does not exist."""
         above = "".join(f"{part}/" for part in parts)
         below = (path.removeprefix(above) for path in self._look().sizes if path.startswith(above))
         return sorted({path.partition("/")[0] for path in below})
 
     def exists(self, *parts: str) -> bool:
-        """Whether there is a file or folder."""
+        """Return whether a file or folder exists."""
         path = "/".join(parts)
         return any(held == path or held.startswith(f"{path}/") for held in self._look().sizes)
 
     def size(self, *parts: str) -> int:
-        """Bytes of a file."""
-        return self._holding("/".join(parts)).sizes["/".join(parts)]
+        """Return the bytes of a file."""
+        return self._listing_with("/".join(parts)).sizes["/".join(parts)]
 
     def read(self, *parts: str) -> bytes:
-        """All bytes of a file."""
+        """Return all bytes of a file."""
         return self.open(*parts).getvalue()
 
     def sha256(self, *parts: str) -> str:
-        """The SHA-256 of a file, as `sha256sum` prints it."""
+        """Return the SHA-256 of a file, as `sha256sum` prints it."""
         return hashlib.sha256(self.open(*parts).getbuffer()).hexdigest()
 
     def open(self, *parts: str) -> io.BytesIO:
-        """A file, copied into the memory of this process; the copy on its own node is preferred.
+        """Return a file, copied into the memory of this process, preferably from its own node.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            OSError: no store of a copy answers.
+            FileNotFoundError: the file does not exist.
+            OSError: no store with a copy answers.
         """
         path = "/".join(parts)
         try:
-            return self._copied(path)
+            return self._copy_to_this_process(path)
+        # An OSError, too, but no other store can have the file.
         except FileNotFoundError:
             raise
         except OSError:  # who had it may have died since the last look
             self._seen = None
-            return self._copied(path)
+            return self._copy_to_this_process(path)
 
     def write(self, data: bytes, *parts: str) -> None:
-        """Writes a file whole or not at all."""
+        """Write a file atomically."""
         with self.create(*parts) as stream:
             stream.write(data)
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
-        """Opens a new file for writing that appears, whole, when the block ends without error.
+        """Open a new file for writing that appears, complete, when the block ends without error.
 
         Raises:
-            OSError: a store has died or has no room.
+            OSError: a store has died or is full.
         """
         path = "/".join(parts)
         group = group_of(path.partition("/")[0])
@@ -125,26 +126,27 @@ class Replicas:
             yield cast("IO[bytes]", upload)
             upload.finish()
         except BaseException:
+            # All requests first, then the answers, so that dead stores are waited for in parallel.
             for answer in [store.delete.remote(path) for store in upload.stores]:
                 with suppress(OSError):
                     answered(answer, _ANSWER_SECONDS)
             raise
 
     def delete(self, *parts: str) -> None:
-        """Deletes a file, or a folder with all that is in it; nothing happens where it is gone."""
+        """Delete a file, or a folder with its contents; do nothing if it does not exist."""
         self._ask(_ANSWER_SECONDS, "delete", "/".join(parts))
         self._seen = None
 
     def usage(self) -> dict[str, int]:
-        """Bytes held on every node that has a store, by the node's id."""
+        """Return the bytes held on every node that has a store, by the node's id."""
         return cast("dict[str, int]", self._ask(_ANSWER_SECONDS, "usage"))
 
-    def _copied(self, path: str) -> io.BytesIO:
-        listing = self._holding(path)
+    def _copy_to_this_process(self, path: str) -> io.BytesIO:
+        listing = self._listing_with(path)
         problem = OSError()
         for node in sorted(listing.holders[path], key=lambda node: node != self.node):
             try:
-                return _fetched(listing.stores[node], path, listing.sizes[path])
+                return _fetch(listing.stores[node], path, listing.sizes[path])
             except OSError as error:
                 problem = error
         raise problem
@@ -152,7 +154,7 @@ class Replicas:
     def _assigned_stores(self, group: str) -> list[Any]:
         """Return the stores for this node's files.
 
-        They may take a minute to start; a registry that does not answer for seconds is given up.
+        They may take a minute to start. A registry that does not answer for seconds is given up.
         """
         answer = self.registry.assign.remote(self.node, group)
         deadline = time.monotonic() + START_SECONDS + _ANSWER_SECONDS
@@ -162,8 +164,8 @@ class Replicas:
             self._ask(_ANSWER_SECONDS, "ping")
         return cast("list[Any]", answered(answer, 0.0))
 
-    def _holding(self, path: str) -> Listing:
-        """A listing that has the file."""
+    def _listing_with(self, path: str) -> Listing:
+        """Return a listing that has the file, a fresh one if necessary."""
         listing = self._seen
         if listing is None or path not in listing.sizes:
             listing = self._look()
@@ -180,27 +182,29 @@ class Replicas:
 
 
 def open_replicas(limit_bytes: int, answer_seconds: float = ANSWER_SECONDS) -> Replicas:
-    """New, empty replicas; they last as long as the process that calls this.
+    """Return new, empty replicas, which last as long as the calling process.
 
     Args:
-        limit_bytes: most that is held on any one node. Two states of the run, the newest and the
-            one being saved, twice over where there are several nodes, divided by the nodes.
-        answer_seconds: a store that takes longer is passed over.
+        limit_bytes: limit of the bytes on any node. Two states of the run, the newest and the one
+            being saved, each twice if there are several nodes, divided by the number of nodes.
+        answer_seconds: a store that takes longer to answer is skipped.
     """
     return Replicas(start_registry(limit_bytes, answer_seconds))
 
 
 def close_replicas(storage: Replicas) -> None:
-    """Ends the registry and with it all stores; nothing happens where they have ended."""
+    """End the registry and all its stores; do nothing if they have ended."""
     ray.kill(storage.registry)
 
 
 def newest_replica(
     storage: CommitStorage, counts: Callable[[int, int], bool] = lambda attempt, step: True
 ) -> Commit | None:
-    """The newest commit whose every file is there; None where there is none or nobody answers.
+    """Return the newest commit whose files all exist; None without one, or if no store answers.
 
-    It answers within some seconds and never raises."""
+    Returns within seconds and never raises.
+    """
+    # A durable checkpoint takes the place of an in-memory one that cannot be read.
     with suppress(Exception):
         for commit in commits(storage):
             if counts(*commit.place) and not size_problems(storage, commit):
@@ -208,7 +212,7 @@ def newest_replica(
     return None
 
 
-def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
+def _fetch(store: Any, path: str, size: int) -> io.BytesIO:
     stream = io.BytesIO()
     for index in range(-(-size // CHUNK_BYTES)):
         stream.write(answered(store.chunk.remote(path, index), _ANSWER_SECONDS))
@@ -217,7 +221,7 @@ def _fetched(store: Any, path: str, size: int) -> io.BytesIO:
 
 
 class _Upload(io.RawIOBase):
-    """A stream for writing; what goes into it is a file when `finish` returns."""
+    """Stream for writing, whose contents are a file once `finish` returns."""
 
     def __init__(self, stores: list[Any], path: str) -> None:
         self.stores = stores
@@ -225,7 +229,7 @@ class _Upload(io.RawIOBase):
         self._chunk = np.empty(CHUNK_BYTES, np.uint8)
         self._filled = 0
         self._sent = 0
-        self._under_way: deque[list[Any]] = deque()
+        self._in_flight: deque[list[Any]] = deque()
 
     @override
     def writable(self) -> bool:
@@ -233,10 +237,10 @@ class _Upload(io.RawIOBase):
 
     @override
     def write(self, data: Any) -> int:
-        """Takes all of `data`, an object with the buffer protocol; returns its bytes.
+        """Take all of `data`, an object with the buffer protocol; return its number of bytes.
 
         Raises:
-            OSError: a store did not take what was written before.
+            OSError: a store did not take an earlier chunk.
         """
         source = np.frombuffer(data, np.uint8)
         taken = 0
@@ -250,29 +254,29 @@ class _Upload(io.RawIOBase):
         return source.nbytes
 
     def finish(self) -> None:
-        """Sends the rest and waits until every store has the file.
+        """Send the rest and wait until every store has the complete file.
 
         Raises:
-            OSError: one did not take it.
+            OSError: a store did not take it.
         """
         if self._filled:
             self._send()
-        while self._under_way:
+        while self._in_flight:
             self._wait()
         answers = [store.finish.remote(self._path, self._sent) for store in self.stores]
         for answer in answers:
             answered(answer, _CHUNK_SECONDS)
 
     def _send(self) -> None:
-        if len(self._under_way) >= _CHUNKS_UNDER_WAY:
+        if len(self._in_flight) >= _CHUNKS_IN_FLIGHT:
             self._wait()
-        # put() copies, so the buffer is free again, and both stores read one object.
+        # ray.put() copies, so the buffer can be reused, and both stores read the same object.
         chunk = ray.put(self._chunk[: self._filled])
         answers = [store.append.remote(self._path, self._sent, chunk) for store in self.stores]
-        self._under_way.append(answers)
+        self._in_flight.append(answers)
         self._sent += 1
         self._filled = 0
 
     def _wait(self) -> None:
-        for answer in self._under_way.popleft():
+        for answer in self._in_flight.popleft():
             answered(answer, _CHUNK_SECONDS)

@@ -1,5 +1,7 @@
-"""The store of replicas on one node, a process that holds files in its own memory; and its answers:
-within seconds, or an OSError."""
+"""The store of in-memory checkpoints on a node: an actor that holds files in its own memory.
+
+`answered` returns its answers within seconds or raises an OSError.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ import ray
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 16 * 2**20
-"""Files travel in chunks of this size, so that no step of the way needs memory for a whole one."""
+"""Size of the chunks in which files are sent, so that no step needs memory for a whole file."""
 PART = ".part"
-"""Ends the name of a file that is not finished."""
+"""Suffix of the names of unfinished files."""
 _STATES = 2
-"""The newest copy stays until the next one is complete."""
+"""States that a store holds: the newest copy stays until the next one is complete."""
 
 Chunk = NDArray[np.uint8]
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"answers": 1})  # type: ignore[call-overload]
 class ReplicaStore:
-    """Files by path, in chunks. It copies what it is sent: Ray's own objects die with the sender.
+    """Files by path, in chunks of bytes.
 
-    Questions have a thread of their own, so that they are answered while bytes arrive. What changes
-    files is done in the order a caller asked for it.
+    Queries have a separate thread, so that they are answered while chunks arrive. Requests that
+    change files are executed in the caller's order.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -37,21 +39,22 @@ class ReplicaStore:
         self._lock = Lock()
 
     def append(self, path: str, index: int, chunk: Chunk) -> None:
-        """Takes a chunk of the unfinished file `path`.
+        """Take a chunk of the unfinished file `path`.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the limit of bytes is reached.
         """
+        # Copied, because Ray's own objects die with the worker that sent them.
         buffer = self._room_for(chunk.nbytes)
         np.copyto(buffer, chunk)
         with self._lock:
             self._files.setdefault(path + PART, {})[index] = buffer
 
     def finish(self, path: str, chunks: int) -> None:
-        """Makes a file of what has arrived for `path`.
+        """Turn the chunks received for `path` into a file.
 
         Raises:
-            OSError: something is missing: it was deleted meanwhile.
+            OSError: chunks are missing, because the file was deleted meanwhile.
         """
         with self._lock:
             parts = self._files.get(path + PART, {})
@@ -61,7 +64,8 @@ class ReplicaStore:
 
     @ray.method(concurrency_group="answers")
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file by path, unfinished ones too, whose names end in `.part`."""
+        """Return the bytes of every file by path, with unfinished ones, whose names end in
+        `.part`."""
         with self._lock:
             return {
                 path: sum(chunk.nbytes for chunk in chunks.values())
@@ -70,25 +74,25 @@ class ReplicaStore:
 
     @ray.method(concurrency_group="answers")
     def used(self) -> int:
-        """Bytes of all chunks."""
+        """Return the bytes of all chunks."""
         with self._lock:
             return self._used
 
     @ray.method(concurrency_group="answers")
     def chunk(self, path: str, index: int) -> Chunk:
-        """A chunk of a finished file.
+        """Return a chunk of a finished file.
 
         Raises:
-            FileNotFoundError: there is no such file, or no more.
+            FileNotFoundError: the file does not exist, or no longer.
         """
         with self._lock:
             if path not in self._files:
                 raise FileNotFoundError(path)
-            # Its buffer may be filled anew as soon as the file is deleted.
+            # Copied, because the buffer may be refilled once the file is deleted.
             return self._files[path][index].copy()
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with all that is in it, finished or not."""
+        """Delete a file, or a folder with its contents, finished or not."""
         with self._lock:
             for name in [name for name in self._files if _is_below(name, path)]:
                 self._free(*self._files.pop(name).values())
@@ -100,20 +104,25 @@ class ReplicaStore:
                 self._spare.append(chunk)
 
     def _room_for(self, size: int) -> Chunk:
-        """A buffer; one that was used before where there is one, as fresh memory costs more."""
+        """Return a buffer, preferably a used one.
+
+        Raises:
+            OSError: the limit of bytes is reached.
+        """
         with self._lock:
             if self._used + size > self._limit_bytes:
                 raise OSError(
                     f"no room for {size} more bytes: {self._used} of {self._limit_bytes} are taken"
                 )
             self._used += size
+            # Fresh memory costs more: the kernel has to map and zero every page.
             if size == CHUNK_BYTES and self._spare:
                 return self._spare.pop()
         return np.empty(size, np.uint8)
 
 
 def start_store(limit_bytes: int, scheduling: Any) -> Any:
-    """Handle of a new store, which lives as long as the process that starts it."""
+    """Return the handle of a new store, which lives as long as the process that starts it."""
     options: Callable[..., Any] = ReplicaStore.options  # type: ignore[attr-defined]
     return options(scheduling_strategy=scheduling).remote(limit_bytes)
 
@@ -123,10 +132,10 @@ def _is_below(name: str, path: str) -> bool:
 
 
 def answered(answer: Any, seconds: float) -> Any:
-    """The value that `answer`, an object reference, stands for.
+    """Return the value of `answer`, an object reference.
 
     Raises:
-        FileNotFoundError: the actor says that there is no such file.
+        FileNotFoundError: the actor raised it.
         OSError: the actor has failed, has died, or does not answer within `seconds`.
     """
     try:
@@ -144,9 +153,9 @@ def most_per_node(parts: Sequence[tuple[str, int]]) -> int:
     """Return the most bytes that any store has to hold.
 
     Args:
-        parts: the node and the bytes of every rank's part. Every node that writes takes the parts
-            of its own writers, and of those of the node before it in the ring; if only one node
-            writes, another node may take its parts.
+        parts: node and bytes of every rank's part. The store of a writing node takes the parts of
+            its own writers and of those on the previous node in the ring. If only one node writes,
+            a store on another node may take its parts.
     """
     own: dict[str, int] = {}
     for node, size in parts:
