@@ -39,8 +39,6 @@ from elastrata.step.average import WeightAverage
 from elastrata.step.clip import Clip, build_clip
 from elastrata.step.forward_backward import ForwardBackward, WholeModel
 from elastrata.step.norms import StageRanks
-from elastrata.step.train_step import StepHooks
-from elastrata.trainer.loop import Loop
 from elastrata.workload.workload import PipelineParallel, TensorParallel
 from elastrata_pipelines.format import Vocabulary
 
@@ -154,33 +152,6 @@ def weight_average(recipe: Recipe, model: nn.Module) -> WeightAverage | None:
         return None
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return WeightAverage(recipe.average, training_state(model)[MODEL], sharded)
-
-
-def training_loop(
-    recipe: Recipe,
-    clip: Clip,
-    vocabulary: Vocabulary,
-    device: torch.device,
-    world_size: int,
-    *,
-    is_primary: bool = True,
-    masks: Masks | None = None,
-    blocks: Sequence[nn.Module] = (),
-) -> Loop:
-    """Return the recipe's loop."""
-    return Loop(
-        workload=recipe.workload,
-        vocabulary=vocabulary,
-        seed=recipe.seed,
-        learning_rate=recipe.learning_rate,
-        clip=clip,
-        on_nonfinite=recipe.on_nonfinite,
-        device=device,
-        world_size=world_size,
-        is_primary=is_primary,
-        hooks=masks or StepHooks(),
-        blocks=blocks,
-    )
 
 
 def looked_for(recipe: Recipe, device: torch.device) -> DeviceCapabilities:

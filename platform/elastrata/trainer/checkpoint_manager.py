@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
 from threading import Event as Flag
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -18,25 +21,9 @@ from elastrata.checkpoints.replicas.store import most_per_node
 from elastrata.checkpoints.retention import CheckpointConfig
 from elastrata.checkpoints.save import DurableSaver, replica_saver
 from elastrata.checkpoints.staging import Stager, state_bytes
-from elastrata.run.history import HistoryWriter, unwritten
-from elastrata.step.evaluate import evaluated
-from elastrata.step.events import (
-    Action,
-    Chosen,
-    Committed,
-    ControlSignal,
-    Evaluated,
-    Event,
-    Halted,
-    Heard,
-    Removed,
-    Stalled,
-    Started,
-    Warned,
-)
+from elastrata.step.events import Action, ControlSignal
 from elastrata.step.records import StepRecord
-from elastrata.step.train_step import StepLoss
-from elastrata.trainer.copy_interval import CopyInterval
+from elastrata.trainer.reporter import Reporter
 from elastrata_pipelines.retry import Backoff
 from elastrata_pipelines.storage import Storage
 
@@ -44,22 +31,8 @@ _SECONDS_BETWEEN_WORDS = 20.0
 """Interval of log lines while a save is awaited; the driver would take silence for a hang."""
 
 
-class Channel(Protocol):
-    """Channel to the process that leads the run: the driver of a cluster, or the trial of a
-    sweep."""
-
-    def send(self, event: Event) -> None:
-        """Send an event without blocking."""
-
-    def look(self) -> ControlSignal | None:
-        """Return the newest signal to the workers that has arrived here, without blocking."""
-
-    def flush(self) -> None:
-        """Wait until all sent events have left this process, for a minute at most."""
-
-
 class CheckpointManager:
-    """Writer of an attempt's history and state on one rank. Rank 0 also writes the history.
+    """Writer of an attempt's state on one rank.
 
     On a clean exit it waits for the last checkpoint. After an exception it abandons saves that are
     not yet committed.
@@ -67,10 +40,9 @@ class CheckpointManager:
     Args:
         run: the run's folder.
         replicas: target of in-memory checkpoints; None for no such checkpoints.
+        reporter: of this rank.
         attempt: number of this group of workers.
-        rank: of this worker.
         config: interval and retention of checkpoints.
-        channel: to the driver.
         state: returns the state to save, at the time of the call.
         extra: returns further values for the commit, at the time of the call.
         on_gpu: whether the state is on a GPU.
@@ -80,19 +52,16 @@ class CheckpointManager:
         self,
         run: Storage,
         replicas: Replicas | None,
+        reporter: Reporter,
         *,
         attempt: int,
-        rank: int,
         config: CheckpointConfig,
-        channel: Channel,
         state: Callable[[], dict[str, Any]],
         extra: Callable[[], Mapping[str, Any]] = dict,
         on_gpu: bool = False,
     ) -> None:
-        self._history = HistoryWriter(run.sub("history"), attempt, self._warn) if not rank else None
-        self._checkpoints = run.sub("checkpoints")
-        self._config, self._channel, self._state, self._extra = config, channel, state, extra
-        self._evaluated: Evaluated | None = None
+        self._reporter, self._checkpoints = reporter, run.sub("checkpoints")
+        self._config, self._state, self._extra = config, state, extra
         self._serving: ControlSignal | None = None
         self._newest: Saving | None = None
         self._retry, self._is_overdue = Backoff(), False
@@ -105,10 +74,8 @@ class CheckpointManager:
             keep_best=config.keep_best,
             warn=self._save_failed,
             on_commit=self._committed,
-            before_removal=self._note_removal,
-            on_remove=lambda commit: channel.send(
-                Removed(uri=self._checkpoints.uri(commit.folder))
-            ),
+            before_removal=reporter.before_removal,
+            on_remove=lambda commit: reporter.on_removal(self._checkpoints.uri(commit.folder)),
         )
         self._in_memory = replicas and MemoryCopies(
             replicas,
@@ -116,76 +83,24 @@ class CheckpointManager:
             config=config,
             stager=self._stager,
             adapts=on_gpu,
-            warn=self._warn,
+            warn=reporter.warn,
         )
 
-    def asked(self) -> Action:
+    def requested_action(self) -> Action:
         """Return the action of all ranks after the step that is about to begin, on rank 0;
         elsewhere `Action.GO_ON`."""
-        if self._history is None:
+        if not self._reporter.is_first:
             return Action.GO_ON
-        request = self._channel.look()
+        request = self._reporter.request()
         is_new = request != self._serving
         self._serving = request
         if request and is_new:
-            self._channel.send(Heard(action=request.action))
+            self._reporter.on_request(request)
             return request.action
         is_due = self._is_overdue or self._retry.retry_due(time.monotonic())
         return Action.SAVE if is_due and not self._durable.saving else Action.GO_ON
 
-    def started(self, event: Started) -> None:
-        """Record that the group is ready for its first step."""
-        self._channel.send(event)
-        if self._history:
-            self._history.add(
-                "started",
-                {
-                    "step": event.step,
-                    "world_size": event.world_size,
-                    "state": event.state,
-                    "stayed": event.stayed,
-                    "spare_bytes": event.spare_bytes,
-                    "seconds": dict(event.seconds),
-                },
-            )
-            self._history.flush()
-
-    def chose(self, event: Chosen) -> None:
-        """Record the group's choice of keys that the recipe leaves open. Rank 0 sends it."""
-        if self._history:
-            self._channel.send(event)
-            self._history.add("chosen", asdict(event))
-
-    def stepped(self, record: StepRecord) -> None:
-        """Record a finished step."""
-        self._channel.send(record)
-        if self._history:
-            self._history.add("step", record.to_dict())
-
-    def evaluated(
-        self, step: int, losses: Mapping[str, StepLoss], seconds: float
-    ) -> Mapping[str, float]:
-        """Record an evaluation after `step` steps.
-
-        Returns:
-            The evaluation's results by metric name.
-        """
-        self._evaluated = evaluated(step, losses, seconds)
-        self._channel.send(self._evaluated)
-        reported = self._evaluated.to_metrics()
-        if self._history:
-            self._history.add("evaluated", {"step": step, "seconds": seconds, **reported})
-        return reported
-
-    def reached(self, record: StepRecord, metric: str, value: float) -> None:
-        """Record that the evaluation after this step has reached the run's target."""
-        if self._history:
-            progress = {"samples": record.samples, "tokens": record.tokens}
-            self._history.add(
-                "reached", {"step": record.step, **progress, "metric": metric, "value": value}
-            )
-
-    def keep(self, record: StepRecord, action: Action, *, is_last: bool) -> None:
+    def save(self, record: StepRecord, action: Action, *, is_last: bool) -> None:
         """Save the state after a step if a checkpoint is due, requested, or the last one.
         Collective."""
         self._newest = self._saving(record)
@@ -193,38 +108,30 @@ class CheckpointManager:
         if action > Action.GO_ON or is_last or record.step % self._config.every == 0:
             seconds += self._save_durably(waits=action >= Action.HALT or is_last)
         if self._in_memory:
-            self._in_memory.stepped(record)
+            self._in_memory.add_step(record)
             seconds += self._copy(self._in_memory, record.step, asked=action >= Action.HALT)
         if seconds:
-            self._channel.send(Stalled(step=record.step, seconds=seconds))
+            self._reporter.on_stall(record.step, seconds)
 
     def before_change(self) -> None:
         """Order later work of the GPU after the copies of the state, which is about to change."""
         self._stager.before_change()
 
-    def continued(self, saving: Saving) -> None:
+    def save_resumed(self, saving: Saving) -> None:
         """Save the state that the group resumed from, if no step is left to train. Collective."""
         # It may exist in memory alone so far, and the run ends here.
         self._newest = saving
         self._save_durably(waits=True)
 
-    def halted(self, action: Action) -> ControlSignal:
+    def halt(self, action: Action) -> ControlSignal:
         """Wait until the newest state is safe, and report the halt. Collective.
 
         Returns:
             The signal that requested the halt, on every rank.
         """
         self._make_safe(in_memory=action < Action.STOP)
-        if self._history and self._serving and self._newest:
-            halt = Halted(
-                step=self._newest.step, reason=self._serving.reason, text=self._serving.text
-            )
-            self._history.add(
-                "halted", {"step": halt.step, "reason": halt.reason, "text": halt.text}
-            )
-            self._history.flush()
-            self._channel.send(halt)
-            self._channel.flush()
+        if self._reporter.is_first and self._serving and self._newest:
+            self._reporter.on_halt(self._newest.step, self._serving)
         agreed: list[Any] = [self._serving]
         dist.broadcast_object_list(agreed, src=0)  # last: who has it may end
         return cast(ControlSignal, agreed[0])
@@ -246,21 +153,21 @@ class CheckpointManager:
             if copies and copies.saver.all_saved(self._newest.step):
                 return
             # Only rank 0 knows the retry delay; the others wait for it at the barrier.
-            if self._history:
+            if self._reporter.is_first:
                 Flag().wait(self._retry.seconds)
             dist.barrier()
             self._save_durably(waits=True)
 
     def _wait_for(self, saver: DurableSaver) -> None:
         while not saver.wait(_SECONDS_BETWEEN_WORDS):
-            self._warn("the state is still being saved")
+            self._reporter.warn("the state is still being saved")
 
     def _saving(self, record: StepRecord) -> Saving:
         extra: dict[str, Any] = {"world_size": record.world_size, "loss": record.loss}
         extra |= self._extra()
-        if self._evaluated and self._evaluated.step == record.step:
-            extra[EVALUATION_LOSS] = self._evaluated.loss
-            extra[EVALUATION] = self._evaluated.to_metrics()
+        if evaluation := self._reporter.evaluation_of(record.step):
+            extra[EVALUATION_LOSS] = evaluation.loss
+            extra[EVALUATION] = evaluation.to_metrics()
         return Saving(step=record.step, samples=record.samples, tokens=record.tokens, extra=extra)
 
     def _save_durably(self, *, waits: bool) -> float:
@@ -280,43 +187,21 @@ class CheckpointManager:
 
     def _save(self, saver: DurableSaver) -> float:
         assert self._newest is not None
-        extra = dict(self._newest.extra)
-        # The commit carries the part of the history that is not yet on storage, so that neither is
-        # ahead of the other.
-        if self._history:
-            extra |= unwritten(self._history)
         return saver.save(
             self._state(),
             step=self._newest.step,
             samples=self._newest.samples,
             tokens=self._newest.tokens,
-            extra=extra,
+            extra={**self._newest.extra, **self._reporter.unwritten()},
         )
 
-    def _warn(self, line: str) -> None:
-        self._channel.send(Warned(text=line))
-
     def _save_failed(self, line: str) -> None:
-        self._warn(line)
+        self._reporter.warn(line)
         self._retry = self._retry.failed(time.monotonic())
 
     def _committed(self, commit: Commit) -> None:
         self._retry = Backoff()
-        if self._history:
-            self._history.add("committed", {"step": commit.step, "commit": commit.folder})
-            self._history.flush()
-        uri = self._checkpoints.uri(commit.folder)
-        self._channel.send(
-            Committed(step=commit.step, uri=uri, evaluation_loss=commit.evaluation_loss)
-        )
-
-    def _note_removal(self, folders: Sequence[str]) -> None:
-        """Record in the history which checkpoints will be removed."""
-        # Before the removal: a checkpoint that is gone without a record counts as lost.
-        if self._history:
-            self._history.add("removed", {"commits": list(folders)})
-            if not self._history.flush():
-                raise OSError("old checkpoints stay, as the history cannot take that they go")
+        self._reporter.on_commit(commit, self._checkpoints.uri(commit.folder))
 
     def __enter__(self) -> Self:
         return self
@@ -332,9 +217,7 @@ class CheckpointManager:
             self._durable.close()
             if self._in_memory:
                 self._in_memory.saver.close()
-        if self._history:
-            self._history.add("closed", {})
-            self._history.flush()
+        self._reporter.close()
 
 
 _SECONDS_FOR_A_COPY = 5.0
@@ -342,8 +225,58 @@ _SECONDS_FOR_A_COPY = 5.0
 without copies."""
 
 
+SHARE = 0.02
+"""Largest share of the training time that copies may cost."""
+_LEAST = 2
+"""Lower bound of the interval. Steps without a copy are needed as the baseline for those with one.
+"""
+_BASELINE_STEPS = 32
+"""Number of steps without a copy that the baseline uses."""
+
+
+class CopyInterval:
+    """Number of steps between copies for which a copy, by the cost of the last one, takes at most
+    `SHARE` of the time, and never more than `most` steps.
+
+    A copy costs the seconds that a step waits for it, plus the extra seconds of steps that run
+    while it is written.
+
+    Args:
+        most: largest interval in steps.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seconds_without_copy: deque[float] = deque(maxlen=_BASELINE_STEPS)
+        self._cost: float | None = None
+
+    def add_step(self, seconds: float, *, beside: bool) -> None:
+        """Add the time of a finished step.
+
+        Args:
+            seconds: duration of the step.
+            beside: whether a copy was in progress during the step.
+        """
+        if not beside:
+            self._seconds_without_copy.append(seconds)
+        elif self._cost is not None and self._seconds_without_copy:
+            self._cost += max(0.0, seconds - median(self._seconds_without_copy))
+
+    def start_copy(self, seconds: float) -> None:
+        """Start the cost of a new copy with the seconds that the training waited for it."""
+        self._cost = seconds
+
+    @property
+    def steps(self) -> int:
+        """This rank's interval in steps, by the cost of the last copy; `most` if there was none."""
+        if self._cost is None or not self._seconds_without_copy:
+            return self._most
+        steps = math.ceil(self._cost / (SHARE * median(self._seconds_without_copy)))
+        return min(self._most, max(_LEAST, steps))
+
+
 class MemoryCopies:
-    """In-memory checkpoints on one rank. All methods but `stepped` are collective.
+    """In-memory checkpoints on one rank. All methods but `add_step` are collective.
 
     Args:
         replicas: target of the copies.
@@ -375,10 +308,10 @@ class MemoryCopies:
         self._is_stuck = False
         self._was_saving = False
 
-    def stepped(self, record: StepRecord) -> None:
+    def add_step(self, record: StepRecord) -> None:
         """Add the time of a finished step."""
         if self._interval:
-            self._interval.stepped(record.seconds, beside=self._was_saving)
+            self._interval.add_step(record.seconds, beside=self._was_saving)
         self._was_saving = self.saver.saving
 
     def is_due(self, step: int) -> bool:
@@ -422,7 +355,7 @@ class MemoryCopies:
             return waited
         waited += save(self.saver)
         if self._interval:
-            self._interval.copied(waited)
+            self._interval.start_copy(waited)
             self._was_saving = True
         return waited
 
@@ -430,7 +363,7 @@ class MemoryCopies:
         """Return the longest interval that any rank wants. Collective."""
         if self._interval is None:
             return self._every
-        wanted = torch.tensor(self._interval.wanted, dtype=torch.int32)
+        wanted = torch.tensor(self._interval.steps, dtype=torch.int32)
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
         return int(wanted.item())
 

@@ -1,39 +1,104 @@
-"""The trainer: one rank's part of a recipe's model, with all state that training changes.
+"""The trainer: one rank's training, from data to saved state. Read it from top to bottom.
 
-It does not depend on Ray. Every worker of a group has a trainer, and so has the trial of a sweep.
+`Trainer.train` is the outer loop: a step, then evaluation, checkpoint and the end of the run if they
+are due. `Loop.run` is the step itself: data, forward, backward, clip, update, record. `Trainer` has
+the model and all state that training changes.
+
+Nothing here depends on Ray. Every worker of a group has a trainer, and so has the trial of a sweep.
+`elastrata bench` and the rehearsals run the same `Loop`.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from elastrata.checkpoints.commit import FRESH_OPTIMIZER, Commit, CommitStorage
 from elastrata.checkpoints.state import load, part_is_saved, restore, training_state
-from elastrata.optim.optimizer import build_optimizer
+from elastrata.device.capabilities import forget_peak, peak_flops, peak_memory_bytes
+from elastrata.optim.optimizer import build_optimizer, set_learning_rate
 from elastrata.parallel.mesh import ALONE, DataRank
 from elastrata.recipe.recipe import Recipe
 from elastrata.run.folder import Parent
 from elastrata.step.average import AVERAGE, WeightAverage
+from elastrata.step.clip import Clip
+from elastrata.step.compute_time import OwnTime, own_time
 from elastrata.step.evaluate import evaluate
-from elastrata.step.events import Action, Chosen, RanOut, RanOutError
-from elastrata.step.records import StepRecord
-from elastrata.step.step_message import Effort
-from elastrata.step.train_step import StepLoss
-from elastrata.trainer.autotune import automatic
-from elastrata.trainer.build_model import divided_model, phase_masks, training_loop, weight_average
+from elastrata.step.events import Action, Chosen, RanOut, RanOutError, TrainingError
+from elastrata.step.forward_backward import ForwardBackward
+from elastrata.step.prefetch import Background, BackgroundThread, Prefetch, ReadyStep
+from elastrata.step.records import StepRecord, Stopwatch
+from elastrata.step.step_message import Effort, StepMessage, written
+from elastrata.step.target import TargetConfig, reached
+from elastrata.step.train_step import (
+    StepHooks,
+    StepLoss,
+    StepResult,
+    nothing,
+    reduce_sums,
+    total_weights,
+    train_step,
+)
+from elastrata.trainer.autotune import Automatic, automatic
+from elastrata.trainer.build_model import divided_model, phase_masks, weight_average
+from elastrata.trainer.checkpoint_manager import CheckpointManager
+from elastrata.trainer.evaluation import HeldOut
 from elastrata.trainer.initial_weights import begin_with
-from elastrata.trainer.loop import unmeasured
+from elastrata.trainer.reporter import Reporter
+from elastrata.sparsity.masks import Masks
+from elastrata.workload.batch import Batch
+from elastrata.workload.workload import Workload
 from elastrata_pipelines.batches import Start
+from elastrata_pipelines.format import Vocabulary
+from elastrata_pipelines.hashing import digest
 from elastrata_pipelines.payload import RankStep, in_turn
 from elastrata_pipelines.phase import Phase
-from elastrata_pipelines.speeds import RankKinds
+from elastrata_pipelines.speeds import RankKinds, Speeds
+
+
+def _go_on() -> Action:
+    return Action.GO_ON
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopHooks:
+    """Functions that the loop calls. The defaults do nothing."""
+
+    requested_action: Callable[[], Action] = _go_on
+    """Returns the action requested of all ranks, on rank 0; elsewhere `Action.GO_ON`."""
+    before_change: Callable[[], None] = nothing
+    """Called before weights, masks or the optimizer's state may change."""
+    on_choice: Callable[[Chosen], None] = _ignore
+    """Called with the group's choice of keys that the recipe leaves open."""
+    on_times: Callable[[RankStep, Sequence[Effort]], None] = _ignore
+    """Called with every step and the efforts of all ranks, by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStep:
+    """A finished step, after its evaluation and its save if they were due."""
+
+    record: StepRecord
+    metrics: Mapping[str, float]
+    """The evaluation's results by name; empty if no evaluation was due."""
+    evaluation_seconds: float
+    action: Action
+    """The action that all ranks have agreed on."""
+    is_last: bool
+    """True if the run ends with this step: its last one, or the one that reached its target."""
 
 
 class Trainer:
@@ -128,17 +193,67 @@ class Trainer:
         """Return further values for the commit."""
         return self._chooser.state()
 
-    def steps(
+    def train(
         self,
         stream: Iterable[RankStep],
         start: Start,
         *,
-        chose: Callable[[Chosen], None],
-        asked: Callable[[], Action],
-        before_change: Callable[[], None],
-        measured: Callable[[RankStep, Sequence[Effort]], None] = unmeasured,
+        held_out: HeldOut,
+        checkpoints: CheckpointManager,
+        reporter: Reporter,
+        target: TargetConfig | None,
+        on_times: Callable[[RankStep, Sequence[Effort]], None] = _ignore,
+    ) -> Iterator[TrainedStep]:
+        """Train until the run ends or the caller closes the generator. Collective.
+
+        Args:
+            stream: this rank's part of every remaining step.
+            start: progress of the run before the first of them.
+            held_out: data of the evaluations.
+            checkpoints: saves the state.
+            reporter: reports steps and evaluations.
+            target: ends the run when an evaluation reaches it; None: never.
+            on_times: as in `LoopHooks`.
+
+        Raises:
+            MisdealtError: the stream has steps of other ranks, or not the remaining steps.
+        """
+        # A run that began with given weights is evaluated before its first step, as step 0.
+        if at_once := held_out.due_at_once():
+            reporter.on_evaluation(0, *self.evaluate(at_once))
+        hooks = LoopHooks(
+            requested_action=checkpoints.requested_action,
+            before_change=checkpoints.before_change,
+            on_choice=reporter.on_choice,
+            on_times=on_times,
+        )
+        with closing(self.steps(stream, start, hooks)) as steps:
+            for record, action in steps:
+                reporter.on_step(record)
+                metrics, seconds = dict[str, float](), 0.0
+                is_last = record.step == self._recipe.steps_in_all
+                if due := held_out.due(record):
+                    losses, seconds = self.evaluate(due)
+                    metrics = dict(reporter.on_evaluation(record.step, losses, seconds))
+                    # Metrics may differ between ranks in their last bit: rank 0 decides.
+                    if target and agreed(reached(target, metrics)):
+                        reporter.on_target(record, target.metric, metrics[target.metric])
+                        is_last = True
+                checkpoints.save(record, action, is_last=is_last)
+                yield TrainedStep(
+                    record=record,
+                    metrics=metrics,
+                    evaluation_seconds=seconds,
+                    action=action,
+                    is_last=is_last,
+                )
+                if is_last:
+                    return
+
+    def steps(
+        self, stream: Iterable[RankStep], start: Start, hooks: LoopHooks
     ) -> Generator[tuple[StepRecord, Action]]:
-        """Train on the steps of a stream.
+        """Train on the steps of a stream, without evaluations and checkpoints.
 
         Yields:
             The record of every step, and the action that all ranks have agreed on. Once the
@@ -147,7 +262,7 @@ class Trainer:
         Raises:
             MisdealtError: the stream has steps of other ranks, or not the remaining steps.
         """
-        recipe, chooser = self._recipe, self._chooser
+        recipe = self._recipe
         loop = training_loop(
             recipe,
             self._divided.clip,
@@ -159,28 +274,20 @@ class Trainer:
             # Hooks in blocks would interrupt compiled graphs.
             blocks=() if recipe.compile else self._divided.blocks,
         )
+        place, last = self._place, recipe.steps_in_all
         run = loop.run(
             self._divided.forward_backward,
             self.optimizer,
-            in_turn(
-                stream,
-                self._place.rank,
-                self._place.dp_size,
-                done=start.step,
-                last=recipe.steps_in_all,
-            ),
+            in_turn(stream, place.rank, place.dp_size, done=start.step, last=last),
             start,
-            asked,
-            cut=partial(chooser.cut, tell=chose),
-            foreseen=chooser.foreseen,
-            before_change=before_change,
-            measured=measured,
+            hooks,
+            chooser=self._chooser,
         )
         with self._convert_out_of_memory(), closing(run):
-            for done, action in run:
-                if self._average and not done.skipped:
-                    self._average.stepped(done.step)
-                yield replace(done, **chooser.figures()), action
+            for record, action in run:
+                if self._average and not record.skipped:
+                    self._average.stepped(record.step)
+                yield record, action
 
     def evaluate(self, held_out: Mapping[str, RankStep]) -> tuple[dict[str, StepLoss], float]:
         """Evaluate the model, or its average if the recipe says so, on each set of held-out data.
@@ -227,3 +334,302 @@ class Trainer:
             if ran_out := self._chooser.ran_out():
                 raise RanOutError(ran_out) from error
             raise
+
+
+def agreed(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def deal_marks(speeds: Speeds) -> dict[str, float]:
+    """Return this rank's values for `check_same_deal`, which are summed over all primary ranks."""
+    return {"hands": 1, "dealt_by": _checksum(speeds)}
+
+
+def check_same_deal(sums: Mapping[str, float], speeds: Speeds) -> None:
+    """Check by their sums that all ranks' steps were dealt by these speeds.
+
+    Raises:
+        RuntimeError: they were not, so the group has to restart.
+    """
+    # If deals differ, at least one rank has speeds. So ranks without speeds need no check.
+    if speeds and sums["dealt_by"] != sums["hands"] * _checksum(speeds):
+        raise RuntimeError("the ranks have hands of different deals")
+
+
+def _checksum(speeds: Speeds) -> int:
+    return zlib.crc32(repr(speeds).encode()) if speeds else 0
+
+
+_HALF = 2**32
+_WEIGHT, _SOURCE = "weight/", "source/"
+
+
+def thread_for_gpu(device: torch.device) -> Background | None:
+    """Return the thread that prepares the next step on a GPU, or None on a CPU, which has no
+    time to spare."""
+    return BackgroundThread(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The training loop, with all that is constant over the steps."""
+
+    workload: Workload
+    vocabulary: Vocabulary
+    seed: int
+    learning_rate: Callable[[int], float]
+    """Learning rate of a step, counted from 0."""
+    clip: Clip
+    """Clips the gradient of the trained model."""
+    on_nonfinite: Literal["stop", "skip"]
+    device: torch.device
+    world_size: int
+    is_primary: bool = True
+    """Whether this rank's sums over samples are counted, as in `DataRank`."""
+    step_hooks: StepHooks = field(default_factory=StepHooks)
+    """Hooks into a step."""
+    blocks: Sequence[nn.Module] = ()
+    """The model's blocks, in which a rank's own compute time is measured."""
+    background: Callable[[torch.device], Background | None] = thread_for_gpu
+    """Returns the executor that prepares the next step, given this rank's device."""
+
+    def run(
+        self,
+        forward_backward: ForwardBackward,
+        optimizer: torch.optim.Optimizer,
+        stream: Iterable[RankStep],
+        start: Start,
+        hooks: LoopHooks | None = None,
+        *,
+        chooser: Automatic | None = None,
+    ) -> Generator[tuple[StepRecord, Action]]:
+        """Train on every step of `stream` and yield its record with the action after it. Only the
+        seconds and memory of a record differ between ranks.
+
+        On a GPU the next step is read and prepared in the background, until the generator is
+        closed.
+
+        Args:
+            forward_backward: forward and backward pass through the model.
+            optimizer: over the model's parameters.
+            stream: this rank's part of every remaining step.
+            start: progress of the run before the first of them.
+            hooks: called from within the loop; None: none.
+            chooser: chooses what the recipe leaves open, such as the micro-batches of a step;
+                None: nothing is open.
+        """
+        hooks = hooks or LoopHooks()
+        prepare = partial(self._prepare_step, forward_backward)
+        background = self.background(self.device)
+        timer = own_time(self.device, self.blocks if self.world_size > 1 else ())
+        samples, tokens = start.samples, start.tokens
+        next_sums: Mapping[str, float] | None = None
+        foreseen = chooser.foreseen if chooser else _same_step
+        with closing(timer), Prefetch(stream, prepare, foreseen, background) as steps:
+            forget_peak(self.device)
+            stopwatch, dealt_by = Stopwatch(), Speeds()
+            # A chooser asks for a step when the one before is finished and measured.
+            for rank_step in chooser.cut(steps, hooks.on_choice) if chooser else steps:
+                stopwatch.passed("seconds_waiting_for_data")
+                ready, action = steps.ready(rank_step), hooks.requested_action()
+                # The sums of this step came with the losses of the step before, if it was ready by
+                # then. That saves an all-reduce and a wait for the GPU.
+                batch = next_sums or reduce_sums(ready.sums, is_primary=self.is_primary)
+                check_same_deal(batch, rank_step.speeds)
+                stopwatch.passed("seconds_collating")
+                if self.step_hooks.changes_before(rank_step.step):
+                    hooks.before_change()
+                self.step_hooks.before_step(rank_step.step, optimizer)
+                lr = self.learning_rate(rank_step.step - 1)
+                set_learning_rate(optimizer, lr)
+                # Sorted, so that all ranks pack their sums in the same order into one message.
+                names = sorted(ready.sums) if steps.reads_ahead else []
+                timer.begin()
+                result = train_step(
+                    forward_backward,
+                    optimizer,
+                    ready.batches,
+                    weights=_weights(batch),
+                    clip=self.clip,
+                    rounds=rank_step.rounds,
+                    is_primary=self.is_primary,
+                    hooks=self.step_hooks,
+                    # Written after the backward pass: then this rank's time is measured and the
+                    # next step likely ready.
+                    more=partial(self._write_message, action, timer, rank_step.work, steps, names),
+                    before_change=hooks.before_change,
+                )
+                if result.skipped and self.on_nonfinite == "stop":
+                    raise TrainingError(_nonfinite_message(rank_step.step, result))
+                message = StepMessage.read(result.more, names, self.world_size)
+                next_sums = message.next_sums
+                samples, tokens = samples + int(batch["samples"]), tokens + int(batch["tokens"])
+                record = StepRecord(
+                    samples=samples,
+                    tokens=tokens,
+                    lr=lr,
+                    **self._step_fields(rank_step),
+                    speeds=rank_step.speeds if rank_step.speeds != dealt_by else (),
+                    **_effort_fields(message.efforts),
+                    **forward_backward.figures(),
+                    **_loss_fields(result),
+                    **_batch_fields(batch),
+                    **self.step_hooks.figures(int(batch["tokens"])),
+                    **self._time_fields(stopwatch, batch["flops"]),
+                )
+                hooks.on_times(rank_step, message.efforts)
+                yield record if chooser is None else replace(record, **chooser.figures()), (
+                    message.action
+                )
+                stopwatch, dealt_by = Stopwatch(), rank_step.speeds
+
+    def _write_message(
+        self, action: Action, timer: OwnTime, work: int, steps: Prefetch, names: Sequence[str]
+    ) -> Tensor:
+        """Return this rank's message to the others, which travels with the losses."""
+        ready = steps.next_ready
+        return written(
+            action,
+            timer.effort(work),
+            ready.sums if ready else None,
+            names,
+            self.device,
+            world_size=self.world_size,
+            is_primary=self.is_primary,
+        )
+
+    def _prepare_step(self, forward_backward: ForwardBackward, rank_step: RankStep) -> ReadyStep:
+        """Return a step collated and moved to the device. Reads nothing back from the device."""
+        batches = forward_backward.ready(self._collate(rank_step))
+        return ReadyStep(batches=batches, sums=self._sums(rank_step, batches))
+
+    def _collate(self, rank_step: RankStep) -> list[Batch]:
+        return [
+            self.workload.collate(rows, self.vocabulary, self.seed).to(self.device)
+            for rows in rank_step.micro_batches
+        ]
+
+    def _sums(self, rank_step: RankStep, batches: list[Batch]) -> dict[str, float]:
+        """Return this rank's part of the sums over the global batch that the forward pass needs."""
+        weights = total_weights(batches)
+        # In halves, so that the sum of the ranks' digests is exact in float64.
+        upper, lower = divmod(digest(rank_step.rows.identities), _HALF)
+        segments = rank_step.rows.segment_lengths.tolist()
+        return {
+            **{_WEIGHT + term: weight for term, weight in weights.items()},
+            "samples": len(rank_step.rows),
+            "tokens": len(rank_step.rows.tokens),
+            "positions": sum(batch.num_positions for batch in batches),
+            "flops": self.workload.flops(segments, weights, self.vocabulary),
+            **{_SOURCE + name: n for name, n in rank_step.rows.source_tokens.items()},
+            **deal_marks(rank_step.speeds),
+            "digest_upper": upper,
+            "digest_lower": lower,
+        }
+
+    def _step_fields(self, rank_step: RankStep) -> dict[str, Any]:
+        return {
+            "step": rank_step.step,
+            "world_size": self.world_size,
+            "micro_batches": len(rank_step.cuts) - 1,
+            "imbalance": rank_step.imbalance,
+            "memory_bytes": peak_memory_bytes(self.device),
+        }
+
+    def _time_fields(self, stopwatch: Stopwatch, flops: float) -> dict[str, Any]:
+        phases = dict(stopwatch.seconds)
+        stopwatch.passed("rest")
+        seconds, peak = sum(stopwatch.seconds.values()), peak_flops(self.device)
+        mfu = flops / (seconds * peak * self.world_size) if peak else None
+        return {"seconds": seconds, "mfu": mfu, **phases}
+
+
+def _same_step(rank_step: RankStep) -> RankStep:
+    return rank_step
+
+
+def _weights(batch: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix(_WEIGHT): value
+        for name, value in batch.items()
+        if name.startswith(_WEIGHT)
+    }
+
+
+def _nonfinite_message(step: int, result: StepResult) -> str:
+    terms = ", ".join(f"{name} {value:g}" for name, value in result.loss.terms.items())
+    return (
+        f"step {step}: loss {result.loss.total:g} ({terms}), gradient norm "
+        f"{result.gradient_norm:g}: not finite, nothing was updated; try a smaller optimizer.lr, "
+        "or on_nonfinite=skip to leave such batches out"
+    )
+
+
+def _effort_fields(efforts: Sequence[Effort]) -> dict[str, Any]:
+    seconds = [effort.seconds for effort in efforts]
+    if not seconds or not all(seconds):
+        return {}
+    longest = max(seconds)
+    return {
+        "slowest_rank": seconds.index(longest),
+        "time_imbalance": longest * len(seconds) / sum(seconds),
+    }
+
+
+def _loss_fields(result: StepResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss.total,
+        "terms": result.loss.terms,
+        "metrics": result.loss.metrics,
+        "gradient_norm": result.gradient_norm,
+        "skipped": result.skipped,
+        "seconds_in_model": result.seconds_in_model,
+        "seconds_in_optimizer": result.seconds_in_optimizer,
+    }
+
+
+def _batch_fields(batch: Mapping[str, float]) -> dict[str, Any]:
+    # Modulo 2**64: the sum does not depend on the order or the ranks of the samples.
+    whole = (int(batch["digest_upper"]) * _HALF + int(batch["digest_lower"])) % 2**64
+    return {
+        "digest": f"{whole:016x}",
+        "batch_samples": int(batch["samples"]),
+        "batch_tokens": int(batch["tokens"]),
+        "batch_tokens_by_source": {
+            name.removeprefix(_SOURCE): int(tokens)
+            for name, tokens in batch.items()
+            if name.startswith(_SOURCE)
+        },
+        "padding": 1 - batch["tokens"] / batch["positions"],
+        "flops": int(batch["flops"]),
+    }
+
+
+def training_loop(
+    recipe: Recipe,
+    clip: Clip,
+    vocabulary: Vocabulary,
+    device: torch.device,
+    world_size: int,
+    *,
+    is_primary: bool = True,
+    masks: Masks | None = None,
+    blocks: Sequence[nn.Module] = (),
+) -> Loop:
+    """Return the recipe's loop."""
+    return Loop(
+        workload=recipe.workload,
+        vocabulary=vocabulary,
+        seed=recipe.seed,
+        learning_rate=recipe.learning_rate,
+        clip=clip,
+        on_nonfinite=recipe.on_nonfinite,
+        device=device,
+        world_size=world_size,
+        is_primary=is_primary,
+        step_hooks=masks or StepHooks(),
+        blocks=blocks,
+    )
